@@ -347,7 +347,7 @@ FILE_MISTAKES = [
     ("privacy: {epsilon: dist1}", "Write {name: dist1}."),
     ("privacy: {clip_norm: -1}", "`privacy.clip_norm` must be above 0"),
     ("privacy: {noise_multiplier: -1}", "`privacy.noise_multiplier` must be >= 0"),
-    ("privacy: {accountant: rpd}", "one of rdp, prv, gdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"),
+    ("privacy: {accountant: rpd}", "one of pld, rdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"),
     ("privacy: {noise_key: '12'}", "`privacy.noise_key` must be 32 hexadecimal digits"),
     ("privacy: {reserve_rounds: -1}", "`privacy.reserve_rounds` must be >= 0"),
     ("evaluation: {every: 0}", "`evaluation.every` must be >= 1"),

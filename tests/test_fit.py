@@ -35,7 +35,7 @@ MISTAKES = [
     ("--model.name logistik", "logistik", "Did you mean `logistic`"),
     ("--strategies.size_weighted.x 1", "strategies.size_weighted.x", "it has none"),
     ("--seeds 0,0", "--seeds", "0,0"),
-    ("--privacy.accountant gdp", "gdp", "full batch"),
+    ("--privacy.accountant gdp", "gdp", "pld, rdp"),
     ("--engine.device cuda", "engine.device", "cuda"),
     ("--model '{class_path: no.such.Net}'", "model.class_path", "no.such.Net"),
     ("--model '{class_path: torch.nn.Linear, init_args: {foo: 3}}'", "model.init_args", "foo"),

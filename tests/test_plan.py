@@ -34,23 +34,23 @@ def shown(capsys):
 def test_noise_and_epsilon_are_each_computed_from_the_other(shown):
     _, forth = shown(*CLIENT, "--epsilon", "2", "--json")
     assert forth["steps"] == 10 * math.ceil(2400 / 128) == 190
-    assert forth["sample_rate"] == 128 / 2400 and forth["accountant"] == "rdp" and 1.995 < forth["epsilon"] <= 2
+    assert forth["sample_rate"] == 128 / 2400 and forth["accountant"] == "pld" and 1.995 < forth["epsilon"] <= 2
     text, back = shown(*CLIENT, f"--noise_multiplier={forth['noise_multiplier']}", "--json")
     assert back == forth
     for words in ("noise multiplier", "190 (10 rounds", "per record", "add or remove one record", "Poisson-sampled"):
         assert words in text
-    assert "RDP (Opacus" in text
+    assert "PLD (dp_accounting" in text
 
 
 def test_golden_value_both_ways():
     """Opacus: rate 0.04, noise 1.5, 2250 steps, delta 1e-5."""
-    size = {"num_records": 25, "batch_size": 1, "rounds": 90, "delta": 1e-5}
+    size = {"num_records": 25, "batch_size": 1, "rounds": 90, "delta": 1e-5, "accountant": "rdp"}
     assert plan(**size, noise_multiplier=1.5).guarantee.epsilon == pytest.approx(7.32911117143, abs=1e-6)
     assert plan(**size, epsilon=7.32912).noise_multiplier == pytest.approx(1.5, rel=2e-4)
 
 
 def test_full_batches_of_several_epochs():
-    full = plan(num_records=100, batch_size=100, rounds=4, local_epochs=3, delta=1e-5, epsilon=1.0, accountant="gdp")
+    full = plan(num_records=100, batch_size=100, rounds=4, local_epochs=3, delta=1e-5, epsilon=1.0)
     assert (full.steps, full.sample_rate, full.guarantee.sampling) == (12, 1.0, "full batches")
     assert full.noise_multiplier == pytest.approx(3.730632 * math.sqrt(12), rel=2e-4)
 
@@ -58,16 +58,17 @@ def test_full_batches_of_several_epochs():
 def test_missing_privacy_and_a_fallback_are_named(shown):
     _, result = shown(*CLIENT, "--noise_multiplier", "0", "--json")
     assert result["epsilon"] is None and result["guarantee"].startswith("No differential privacy")
-    tiny = [*CLIENT[:-1], "1e-12", "--noise_multiplier", "1", "--accountant", "prv", "--json"]
-    assert "because PRV's rounding errors matter" in shown(*tiny)[1]["guarantee"]
+    loud = [*CLIENT, "--noise_multiplier", "0.05", "--json"]
+    assert "because epsilon is above 100" in shown(*loud)[1]["guarantee"]
 
 
 # ---- rounds of several kinds: the clustered paper's setting, and the numbers of its tables
 
 
 def clustered(epsilon, **more):
-    """6600 records, batches of 32, 200 rounds, one local epoch, delta 1e-4."""
-    return plan(num_records=6600, batch_size=32, rounds=200, delta=1e-4, epsilon=epsilon, **more)
+    """6600 records, batches of 32, 200 rounds, one local epoch, delta 1e-4, RDP as in the tables."""
+    usual = {"num_records": 6600, "batch_size": 32, "rounds": 200, "delta": 1e-4, "accountant": "rdp"}
+    return plan(epsilon=epsilon, **{**usual, **more})
 
 
 def rounded(value, decimals):
@@ -120,7 +121,7 @@ EVERYTHING = {
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("judge", [("rdp", "add_remove"), ("rdp", "replace_one"), ("prv", "add_remove")])
+@pytest.mark.parametrize("judge", [("rdp", "add_remove"), ("rdp", "replace_one"), ("pld", "replace_one")])
 @pytest.mark.parametrize("left_out", [(), ("first_round_noise_multiplier",), ("selections", "selection_epsilon")])
 def test_all_options_together_in_both_directions(judge, left_out):
     more = {key: value for key, value in EVERYTHING.items() if key not in left_out}
@@ -150,8 +151,8 @@ def test_fewer_participations_need_less_noise():
     assert clustered(2.0, steps=207).schedule == clustered(2.0).schedule
 
 
-def test_gdp_has_full_rounds_of_unequal_noise():
-    size = {"num_records": 50, "batch_size": 50, "rounds": 5, "delta": 1e-5, "accountant": "gdp"}
+def test_full_rounds_have_unequal_noise():
+    size = {"num_records": 50, "batch_size": 50, "rounds": 5, "delta": 1e-5}
     solved = plan(**size, epsilon=1.0, first_round="full", first_round_noise_multiplier=20.0)
     assert 1 / 20**2 + 4 / solved.noise_multiplier**2 == pytest.approx(1 / 3.730632**2, rel=1e-4)
 
@@ -165,7 +166,7 @@ def test_the_text_has_every_line_and_its_price(shown):
     assert rows["first_round"][1:5] == ["1", "1", "5", "1"]
     assert rows["select"][1:5] == ["3", "1", "10", "(Gumbel)"]
     assert rows["train"][1:3] == ["5", "0.0533333"] and rows["train"][4] == "4"
-    assert f"{get_accountant('rdp').epsilon([GaussianEvent(1.0, 5.0)], 1e-4):.4f}" <= rows["first_round"][5]
+    assert f"{get_accountant('pld').epsilon([GaussianEvent(1.0, 5.0)], 1e-4):.4f}" <= rows["first_round"][5]
     assert "together they cost 2.0000" in text and "Not covered: test and held-out records" in text
     assert command._columns([["a", "bc"], [10, 2]]) == " a  bc\n10   2"
 
@@ -184,8 +185,8 @@ def test_accountant_and_adjacency_go_together(monkeypatch):
     asked, rdp = [], get_accountant("rdp")
     place = "dpfl_lightning.privacy.accounting.client_plan.get_accountant"
     monkeypatch.setattr(place, lambda *names: asked.append(names) or rdp)
-    clustered(2.0, adjacency="replace_one", accountant="prv")
-    assert asked == [("prv", "replace_one")]
+    clustered(2.0, adjacency="replace_one", accountant="paper_ma")
+    assert asked == [("paper_ma", "replace_one")]
 
 
 def test_a_second_plan_is_not_solved_again(monkeypatch):
@@ -220,7 +221,7 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("--epsilon 0", "`epsilon` must be above 0 and finite, got 0.0"),
         ("--epsilon x", "`epsilon` must be a finite number, got 'x'"),
         ("--epsilon inf", "`epsilon` must be a finite number, got 'inf'"),
-        ("--epsilon 0.0001", "`epsilon` must be above 0.001251, the least that rdp can certify at delta 0.0001"),
+        ("--epsilon 0.0001 --accountant rdp", "`epsilon` must be above 0.001251, the least that rdp can certify at delta 0.0001"),
         ("--noise_multiplier -1", "`noise_multiplier` must be at least 0 and finite, got -1.0"),
         ("--epsilon 1 --delta 0", "`delta` must be in (0, 1), got 0.0. It is usually below 1 / num_records"),
         ("--epsilon 1 --batch_size 2401", "`batch_size` must be in 1..2400 (num_records), got 2401. A batch of 2400"),
@@ -235,20 +236,17 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("--epsilon 1 --first_round_noise_multiplier 5", "must be left out unless first_round is full, got 5.0. Add"),
         (f"{FULL} -1", "`first_round_noise_multiplier` must be at least 0 and finite, got -1.0"),
         (f"{FULL} 5 --participations 1", "must be left out for a client with one participation and a budget, got 5.0"),
-        (f"{FULL} 1", "`epsilon` must be above 4.17587, the cost of first_round with the given noise"),
+        (f"{FULL} 1", "`epsilon` must be above 3.80446, the cost of first_round with the given noise"),
         (f"{FULL} 0", "`epsilon` must be above the cost of first_round with the given noise, which is unbounded,"),
         ("--epsilon 1 --selections -1", "`selections` must be at least 0, got -1"),
         ("--epsilon 1 --selections 2", "`selection_epsilon` must be a number if selections is above 0, got None"),
         ("--epsilon 1 --selection_epsilon 0.1", "`selections` must be at least 1 if selection_epsilon is given, got 0"),
         ("--epsilon 1 --selections 2 --selection_epsilon 0", "`selection_epsilon` must be above 0 and at most 1e6"),
-        ("--epsilon 1 --selections 2 --selection_epsilon 9", "above 45.9373, the cost of select with the given noise"),
-        ("--epsilon 1 --batch_size 2400 --accountant gdp --selections 1 --selection_epsilon 0.1",
-         "`accountant` must be rdp or prv for selections"),
+        ("--epsilon 1 --selections 2 --selection_epsilon 9", "above 17.861, the cost of select with the given noise"),
         ("--epsilon 1 --mechanism laplace", "`batch_size` must be 2400 (num_records) with Laplace noise, got 128"),
         ("--epsilon 1 --mechanism lapace", "`mechanism` must be gaussian or laplace, got 'lapace'. Did you mean"),
         ("--epsilon 1 --adjacency swap", "`adjacency` must be one of add_remove, replace_one, got 'swap'"),
-        ("--epsilon 1 --accountant gpd", "one of rdp, prv, gdp, paper_ma, got 'gpd'. Did you mean `gdp`?"),
-        ("--epsilon 1 --accountant gdp", "`accountant` must be rdp or prv for a sample rate of"),
+        ("--epsilon 1 --accountant gpd", "one of pld, rdp, paper_ma, got 'gpd'. Did you mean `pld`?"),
         ("--epsilon 1 --round 3", "`round` must be a known key. Did you mean `rounds`?"),
         ("--epsilon", "--epsilon: expected one argument"),
     ],

@@ -83,7 +83,7 @@ loop = build_loop(
             "model": {"name": "logistic"},
             "clients": {"count": 100_000, "batch_size": None},
             "privacy": {
-                "epsilon": {"name": "uniform", "low": 0.5, "high": 8}, "delta": 1e-3, "accountant": "gdp"
+                "epsilon": {"name": "uniform", "low": 0.5, "high": 8}, "delta": 1e-3
             },
             "strategies": {"biased_selection": {"clients_per_round": 100}},
             "evaluation": {"every": 12},

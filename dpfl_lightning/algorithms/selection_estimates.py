@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 
-from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 
 Vector = NDArray[np.float64]
 

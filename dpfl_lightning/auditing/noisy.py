@@ -12,7 +12,8 @@ from dpfl_lightning.auditing.bounds import releases_to_tell, shift_interval, std
 from dpfl_lightning.auditing.harness import NOBODY, Harness, Scene
 from dpfl_lightning.auditing.report import Finding, at_least, at_most
 from dpfl_lightning.auditing.target import AuditTarget
-from dpfl_lightning.privacy.accounting.accountant import finite_or_none, gaussian_epsilon
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 VALUES = 20_000  # noised numbers of each kind, so that their std is known to 0.5 %

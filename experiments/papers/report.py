@@ -19,6 +19,8 @@ from experiments.papers.run import seconds_of
 #: the marks of a page: the command writes what is between them
 _BLOCK = re.compile(r"(<!-- papers (\S+)(?: (\S+))? -->\n).*?(<!-- /papers -->)", re.DOTALL)
 
+_ACCOUNTED = re.compile(r"accounted by (.+?)\.( |$)")  # in a guarantee
+
 _MOST_NAMED = 8  # rows and columns without finished cells
 
 
@@ -75,8 +77,15 @@ def report(
     if left := missing_cells(required, results):
         made = f"{len(required) - len(left)} of {len(required)} cells are made."
         parts.append(made + _not_begun(experiment, table) * begun)
-    parts += experiment.notes
+    parts += [_accountants(cells), *experiment.notes]
     return "\n\n".join(filter(None, parts))
+
+
+def _accountants(cells: Cells) -> str:
+    """Which accountants computed the epsilons of these runs."""
+    promises = [str(run.get("guarantee")) for runs in cells.values() for run in runs]
+    names = {match[1] for match in map(_ACCOUNTED.search, promises) if match}
+    return f"Epsilons were computed by {' or by '.join(sorted(names))}." if names else ""
 
 
 def figure_path(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> Path:

@@ -55,14 +55,13 @@ def test_what_does_not_go_together_is_one_sentence(make_loop):
     for clients, privacy, words in (
         (ClientOptions(count=4, batch_size=16), laplace(), must_be_full),
         (FULL, gaussian, r"`privacy\.delta` must be in \(0, 1\) with Gaussian noise"),
-        (FULL, laplace(accountant="gdp"), "`accountant` must be rdp or prv for selections and Laplace noise"),
     ):
         with pytest.raises(UserError, match=words):
             make_loop(privacy=privacy, clients=clients).run()
 
 
 def test_null_batches_are_full_batches_with_gaussian_noise_as_well(make_loop):
-    privacy = PrivacyOptions(epsilon=4.0, delta=1e-3, accountant="gdp", noise_key=FIXED_KEY)
+    privacy = PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY)
     loop = make_loop(privacy=privacy, clients=FULL)
     result = loop.run()
     assert [c["batch_size"] for c in result.clients] == [c["num_records"] for c in result.clients]

@@ -106,7 +106,7 @@ def test_a_cell_that_fails_is_status_1_and_told_at_the_end(capsys, places):
     argv = ["noise_aware.table3", "--privacy.accountant", "gdp", "--columns", "dist1", *places, "--tracking", "null"]
     assert main(argv) == 1
     printed = capsys.readouterr()
-    assert "not made: noise_aware.table3: dist1" in printed.err and "full batches" in printed.err
+    assert "not made: noise_aware.table3: dist1" in printed.err and "pld, rdp" in printed.err
     assert "0 of 1 cells are made." in printed.out
 
 

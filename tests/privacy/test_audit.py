@@ -10,7 +10,7 @@ from scipy.stats import binom, norm
 
 from dpfl_lightning.auditing import bounds as audit
 from dpfl_lightning.auditing import one_run
-from dpfl_lightning.privacy.accounting.accountant import gaussian_epsilon
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 
 
 def hull(inside: np.ndarray, outside: np.ndarray) -> list[audit.RunTotals]:

@@ -9,8 +9,9 @@ import torch
 from scipy import stats
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accounting.accountant import gaussian_mu, get_accountant
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian, Laplace, MechanismRows, mechanism_of
@@ -157,7 +158,7 @@ def planned_noise(event, epsilon, delta, count, accountant, adjacency):
 def test_as_many_releases_as_planned_cost_the_budget_and_no_more(count, adjacency, sensitivity):
     """Gaussian: noise / sensitivity = sqrt(T) / mu. Laplace: scale / sensitivity = T / epsilon."""
     for epsilon, delta in ((0.3, 1e-5), (1.5, 5e-5), (6.0, 1e-4)):
-        noise, spent = planned_noise(GaussianEvent(1.0, None), epsilon, delta, count, "gdp", adjacency)
+        noise, spent = planned_noise(GaussianEvent(1.0, None), epsilon, delta, count, "pld", adjacency)
         mu = float(gaussian_mu(np.array([epsilon]), np.array([delta]))[0])
         assert noise / sensitivity == pytest.approx(math.sqrt(count) / mu, rel=1e-5)
         assert noise / sensitivity >= math.sqrt(count) / mu and epsilon * (1 - 1e-5) <= spent <= epsilon

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accounting.accountant import Prv, get_accountant
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, SpentEpsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import affordable_counts, calibrate, cut_to_budgets
 
-RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
+RDP, PLD = (get_accountant(name) for name in ("rdp", "pld"))
 
 
 def one_phase(epsilon, rate, steps, delta=1e-4, count=1):
@@ -49,13 +49,13 @@ def test_phases_share_a_noise_unless_it_is_given_and_selections_are_part_of_the_
 
 
 def test_tight_noise_golden_values():
-    assert solve(one_phase(1.0, 1.0, 1, 1e-5), GDP) == pytest.approx(3.730632, rel=1e-4)
-    assert solve(one_phase(2.25, 1.0, 1, 4.0834087e-4), GDP) == pytest.approx(math.sqrt(2), rel=1e-4)
+    assert solve(one_phase(1.0, 1.0, 1, 1e-5), PLD) == pytest.approx(3.730632, rel=1e-4)
+    assert solve(one_phase(2.25, 1.0, 1, 4.0834087e-4), PLD) == pytest.approx(math.sqrt(2), rel=1e-4)
     for epsilon, inverse_mu in ((0.1, 24.5081), (0.5, 5.8938), (1.5, 2.2292), (4.0, 0.9587), (10.0, 0.4553)):
-        assert solve(one_phase(epsilon, 1.0, 4), GDP) == pytest.approx(2 * inverse_mu, rel=2e-4)
-    # The second library's least noise for PLD; PRV's upper bound of 0.01 asks for a little more.
-    assert 0.67379294682 <= solve(one_phase(1.0, 0.01, 1, 1e-5), PRV) <= 0.677
-    assert 3.20956502598 <= 6 * solve(one_phase(1.0, 0.001, 25, 1e-5), PRV) <= 3.225
+        assert solve(one_phase(epsilon, 1.0, 4), PLD) == pytest.approx(2 * inverse_mu, rel=2e-4)
+    # the second library's least noise
+    assert 0.67379 <= solve(one_phase(1.0, 0.01, 1, 1e-5), PLD) <= 0.674
+    assert 3.2095 <= 6 * solve(one_phase(1.0, 0.001, 25, 1e-5), PLD) <= 3.211
 
 
 @settings(deadline=None, max_examples=60)
@@ -81,7 +81,7 @@ def test_calibration_is_safe_and_tight(epsilon, delta, rate, steps, count, first
 
 @settings(deadline=None, max_examples=60)
 @given(
-    accountant=st.sampled_from([RDP, GDP, get_accountant("paper_ma")]),
+    accountant=st.sampled_from([RDP, PLD, get_accountant("paper_ma")]),
     log_epsilon=st.floats(-7, 13),
     log_delta=st.floats(-300, -0.01),
     log_rate=st.floats(-9, 0),
@@ -92,7 +92,7 @@ def test_calibration_is_safe_and_tight(epsilon, delta, rate, steps, count, first
 def test_far_out_settings_are_safe_and_tight_or_refused(
     accountant, log_epsilon, log_delta, log_rate, steps, count, first_noise
 ):
-    epsilon, delta, rate = 10**log_epsilon, 10**log_delta, 1.0 if accountant is GDP else 10**log_rate
+    epsilon, delta, rate = 10**log_epsilon, 10**log_delta, 1.0 if accountant is PLD else 10**log_rate
     lines = [Planned("train", GaussianEvent(rate, None, steps), count)]
     lines += [] if first_noise is None else [Planned("first_round", GaussianEvent(1.0, 10**first_noise), 1)]
     schedule = ClientSchedule(epsilon, delta, tuple(lines))
@@ -110,23 +110,23 @@ def test_far_out_settings_are_safe_and_tight_or_refused(
     assert epsilon_with(0.999 * noise) > epsilon
 
 
-@pytest.mark.parametrize("accountant", [RDP, PRV, GDP], ids=["rdp", "prv", "gdp"])
+@pytest.mark.parametrize(("accountant", "rate"), [(RDP, 0.05), (PLD, 0.05), (PLD, 1.0)])
 @pytest.mark.parametrize(("epsilon", "delta"), [(2.0, 1e-300), (2.0, 1e-18), (1e5, 1e-4), (1e6, 1e-4), (1e12, 1e-4)])
-def test_where_an_accountant_leaves_its_range_the_bound_is_safe(accountant, epsilon, delta):
-    schedule = one_phase(epsilon, 1.0 if accountant is GDP else 0.05, 40, delta, 30)
+def test_where_an_accountant_leaves_its_range_the_bound_is_safe(accountant, rate, epsilon, delta):
+    schedule = one_phase(epsilon, rate, 40, delta, 30)
     noise = solve(schedule, accountant)
     found, how = accountant.bound(schedule.with_noise(noise).events(), delta)
     assert 0.999 * epsilon < found <= epsilon
-    assert accountant is not PRV or ("RDP" in how and "because PRV" in how)
+    assert accountant is RDP or rate == 1 or epsilon < 100 or ("RDP" in how and "because epsilon is above 100" in how)
 
 
-@pytest.mark.parametrize("accountant", [PRV, GDP], ids=["prv", "gdp"])
-@pytest.mark.parametrize("epsilon", [0.3, 3.0])
-def test_other_accountants_are_safe_and_tight(accountant, epsilon):
-    schedule = one_phase(epsilon, 1.0 if accountant is GDP else 0.02, 50, 1e-5, 20)
-    noise = solve(schedule, accountant)
-    assert accountant.epsilon(schedule.with_noise(noise).events(), 1e-5) <= epsilon
-    assert accountant.epsilon(schedule.with_noise(0.999 * noise).events(), 1e-5) > epsilon
+@pytest.mark.parametrize("rate", [0.02, 1.0])
+@pytest.mark.parametrize("epsilon", [0.0005, 0.3, 3.0])
+def test_tight_noise_is_safe_and_smallest(rate, epsilon):
+    schedule = one_phase(epsilon, rate, 50, 1e-5, 20)
+    noise = solve(schedule, PLD)
+    assert PLD.epsilon(schedule.with_noise(noise).events(), 1e-5) <= epsilon
+    assert PLD.epsilon(schedule.with_noise(0.998 * noise).events(), 1e-5) > epsilon
 
 
 MOST = 100_000
@@ -165,9 +165,9 @@ def test_many_clients_afford_what_each_affords_alone(offers, most):
 
 def test_affording_tells_how_far_it_is(monkeypatch):
     told = []
-    monkeypatch.setattr(GDP, "together", 128)
+    monkeypatch.setattr(PLD, "together", 128)
     offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5, [])] * 300
-    assert affordable_counts(offers, GDP, 9, lambda done, total: told.append((done, total))) == [4] * 300
+    assert affordable_counts(offers, PLD, 9, lambda done, total: told.append((done, total))) == [4] * 300
     assert told == [(128, 300), (256, 300), (300, 300)]
 
 
@@ -194,8 +194,8 @@ def test_affordable_count_at_the_ends():
     assert affordable_count(Caveat("free"), 1.0, 1e-5, RDP) == MOST
     assert affordable_count(GaussianEvent(0.1, 0.0), 1.0, 1e-5, RDP) == 0
     assert affordable_count(event, 1.0, 1e-5, RDP, before=[GaussianEvent(1.0, 0.5)]) == 0
-    assert affordable_count(GaussianEvent(1.0, 7.5), 1.0, 1e-5, GDP) == 4
-    assert affordable_count(event, 2.0, 1e-5, PRV) >= affordable_count(event, 2.0, 1e-5, RDP)
+    assert affordable_count(GaussianEvent(1.0, 7.5), 1.0, 1e-5, PLD) == 4
+    assert affordable_count(event, 2.0, 1e-5, PLD) >= affordable_count(event, 2.0, 1e-5, RDP)
 
 
 def test_order_is_kept_and_equal_clients_are_solved_once():
@@ -221,11 +221,11 @@ def test_where_nothing_is_bounded_or_released_no_noise_is_needed():
 def test_targets_near_the_floor_are_solved_or_refused():
     for epsilon in (5e-7, 0.99e-6):  # below what is shown: delta alone must cover it
         schedule = one_phase(epsilon, 1.0, 1)
-        assert GDP.epsilon(schedule.with_noise(solve(schedule, GDP)).events(), 1e-4) == 0.0
+        assert PLD.epsilon(schedule.with_noise(solve(schedule, PLD)).events(), 1e-4) == 0.0
     schedule = one_phase(0.0013, 0.1, 10)
     assert RDP.epsilon(schedule.with_noise(solve(schedule)).events(), 1e-4) <= 0.0013
-    with pytest.raises(UserError, match="`epsilon` must be above 1e-09, the least that gdp can certify"):
-        calibrate([one_phase(1e-300, 1.0, 1)], GDP)
+    with pytest.raises(UserError, match="`epsilon` must be above 1e-09, the least that pld can certify"):
+        calibrate([one_phase(1e-300, 1.0, 1)], PLD)
 
 
 def test_schedule_reads_back():
@@ -292,23 +292,7 @@ SCHEDULE = ClientSchedule(
 )
 
 
-@pytest.mark.parametrize("name", ["rdp", "prv"])
-def test_live_values_bound_the_truth_and_meet_it_at_the_end(name):
-    accountant = get_accountant(name)
-    spent = SpentEpsilon(accountant)
-    for train, select in ((0, 0), (1, 0), (3, 2), (8, 4), (8, 5)):
-        events = [repeated(GaussianEvent(0.05, 1.5, 10), train), SelectionEvent(0.1, select)]
-        live = spent(SCHEDULE, {"train": train, "select": select}.__getitem__)
-        exact = accountant.epsilon(events, 1e-4)
-        assert live >= exact - 2e-6
-        if name == "rdp" or (train, select) == (8, 5):
-            assert live == pytest.approx(exact, abs=2e-6)
-
-
-def test_a_slow_accountant_is_asked_once_a_schedule(monkeypatch):
-    asked = []
-    monkeypatch.setattr(Prv, "bound", lambda self, events, delta: (asked.append(1), (1.0, ""))[1])
-    spent = SpentEpsilon(get_accountant("prv"))
-    for used in range(1, 6):
-        spent(SCHEDULE, lambda purpose, used=used: used)
-    assert len(asked) == 1
+def test_what_was_released_is_counted_by_purpose():
+    released = SCHEDULE.released({"train": 3, "select": 9}.__getitem__)
+    assert released == [repeated(GaussianEvent(0.05, 1.5, 10), 3), SelectionEvent(0.1, 5)], "at most what is planned"
+    assert SCHEDULE.released(lambda _: 0) == []

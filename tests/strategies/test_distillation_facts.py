@@ -20,7 +20,7 @@ from dpfl_lightning.strategies.distillation.costs import (
 )
 from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
-EXACT = get_accountant("gdp")
+EXACT = get_accountant("pld")
 
 
 def planned(make_loop, privacy, counts=EQUAL, rounds=6, **options):

@@ -112,7 +112,7 @@ def test_noise_of_a_mean_is_charged_as_what_it_is_on_the_sum(make_loop):
         fixed = {"noise_scale": "paper_mean", "sampling": "fixed", "records_per_class": drawn}
         few_drawn, _ = distilled(make_loop, digits(EQUAL), privacy=noise, **fixed)
         assert events_of(few_drawn)[0] == GaussianEvent(1.0, 0.5 * mean_of, 1)
-    exact = get_accountant("gdp").epsilon([GaussianEvent(1.0, 0.01 * 256, 500)], 1e-5)
+    exact = get_accountant("pld").epsilon([GaussianEvent(1.0, 0.01 * 256, 500)], 1e-5)
     assert exact == pytest.approx(74.59, abs=0.01)
 
 

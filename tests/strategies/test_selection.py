@@ -23,7 +23,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models import PersonalInput
-from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
 from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -41,7 +41,7 @@ SAMPLED = {"clients": ClientOptions(count=COUNT, batch_size=16, learning_rate=0.
 
 def federation(make_loop, *parts, laplace=False, clients=None, privacy=(), **more):
     """Eight clients of 48 to 104 records, full batches, budgets from 0.3 to 6, accounted exactly."""
-    usual = {"epsilon": EPSILON, "delta": DELTA, "accountant": "gdp", "noise_key": FIXED_KEY}
+    usual = {"epsilon": EPSILON, "delta": DELTA, "noise_key": FIXED_KEY}
     if laplace:
         usual |= {"mechanism": "laplace", "delta": 0.0, "accountant": "rdp"}
     return make_loop(
@@ -424,7 +424,7 @@ def test_without_a_number_a_fifth_of_the_clients_is_selected(make_loop):
     one = make_loop(
         population=blobs(num_clients=1),
         clients=ClientOptions(count=1, batch_size=None),
-        privacy=private(2.0, accountant="gdp"),
+        privacy=private(2.0),
         parts=[BiasedSelection()],
     )
     assert one.run().clients[0]["releases"] == 3
@@ -459,7 +459,7 @@ def test_biased_selection_gains_where_noise_is_large(make_loop):
             module=ClientModule(net),
             rounds=20,
             clients=ClientOptions(count=CLIENTS, batch_size=None, learning_rate=4.0),
-            privacy=private(epsilon, delta=1e-5, accountant="gdp", adjacency="replace_one"),
+            privacy=private(epsilon, delta=1e-5, adjacency="replace_one"),
             parts=strategies.build({name: {"clients_per_round": 6}, "learning_rate_decay": {"half_after": 50}}),
             evaluate_every=20,
         )

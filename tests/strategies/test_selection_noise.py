@@ -20,7 +20,7 @@ from dpfl_lightning.algorithms.selection_estimates import (
     predicted_loss,
     shrunken_heterogeneity,
 )
-from dpfl_lightning.privacy.accounting.accountant import gaussian_delta, gaussian_mu
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
 INVERSE_MU = {

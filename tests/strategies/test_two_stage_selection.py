@@ -17,8 +17,8 @@ from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, LossesAroundStep, MeanLoss, NoMechanism, event_of
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
@@ -29,7 +29,7 @@ COUNT, COHORT, ROUNDS, WARMUP, DELTA = len(EPSILON), 3, 12, 4, 1e-3
 
 
 def federation(make_loop, strategy, *parts, laplace=False, population=None, clients=None, privacy=(), **more):
-    usual = {"epsilon": EPSILON, "delta": DELTA, "accountant": "gdp", "noise_key": FIXED_KEY}
+    usual = {"epsilon": EPSILON, "delta": DELTA, "noise_key": FIXED_KEY}
     if laplace:
         usual |= {"mechanism": "laplace", "delta": 0.0, "accountant": "rdp"}
     return make_loop(
@@ -46,7 +46,7 @@ def two_stages(**more) -> TwoStageSelection:
 
 
 @pytest.mark.parametrize("estimates", ["shrunken", "least_difference"])
-@pytest.mark.parametrize("accountant", ["gdp", "rdp", "laplace"])
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "laplace"])
 def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimates, make_loop):
     laplace = accountant == "laplace"
     strategy, seen = two_stages(estimates=estimates), Recorder()
@@ -227,7 +227,6 @@ def test_runs_that_do_not_fit_are_refused(make_loop):
         ({}, {"clients": sampled}, r"`clients\.batch_size` must be null \(full"),
         ({}, {"laplace": True, "privacy": {"delta": 1e-3}}, r"with delta 0 if noise is Laplace"),
         ({}, {"privacy": noise}, r"`privacy\.noise_multiplier` must be null for strategy two_stage"),
-        ({}, {"privacy": {"accountant": "prv"}}, r"`privacy\.accountant` must be gdp or rdp where later noise depends"),
     ):
         with pytest.raises(UserError, match=words):
             federation(make_loop, two_stages(**options), **loop).run()

@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, SpentEpsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
@@ -65,7 +65,7 @@ class Budgets:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
-        self._compute_spent, self._changed = SpentEpsilon(accountant), False
+        self._changed = False
         clients = range(len(schedule.clients))
         self._spent, self._paid = [0.0 for _ in clients], set(clients)  # at the last call of `spent`; payers since then
         shown, uncharged = map(NonPrivateEvent, unprotected), [i for i in clients if not ledger.used(i, _SHOWN)]
@@ -126,7 +126,7 @@ class Budgets:
             self._check_paid(client, after)
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
                 raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
-            _check_filter(after, self.accountant)
+            _check_filter(after)
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
 
     def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
@@ -148,10 +148,15 @@ class Budgets:
         )
 
     def spent(self) -> tuple[float, ...]:
-        """The current epsilon of each client, rounded up."""
-        for client in self._paid:
-            used = functools.partial(self.ledger.used, client)
-            self._spent[client] = math.inf if used(_SHOWN) else self._compute_spent(self.schedule.clients[client], used)
+        """The current epsilon of each client, rounded up, and at most the budget, which the whole schedule keeps."""
+        paid = sorted(self._paid)
+        schedules = [self.schedule.clients[client] for client in paid]
+        used = [functools.partial(self.ledger.used, client) for client in paid]
+        released = [(schedule.released(count), schedule.delta) for schedule, count in zip(schedules, used, strict=True)]
+        epsilons = self.accountant.search(released).tolist() if paid else []
+        for client, schedule, epsilon in zip(paid, schedules, epsilons, strict=True):
+            unprotected = math.isinf(epsilon) or self.ledger.used(client, _SHOWN)
+            self._spent[client] = math.inf if unprotected else min(epsilon, schedule.target_epsilon)
         self._paid = set()
         return tuple(self._spent)
 
@@ -175,12 +180,10 @@ class Budgets:
         return bound
 
 
-def _check_filter(schedule: ClientSchedule, accountant: Accountant) -> None:
+def _check_filter(schedule: ClientSchedule) -> None:
     """Check that a privacy filter is known for a schedule that depends on releases."""
     events = [line.event for line in schedule.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
     gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
     pure = schedule.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
     must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
     require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
-    known = accountant.name in ("gdp", "rdp")
-    require(known, "privacy.accountant", "be gdp or rdp where later noise follows from releases", accountant.name)

@@ -1,6 +1,6 @@
-"""Accountants that turn composed releases into an epsilon: `rdp` (Renyi), `prv`, `gdp` (full batches) and `paper_ma`.
+"""Accountants that turn composed releases into an epsilon: `pld` (tight), `rdp` (Renyi) and `paper_ma`.
 
-Calibration uses the vectorised formulas in `rdp.py`; Opacus computes the reported number of RDP and PRV. It is imported
+Calibration of RDP uses the vectorised formulas in `rdp.py`; Opacus computes the number that is reported. It is imported
 inside functions because it imports torch, which would slow down `dpfl_lightning.plan --help`.
 """
 
@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import log_ndtr
 
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.errors import require_one_of
 from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
-from dpfl_lightning.privacy.accounting.prv import EPS_ERROR, NoPrv, prv_epsilon
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+from dpfl_lightning.privacy.accounting.pld import NoPld, pld_epsilon
 from dpfl_lightning.privacy.accounting.rdp import (
     ORDERS,
     classically_converted,
@@ -25,6 +25,8 @@ from dpfl_lightning.privacy.accounting.rdp import (
 
 #: description of an epsilon that needs no delta
 PURE = "addition of pure epsilons"
+
+_MOST_KNOWN = 4096  # mechanisms whose RDP is kept
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
@@ -42,6 +44,7 @@ class Accountant(ABC):
     name: str
     description: str  # text for reports
     together = 1  # preferred number of clients in one call of `search`
+    rough: "Accountant | None" = None  # a faster accountant, whose noise is a first guess
 
     def __init__(self, adjacency: str = "add_remove") -> None:
         require_one_of(ADJACENCIES, "adjacency", adjacency)
@@ -51,10 +54,6 @@ class Accountant(ABC):
     @abstractmethod
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
         """Return epsilon and how it was computed."""
-
-    @abstractmethod
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """Return epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: fast, for live display."""
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
@@ -122,6 +121,7 @@ class Rdp(Accountant):
     def __init__(self, adjacency: str = "add_remove", orders: tuple[float, ...] = ORDERS) -> None:
         super().__init__(adjacency)
         self.orders = orders
+        self._known: dict[tuple[float, float], np.ndarray] = {}  # RDP by mechanism
         self.description = f"{self.kind} ({'Opacus, ' * (self.sensitivity == 1)}orders {orders[0]:g} to {orders[-1]:g})"
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
@@ -138,28 +138,22 @@ class Rdp(Accountant):
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
-        deltas = np.array([delta for _, delta in queries])
-        best = self.convert(self._rdp(releases), self.orders, deltas).min(axis=1)
+        return self.least(releases, np.array([delta for _, delta in queries]))
+
+    def least(self, releases: Sequence[Composed], delta: np.ndarray) -> np.ndarray:
+        """Return the least epsilon of merged events at `delta` [clients], rounded up, [clients]."""
+        best = self.convert(self._rdp(releases), self.orders, delta).min(axis=1)
         best = np.minimum(best, [composition.pure(self.sensitivity) for composition in releases])
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
 
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        earlier, single = composed(before, delta), composed([event], delta)
-        paid, per_event = self._rdp([earlier, single])
-        count = np.asarray(counts, dtype=float)[:, None]
-        with np.errstate(invalid="ignore"):  # zero repeats of a noiseless release cost nothing: 0 * inf
-            rdp = paid + np.where(count > 0, count * per_event, 0.0)
-            per_event_pure = single.pure(self.sensitivity)
-            pure = earlier.pure(self.sensitivity) + np.where(count > 0, count * per_event_pure, 0.0)[:, 0]
-        best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
-        return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
-
     def _rdp(self, clients: Sequence[Composed]) -> np.ndarray:
         """Return the RDP of each client, [clients, orders]; each distinct mechanism is computed once."""
-        pairs = sorted({(rate, noise) for client in clients for rate, noise, _ in client.gaussian if noise > 0})
-        rates, noises = np.array(pairs).reshape(-1, 2).T
-        divergences = sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency)
-        table = dict(zip(pairs, divergences, strict=True))
+        pairs = {(rate, noise) for client in clients for rate, noise, _ in client.gaussian if noise > 0}
+        table = {pair: self._known[pair] for pair in pairs if pair in self._known}
+        if new := sorted(pairs - {*table}):
+            rates, noises = np.array(new).T
+            table |= zip(new, sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency), strict=True)
+        self._known = table if len(self._known) > _MOST_KNOWN else self._known | table
         total = np.array([self._unsampled_rdp(client) for client in clients]).reshape(len(clients), len(self.orders))
         for row, client in zip(total, clients, strict=True):
             for rate, noise, steps in client.gaussian:
@@ -208,134 +202,72 @@ class PaperMa(Rdp):
         super().__init__(adjacency, (*(1 + x / 10 for x in range(1, 100)), *range(12, 65)))
 
 
-class Prv(Accountant):
-    """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
+class Pld(Accountant):
+    """Tight composition of privacy loss distributions: upper bounds, within 1 % and 0.01 of the least true epsilon.
 
-    Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is, or why PRV has no value: below
-    delta 1e-9, if the grid would not fit into memory, the numerics fail, or one epsilon takes over `time_limit_s`.
+    Full batches with Gaussian noise are composed exactly (`gaussian.py`), everything else numerically (`pld.py`). Above
+    an epsilon of 100, or where the numerics fail, RDP stands in, and the guarantee says so.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
-    (1.838372, 'PRV (Opacus, upper bound within 0.01)')
+    >>> Pld().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
+    (1.829065, 'PLD (dp_accounting, upper bound)')
+    >>> Pld().bound([GaussianEvent(1.0, 1.0)], 1e-5)
+    (4.377179, 'exact Gaussian differential privacy')
     """
 
-    name = "prv"
+    name = "pld"
+    description = "PLD (dp_accounting, upper bound)"
+    together = 16
+    rough: Rdp
 
-    def __init__(self, adjacency: str = "add_remove", time_limit_s: float = 20.0) -> None:
+    def __init__(self, adjacency: str = "add_remove") -> None:
         super().__init__(adjacency)
-        self.time_limit_s = time_limit_s
-        self.description = f"PRV (Opacus, upper bound within {EPS_ERROR:g})"
-        self._rdp = Rdp(adjacency)
+        self.rough = Rdp(adjacency)
+        self._known = functools.lru_cache(maxsize=8192)(self._composed)
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        rdp_bound, rdp_text = self._rdp.bound(events, delta)
-        releases = composed(events, delta)
-        if releases.free or releases.noiseless:
-            return rdp_bound, self.description
-        try:
-            prv_bound, error = prv_epsilon(releases, delta, self.adjacency, self.time_limit_s)
-        except NoPrv as reason:
-            return rdp_bound, f"{rdp_text}, because {reason}"
-        if prv_bound < rdp_bound:
-            return rounded_up(prv_bound, 6), f"PRV (Opacus, upper bound within {error:g})"
-        return rdp_bound, f"{rdp_text}, the smaller bound here: PRV gives {prv_bound:g}"
-
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """Return the values of RDP, because live values must be fast."""
-        return self._rdp.curve(event, counts, delta, before)
-
-
-class Gdp(Accountant):
-    """Exact Gaussian differential privacy for full batches with noise that may differ: mu^2 = sum steps / z^2.
-
-    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022). For
-    sampled batches, Opacus' accountant of the same name gives values below the truth.
-
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> Gdp().epsilon([GaussianEvent(1.0, 1.0)], 1e-5)
-    4.377179
-    """
-
-    name = "gdp"
-    description = "Gaussian differential privacy (exact)"
-    together = 4096
-
-    def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        return float(self.search([(events, delta)])[0]), self.description
+        return self.bounds([(events, delta)])[0]
 
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
-        return [(epsilon, self.description) for epsilon in self.search(queries).tolist()]
+        releases = [composed(events, delta) for events, delta in queries]
+        bounds = [self._known(release, delta) for release, (_, delta) in zip(releases, queries, strict=True)]
+        exact = [i for i, release in enumerate(releases) if release.full_batches]
+        mu, deltas = [self._mu(releases[i]) for i in exact], [queries[i][1] for i in exact]
+        for i, epsilon in zip(exact, gaussian_epsilon(np.array(mu), np.array(deltas)).tolist(), strict=True):
+            bounds[i] = rounded_up(epsilon, 6), "exact Gaussian differential privacy"
+        return bounds
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
-        mu = [self._mu(events, delta) for events, delta in queries]
-        return gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
+        return np.array([epsilon for epsilon, _ in self.bounds(queries)])
 
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        paid, per_event, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
-        with np.errstate(invalid="ignore"):  # as in Rdp
-            mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * per_event, 0.0))
-        return gaussian_epsilon(mu, np.full(len(count), delta))
-
-    def _mu(self, events: Sequence[Event], delta: float) -> float:
-        releases = composed(events, delta)
-        sampled = [rate for rate, _, _ in releases.gaussian if rate < 1]
-        way_out = "Exact Gaussian privacy is for full batches; its usual value for sampled ones is below the truth."
-        only_full = not (sampled or releases.selection or releases.laplace)
-        unsupported = f"a sample rate of {sampled[0]:g}" if sampled else "selections and Laplace noise"
-        require(only_full, "accountant", f"be rdp or prv for {unsupported}", self.name, way_out)
+    def _mu(self, releases: Composed) -> float:
+        """Return the mu of all full batches together, as one Gaussian mechanism."""
         if releases.noiseless:
             return math.inf
-        return self.sensitivity * math.sqrt(sum(steps / noise**2 for _, noise, steps in releases.gaussian))
+        return self.sensitivity * math.sqrt(sum(n / noise**2 for rate, noise, n in releases.gaussian if rate == 1))
+
+    def _composed(self, releases: Composed, delta: float) -> tuple[float, str]:
+        if releases.free or releases.noiseless or releases.full_batches:
+            return (0.0 if releases.free else math.inf), self.description
+        if (pure := rounded_up(releases.pure(self.sensitivity), 6)) and delta == 0:
+            return pure, PURE
+        rdp = float(self.rough.least([releases], np.array([delta]))[0])
+        try:
+            epsilon = pld_epsilon(releases, self._mu(releases), delta, self.adjacency, rdp)
+        except NoPld as reason:
+            return rdp, f"{self.rough.description}, because {reason}"
+        except (ValueError, ArithmeticError, MemoryError) as error:  # of dp_accounting
+            return rdp, f"{self.rough.description}, because the numerics failed ({error})"
+        bounds = ((rounded_up(epsilon, 6), self.description), (rdp, self.rough.description), (pure, PURE))
+        return min(bounds, key=lambda bound: bound[0])
 
 
-def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, rounded up, [n].
-
-    `mu` [n] >= 0 is sensitivity / noise std of each Gaussian mechanism, inf without noise; `delta` [n] is in (0, 1).
-    """
-    finite = np.isfinite(mu) & (mu > 0)
-    safe, delta = np.where(finite, mu, 1.0), np.where(finite, delta, 0.5)  # the others are set below
-    low, high = (np.zeros_like(safe), safe**2 / 2 + safe * np.sqrt(-2 * np.log(delta)))  # Phi(-x) <= exp(-x^2 / 2)
-    for _ in range(60):
-        middle = (low + high) / 2
-        fits = gaussian_delta(middle, safe) <= delta
-        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    high = np.where(gaussian_delta(np.zeros_like(safe), safe) <= delta, 0.0, high)
-    value = np.where(finite, high, np.where(mu > 0, np.inf, 0.0))
-    return np.array([rounded_up(e, 6) for e in value])
-
-
-def gaussian_delta(epsilon: np.ndarray, mu: np.ndarray) -> np.ndarray:
-    """delta(epsilon; mu) = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), [n]; epsilon >= 0, 0 < mu < inf."""
-    minus = np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))  # this form does not overflow
-    return np.exp(log_ndtr(mu / 2 - epsilon / mu)) - minus
-
-
-def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the largest mu with gaussian_delta(epsilon, mu) <= delta, by bisection, never rounded up, [n].
-
-    `epsilon` [n] is >= 0 and allows any mu if it is infinite; `delta` [n] is in (0, 1).
-    """
-    bounded = np.isfinite(epsilon)
-    epsilon, low = np.where(bounded, epsilon, 1.0), np.full(np.shape(epsilon), 1e-6)
-    high = np.ones_like(low)
-    while (more := gaussian_delta(epsilon, high) <= delta).any():
-        high = np.where(more, 2 * high, high)
-    while (less := gaussian_delta(epsilon, low) > delta).any():
-        low = np.where(less, low / 2, low)
-    for _ in range(100):
-        middle = (low + high) / 2
-        fits = gaussian_delta(epsilon, middle) <= delta
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    return np.where(bounded, low, np.inf)
-
-
-ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {"rdp": Rdp, "prv": Prv, "gdp": Gdp, "paper_ma": PaperMa}
+ACCOUNTANTS: dict[str, type[Pld | Rdp]] = {"pld": Pld, "rdp": Rdp, "paper_ma": PaperMa}
 
 
 @functools.cache
 def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
-    """Return "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
+    """Return "pld" (default, tight), "rdp" or "paper_ma".
 
     `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """

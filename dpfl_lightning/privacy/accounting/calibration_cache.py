@@ -74,7 +74,7 @@ def _keys(schedules: Iterable[ClientSchedule], accountant: Accountant) -> list[s
 @functools.cache
 def _versions() -> str:
     """Return the versions of the libraries that compute an epsilon, and the digest of this folder's code."""
-    libraries = " ".join(f"{name} {version(name)}" for name in ("opacus", "numpy", "scipy"))
+    libraries = " ".join(f"{name} {version(name)}" for name in ("dp-accounting", "opacus", "numpy", "scipy"))
     sources = [source.read_text() for source in sorted(Path(__file__).parent.glob("*.py"))]
     return f"{libraries} code {_digest(' '.join(sources))}"
 

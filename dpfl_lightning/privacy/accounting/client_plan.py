@@ -105,7 +105,7 @@ def plan(
     noise_multiplier: float | None = None,
     local_epochs: int = 1,
     mechanism: str = "gaussian",
-    accountant: str = "rdp",
+    accountant: str = "pld",
     adjacency: str = "add_remove",
     steps: int | None = None,
     participations: int | None = None,
@@ -128,7 +128,7 @@ def plan(
         noise_multiplier: noise std / clip norm on the sum, >= 0, for which epsilon is computed.
         local_epochs: passes over the client's records in a round, >= 1.
         mechanism: gaussian, or laplace (gradients clipped in L1, full batches).
-        accountant: rdp, prv (tighter, slower), gdp (exact, full batches only) or paper_ma (noise-aware paper).
+        accountant: pld (tight), rdp or paper_ma (noise-aware paper).
         adjacency: relation between neighbouring data sets: add_remove (add or remove one record) or replace_one
             (replace one record).
         steps: noised steps in a round, >= 1; replaces local_epochs * ceil(num_records / batch_size).

@@ -105,6 +105,12 @@ class Composed:
         """Whether epsilon is 0."""
         return not (self.gaussian or self.laplace or self.selection or self.unprotected)
 
+    @property
+    def full_batches(self) -> bool:
+        """Whether all of it is Gaussian noise on full batches, some of which may have none."""
+        only_gaussian = bool(self.gaussian) and not (self.laplace or self.selection or self.unprotected)
+        return only_gaussian and all(rate == 1 for rate, _, _ in self.gaussian)
+
     def pure(self, sensitivity: int) -> float:
         """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise."""
         if self.gaussian or self.noiseless:

@@ -1,13 +1,11 @@
-"""Planned releases of one client, and what it has spent of them."""
+"""Planned releases of one client."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
 
 
@@ -52,6 +50,11 @@ class ClientSchedule:
     def events(self) -> list[Event]:
         """Return what the whole run releases."""
         return [event for line in self.planned for event in line.events()]
+
+    def released(self, used: Callable[[str], int]) -> list[Event]:
+        """Return what was released so far; `used(purpose)` is the number of releases of a purpose."""
+        counts = [(line.event, min(used(line.purpose), line.count)) for line in self.planned]
+        return [repeated(event, count) for event, count in counts if count]
 
     @property
     def releases(self) -> tuple[int, ...]:
@@ -108,29 +111,3 @@ class ClientSchedule:
             if isinstance(line.event, NoisedEvent) and line.event.noise_multiplier is None:
                 lines[number] = replace(line, event=replace(line.event, noise_multiplier=noise_multiplier))
         return replace(self, planned=tuple(lines))
-
-
-class SpentEpsilon:
-    """Computes what a client has spent after a number of releases of each purpose, for progress and curves.
-
-    The values never exceed the epsilon of the whole schedule and are infinite from the first `NonPrivateEvent` release
-    on. The final values come from composing the ledger again.
-    """
-
-    def __init__(self, accountant: Accountant) -> None:
-        self._curve = functools.cache(accountant.curve)
-        self._search = functools.cache(lambda events, delta: float(accountant.search([(events, delta)])[0]))
-
-    def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
-        """Return epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
-        counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
-        if any(isinstance(line.event, NonPrivateEvent) and counts[line.purpose] for line in schedule.planned):
-            return math.inf
-        schedule = schedule.protected  # no unprotected release has been made yet
-        if not any(counts[line.purpose] for line in schedule.planned):
-            return 0.0
-        main = max(schedule.planned, key=lambda line: line.count)
-        before = tuple(repeated(line.event, counts[line.purpose]) for line in schedule.planned if line is not main)
-        curve = self._curve(main.event, range(main.count + 1), schedule.delta, before)
-        whole = self._search(tuple(schedule.events()), schedule.delta)
-        return min(float(curve[counts[main.purpose]]), whole)

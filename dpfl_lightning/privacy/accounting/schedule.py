@@ -3,6 +3,7 @@
 All of it is arithmetic on public facts.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -32,9 +33,9 @@ def calibrate(
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
     Releases with noise_multiplier None share the client's free noise, which is 0 if the target is infinite. The noise
-    is on the safe side and within 0.1 % of the smallest that fits: it is rounded up, and so is the epsilon of
-    `accountant`, with which it is composed again. Noise from `cache` (new noise is added) is composed again, too; that
-    it is the smallest rests on the cache entry. `on_progress` gets (solved, all) distinct schedules.
+    is on the safe side and within 0.1 % of the smallest that the accountant accepts: it is rounded up, and so is the
+    epsilon of `accountant`, with which it is composed again. Noise from `cache` (new noise is added) is composed again,
+    too; that it is the smallest rests on the cache entry. `on_progress` gets (solved, all) distinct schedules.
 
     `NonPrivateEvent` releases are left out, because no noise makes their epsilon finite: the others alone fit the
     target, but the whole schedule costs an infinite epsilon. Raises UserError if epsilon <= 0, delta is outside (0, 1),
@@ -182,20 +183,23 @@ def _smallest_noise(
 
     noise = np.zeros(len(schedules))
     bounded = [i for i, schedule in enumerate(schedules) if math.isfinite(schedule.target_epsilon)]
-    least = excess(np.full(len(bounded), math.log(_MOST_NOISE)), np.array(bounded, dtype=int))
-    for i, too_much in zip(bounded, least, strict=True):
-        if too_much > 0:
-            raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
+    larger = None if accountant.rough is None else _rough_noise([schedules[i] for i in bounded], accountant.rough)
+    if larger is None:
+        least = excess(np.full(len(bounded), math.log(_MOST_NOISE)), np.array(bounded, dtype=int))
+        for i, too_much in zip(bounded, least, strict=True):
+            if too_much > 0:
+                raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
     unsolved = [
-        i
-        for i in bounded
+        (place, i)
+        for place, i in enumerate(bounded)
         if any(isinstance(e, NoisedEvent) and e.noise_multiplier is None and e.steps for e in schedules[i].events())
     ]
     if not unsolved:
         return noise
-    clients = np.array(unsolved)
-    guess = np.array([_guess(schedules[i]) for i in unsolved])
-    bracket = elementwise.bracket_root(excess, guess - 0.2, guess + 0.2, args=(clients,)).bracket
+    places, clients = np.array(unsolved).T
+    guess = np.array([_guess(schedules[i]) for i in clients])
+    ends = (guess - 0.2, guess + 0.2) if larger is None else (np.log(larger[places]) - 0.1, np.log(larger[places]))
+    bracket = elementwise.bracket_root(excess, *ends, args=(clients,)).bracket
     tolerances = {"xatol": _TOLERANCE, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0}
     root = elementwise.find_root(excess, bracket, args=(clients,), tolerances=tolerances)
     if not root.success.all():
@@ -203,6 +207,13 @@ def _smallest_noise(
     above = np.where(root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0])  # the end of the bracket that fits
     noise[clients] = np.exp(np.where(root.f_x <= 0, root.x, above))
     return noise
+
+
+def _rough_noise(schedules: Sequence[ClientSchedule], accountant: Accountant) -> np.ndarray | None:
+    """Return noise that a faster accountant certifies, [clients]; None if a budget is below what it can certify."""
+    with contextlib.suppress(UserError):
+        return _smallest_noise(schedules, accountant, lambda: None)
+    return None
 
 
 def _guess(schedule: ClientSchedule) -> float:

@@ -123,8 +123,6 @@ class TwoStageSelection(QuotaSelection):
         must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
         plain = biased_selection.exact_exponent(schedule) is not None
         require(plain, "clients.batch_size", must, "other plans", "Later noise depends on released losses.")
-        must = "be gdp or rdp where later noise depends on released losses"
-        require(view.run.accountant in ("gdp", "rdp"), "privacy.accountant", must, view.run.accountant)
         self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
         advice = "Losses of a regression have no default bound."
         require(self._bound_now > 0, f"{self.key}.loss_bound", "be a number for a regression", self._bound, advice)

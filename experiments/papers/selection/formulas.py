@@ -15,7 +15,7 @@ from dpfl_lightning.algorithms.selection_estimates import (
     gaussian_noise,
     laplace_noise,
 )
-from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)
 _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them

@@ -1,0 +1,143 @@
+"""The tight accountant: exact values, a second library, hostile settings, and the cost of asking."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus_prv import interval
+from oracle import lower_bound
+
+from dpfl_lightning.privacy.accounting import pld
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, Pld, get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
+
+PLD, RDP = get_accountant("pld"), get_accountant("rdp")
+TRAIN, FEW = GaussianEvent(64 / 2400, 1.9, 1140), GaussianEvent(0.2, 3.0, 60)
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-10, 1e-15, 1e-30])
+@pytest.mark.parametrize(("mu", "steps"), [(0.05, 1), (1.0, 10), (1.0, 3000), (5.0, 100_000)])
+def test_numerical_composition_is_exact_where_the_exact_value_is_known(mu, steps, delta):
+    """Also where a transform without tilting would lose the tail in its rounding errors."""
+    exact = float(gaussian_epsilon(np.array([mu]), np.array([delta]))[0])
+    mesh = pld._mesh(mu, steps, delta)
+    loss = pld._gaussian(mu / math.sqrt(steps), mesh, math.log(delta * 1e-4 / steps))
+    found = pld._epsilon([(loss, steps)], mesh, delta)
+    assert exact * (1 - 1e-9) <= found <= exact + min(0.005, 0.003 * exact) + 1e-5
+
+
+def test_golden_values():
+    assert PLD.epsilon([GaussianEvent(0.04, 1.5, 2249)], 1e-5) == pytest.approx(6.7674, abs=2e-3)  # Opacus PRV - 0.01
+    for steps, estimate in ((100, 0.2600), (20000, 1.2859)):  # of Microsoft's PRV accountant, error 0.01
+        assert PLD.epsilon([GaussianEvent(0.001, 0.8, steps)], 1e-6) == pytest.approx(estimate, abs=2e-3)
+    assert 2.4612 <= PLD.epsilon([GaussianEvent(0.01, 0.7, 120)], 1e-5) <= 2.4635  # TensorFlow Privacy, PLD
+    assert 1 <= PLD.epsilon([GaussianEvent(0.2, 0.5, 3)], 0.15594) <= 1.001  # dp-accounting, PLD
+
+
+CASES = [
+    ([TRAIN], 1e-4, "add_remove"),
+    ([TRAIN], 1e-4, "replace_one"),
+    ([FEW, GaussianEvent(1.0, 5.0)], 1e-5, "add_remove"),
+    ([FEW, GaussianEvent(0.05, 1.1, 300)], 1e-8, "replace_one"),
+    ([FEW, LaplaceEvent(20.0, 5)], 1e-5, "add_remove"),
+    ([FEW, SelectionEvent(0.1, 10)], 1e-5, "add_remove"),
+    ([FEW, SelectionEvent(0.1, 10)], 1e-5, "replace_one"),
+]
+
+
+@pytest.mark.parametrize(("events", "delta", "adjacency"), CASES)
+def test_a_second_library_agrees(events, delta, adjacency):
+    lower, tight, _ = interval(events, delta, adjacency, 2e-3)
+    found = get_accountant("pld", adjacency).epsilon(events, delta)
+    assert lower <= found <= tight + 0.003 * min(1, tight)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=150)
+@given(
+    rate=st.floats(1e-3, 0.9),
+    noise=st.floats(0.5, 20.0),
+    steps=st.integers(1, 3000),
+    log_delta=st.floats(-9, -2),
+    adjacency=st.sampled_from(list(ADJACENCIES)),
+)
+def test_never_below_the_second_librarys_lower_bound_nor_above_rdp(rate, noise, steps, log_delta, adjacency):
+    events, delta = [GaussianEvent(rate, noise, steps)], 10**log_delta
+    rdp = get_accountant("rdp", adjacency).epsilon(events, delta)
+    found = get_accountant("pld", adjacency).epsilon(events, delta)
+    assert found <= rdp
+    if 0.01 < rdp < 30:
+        assert lower_bound(events, delta, adjacency) <= found
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.5, 3.0])
+def test_one_selection_has_its_closed_form(epsilon):
+    """The largest divergence at x of a choice of range epsilon: (1 - e^((x - epsilon) / 2))^2 / (1 - e^-epsilon)."""
+    for delta in (1e-4, 0.1 * math.tanh(epsilon / 4)):
+        x = epsilon + 2 * math.log1p(-math.sqrt(delta * -math.expm1(-epsilon)))
+        assert x <= PLD.epsilon([SelectionEvent(epsilon)], delta) <= x + 0.003 * min(1, x) + 1e-6
+
+
+def test_many_selections_are_composed_in_groups_and_cost_little_more():
+    whole = PLD.epsilon([SelectionEvent(0.05, 100)], 1e-5)
+    assert PLD.epsilon([SelectionEvent(0.05, 130)], 1e-5) > whole
+    assert PLD.epsilon([SelectionEvent(0.05, 1000)], 1e-5) < RDP.epsilon([SelectionEvent(0.05, 1000)], 1e-5)
+
+
+def test_where_rdp_stands_in_the_guarantee_says_so():
+    epsilon, how = PLD.bound([GaussianEvent(0.05, 0.05, 10)], 1e-5)
+    assert epsilon == RDP.epsilon([GaussianEvent(0.05, 0.05, 10)], 1e-5)
+    assert how == "RDP (Opacus, orders 1.1 to 1024), because epsilon is above 100"
+
+
+def test_where_the_numerics_fail_rdp_stands_in(monkeypatch):
+    events = [GaussianEvent(0.123, 1.0, 10)]
+    for reason, error in (("too large", pld.NoPld("too large")), ("the numerics failed (odd)", ValueError("odd"))):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(pld, "_sampled_gaussian", fail)
+        epsilon, how = Pld().bound(events, 1e-5)
+        assert epsilon == RDP.epsilon(events, 1e-5) and how.startswith("RDP") and how.endswith(f"because {reason}")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    log_rate=st.floats(-9, 0),
+    log_noise=st.floats(-3, 9),
+    log_steps=st.floats(0, 9),
+    log_delta=st.floats(-300, -0.01),
+    log_selection=st.floats(-9, 3),
+    count=st.integers(0, 300),
+)
+def test_far_out_settings_have_a_bound_in_reasonable_time(
+    log_rate, log_noise, log_steps, log_delta, log_selection, count
+):
+    events = [GaussianEvent(10**log_rate, 10**log_noise, int(10**log_steps)), SelectionEvent(10**log_selection, count)]
+    begun = time.process_time()
+    epsilon = PLD.epsilon(events, 10**log_delta)
+    assert 0 <= epsilon <= RDP.epsilon(events, 10**log_delta)
+    assert time.process_time() - begun < 30
+
+
+def test_twenty_clients_are_solved_in_seconds_and_asked_again_in_milliseconds():
+    def client(number: int) -> ClientSchedule:
+        return ClientSchedule(1.0 + number / 10, 1e-4, (Planned("train", GaussianEvent(64 / 2400, None, 38), 30),))
+
+    begun = time.process_time()
+    solved = calibrate([client(number) for number in range(20)], Pld())
+    assert time.process_time() - begun < 20
+    for plan in solved:
+        assert 0.999 * plan.target_epsilon < PLD.epsilon(plan.events(), 1e-4) <= plan.target_epsilon
+    queries = [(plan.released(lambda _: 17), 1e-4) for plan in solved]
+    PLD.search(queries)
+    begun = time.process_time()
+    PLD.search(queries)
+    assert time.process_time() - begun < 0.1
