@@ -280,7 +280,7 @@ def test_damage_is_status_2_and_an_error_in_json(path, trained, capsys):
         ("PATH --delta x", "invalid float value: 'x'"),
         ("PATH --accountant gpd", "`accountant` must be one of"),
         ("PATH --accountant gdp", "`accountant` must be rdp or prv for a sample rate of 0.1"),
-        ("PATH --epsilon 3", "`epsilon` must be an option of --ledger (accountant, delta, public_keys, export or json)"),
+        ("PATH --epsilon 3", "`epsilon` must be an option of --ledger (accountant, delta, public_keys, export or"),
         ("PATH --config=x.yaml", "`config` must be an option of --ledger"),
         ("PATH more", "`--ledger` must be a ledger, or the folder of a run, got 'more'"),
         ("PATH PATH", "`--ledger` must name each run once"),

@@ -14,7 +14,7 @@ from dpfl_lightning.privacy.ledger.file import Head, Verified
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
 FILTER = "as a privacy filter: the whole budget is what holds"
 
-_FILES = ("result.json", "guarantees.json")
+RESULTS = ("result.json", "guarantees.json")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 
@@ -34,8 +34,8 @@ def results_of(path: Path) -> dict[str, dict[str, Any]]:
 
     Only finished runs have them. A ledger of another name is a copy without the run's folder.
     """
-    files = [path.with_name(name) for name in _FILES] if path.name == "ledger.jsonl" else []
-    return {file.name: _object(file) for file in files if file.exists() or file.is_symlink()}
+    files = [path.with_name(name) for name in RESULTS] if path.name == "ledger.jsonl" else []
+    return {file.name: _object(file) for file in files if file.exists()}
 
 
 def heads_of(path: Path, results: Mapping[str, dict[str, Any]]) -> dict[str, Head]:
@@ -76,7 +76,7 @@ def check_results(
             raise _differs(path, "result.json", must, result.get("guarantee"))
     if (result := results.get("guarantees.json")) is not None:
         meaning = {"adjacency": weakest.adjacency, "caveats": list(weakest.caveats)}
-        rows = [{"epsilon": one.epsilon, "delta": one.delta, **meaning} for one in accounts]
+        rows = [{**meaning, "delta": one.delta, "epsilon": one.epsilon} for one in accounts]
         _check_rows(path, "guarantees.json", result, rows)
 
 
@@ -84,12 +84,12 @@ def _row(verified: Verified, client: int, account: Account) -> dict[str, Any]:
     """Return what the ledger says about a client, by the keys of `result.json`."""
     sizes = verified.header.identity.get("clients.num_records")
     return {
-        "epsilon_spent": account.epsilon,
-        "epsilon_budget": account.epsilon_budget,
-        "delta": account.delta,
+        **({} if sizes is None else {"num_records": sizes[client] if isinstance(sizes, list) else sizes}),
         "releases": sum(account.releases.values()),
         "steps": account.steps,
-        **({} if sizes is None else {"num_records": sizes[client] if isinstance(sizes, list) else sizes}),
+        "epsilon_budget": account.epsilon_budget,
+        "delta": account.delta,
+        "epsilon_spent": account.epsilon,
     }
 
 
@@ -101,7 +101,8 @@ def _check_rows(path: Path, name: str, result: dict[str, Any], expected: Sequenc
     for client, (row, values) in enumerate(zip(rows, expected, strict=True)):
         for key, value in values.items():
             stated = row.get(key)
-            whole_budget = filtered and key.startswith("epsilon") and _number(stated) >= _number(value)
+            spent = key in ("epsilon", "epsilon_spent")
+            whole_budget = filtered and spent and _number(stated) >= _number(value)
             if not (_equal(stated, value) or whole_budget):
                 raise _differs(path, name, f"state {key} {value!r} of client {client}, as the ledger does", stated)
 

@@ -26,7 +26,7 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
-from dpfl_lightning.privacy.ledger.results import Account, check_results, heads_of, results_of
+from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_results, heads_of, results_of
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.files import write_atomically
 from dpfl_lightning.runtime.text import columns
@@ -180,6 +180,9 @@ def read(
 def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
     """Verify one ledger against everything that lies beside it, without composing its events."""
     charges: defaultdict[int, list[Charge]] = defaultdict(list)
+    for file in (path, head_file(path), signatures.signature_file(path), *(path.with_name(name) for name in RESULTS)):
+        must, advice = "be a file in the run's folder", "Name the folder that holds the files of the run."
+        require(not file.is_symlink(), str(file), must, f"a link to {file.resolve()}", advice)
     results, signed = results_of(path), signatures.read_signatures(path)
     known = {**heads_of(path, results), **signatures.signed_head(signed)}
     verified = verify(path, lambda charge: charges[charge.client].append(charge), known)
