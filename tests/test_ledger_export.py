@@ -1,4 +1,4 @@
-"""`plan --ledger --export`: dp_accounting composes the file without this package, by the program in `docs/ledger.md`."""
+"""`plan --ledger --export`: dp_accounting composes the file without this package (program in `docs/ledger.md`)."""
 
 import itertools
 import json

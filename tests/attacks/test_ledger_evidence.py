@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 from conftest import private, small_loop
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from key_pairs import make_keys
 
 from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.ledger import file as ledger_file
@@ -17,20 +16,6 @@ from dpfl_lightning.privacy.ledger.verify import read
 
 CLIENTS = 4
 RESULTS = ("result.json", "guarantees.json")
-
-
-def make_keys(folder, clients=range(CLIENTS)):
-    """Key pairs: private keys in `folder/private`, public ones in `folder/public`."""
-    for name in ("private", "public"):
-        (folder / name).mkdir(parents=True)
-    for client in clients:
-        key = Ed25519PrivateKey.generate()
-        file = folder / "private" / f"client-{client}.pem"
-        file.touch(mode=0o600)
-        file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        (folder / "public" / f"client-{client}.pem").write_bytes(public)
-    return folder
 
 
 class Evidence:
