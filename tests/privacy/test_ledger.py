@@ -291,6 +291,14 @@ def test_a_ledger_without_its_head_is_refused_also_if_only_the_header_is_left(wr
     assert not head_file(written).exists() and written.read_bytes() == left
 
 
+def test_a_run_that_writes_while_its_ledger_is_read_appended_nothing(written):
+    """What it writes after the head was read is left for the next time."""
+    ledger = Ledger(written, HEADER)
+    seen = verify(written, lambda _: ledger.charge([charge(client, 4) for client in range(4)]))
+    assert seen.end.lines == 7 and seen.torn == 0 and ledger.head.lines == 7 + 6 * 4
+    assert len(read_ledger(written)) == 30
+
+
 def test_more_lines_after_the_head_than_a_crash_leaves_are_refused(written):
     """One charge of four clients has at most four lines."""
     head, ledger = head_file(written).read_bytes(), Ledger(written, HEADER)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,11 +117,12 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
             "cut off the ledger's end. Copy it together with the ledger (MLflow keeps both), or start a new run."
         )
     heads = {f"`{head_file(path).name}`": head, **(known or {})}
-    header, lines, size, torn, chain = None, 0, 0, 0, _NO_CHAIN
+    header, lines, size, chain = None, 0, 0, _NO_CHAIN
     with open(path, "rb") as file:
+        total = os.fstat(file.fileno()).st_size  # lines that are written from now on are later than the heads
         for line in file:
-            if not line.endswith(b"\n") or b"\0" in line:  # a crash after the file had grown leaves zeros
-                torn = len(line) + sum(map(len, file))
+            complete = line.endswith(b"\n") and b"\0" not in line  # a crash after the file had grown leaves zeros
+            if not complete or size + len(line) > total:
                 break
             lines += 1
             if not _follows(line, chain):
@@ -150,7 +152,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
     if header is None:
         raise UserError(f"`{path}` must begin with a ledger's header, got no complete line. Is it the right file?")
     check_lag(path, f"`{head_file(path).name}`", head, lines, len(header.delta))
-    return Verified(header, Head(header.run, lines, chain), head, size, torn)
+    return Verified(header, Head(header.run, lines, chain), head, size, total - size)
 
 
 def check_lag(path: Path, source: str, head: Head, lines: int, clients: int) -> None:

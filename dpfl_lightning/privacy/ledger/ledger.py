@@ -91,7 +91,7 @@ class Ledger:
     def _resume(self, header: Header, checkpoint: Head | None) -> None:
         signed = signatures.read_signatures(self.path)
         known = {} if checkpoint is None else {"the checkpoint": checkpoint}
-        verified = ledger_file.verify(self.path, self._remember, {**known, **signatures.signed_head(signed)})
+        verified = ledger_file.verify(self.path, self._remember, {**known, **signatures.signed_head(self.path, signed)})
         identities = [{**h.identity, **vars(h), "run": None, "identity": None} for h in (verified.header, header)]
         check_same(self.path.parent, *identities)
         signatures.check_same_signers(self.path, signed, self._keys)

@@ -93,9 +93,9 @@ def read_signatures(path: Path) -> Signed | None:
         raise UserError(f"`{signature_file(path)}` {must}, got {content[:80]!r}. {_RESTORE}") from None
 
 
-def signed_head(signed: Signed | None) -> dict[str, Head]:
+def signed_head(path: Path, signed: Signed | None) -> dict[str, Head]:
     """Return the signed head by the name of its source, as `verify` takes it."""
-    return {} if signed is None else {"`ledger.signatures`": signed.head}
+    return {} if signed is None else {f"`{signature_file(path).name}`": signed.head}
 
 
 def check_same_signers(path: Path, signed: Signed | None, keys: PrivateKeys) -> None:

@@ -184,7 +184,7 @@ def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
         must, advice = "be a file in the run's folder", "Name the folder that holds the files of the run."
         require(not file.is_symlink(), str(file), must, f"a link to {file.resolve()}", advice)
     results, signed = results_of(path), signatures.read_signatures(path)
-    known = {**heads_of(path, results), **signatures.signed_head(signed)}
+    known = {**heads_of(path, results), **signatures.signed_head(path, signed)}
     verified = verify(path, lambda charge: charges[charge.client].append(charge), known)
     clients = len(verified.header.delta)
     keys = {} if public_keys is None else signatures.public_keys(Path(public_keys), clients)
@@ -299,7 +299,8 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m dpfl_lightning.plan",
-        description="Verify ledgers, and compute every client's epsilon again from their events alone. Reads only.",
+        description="Verify ledgers and what lies beside them, and compute every client's epsilon again from the events "
+        "alone. The exit status is 2 if anything disagrees. Nothing is written, except for --export.",
         allow_abbrev=False,
     )
     ledger_help = "ledger.jsonl of a run, or the run's folder; several runs of the same clients are composed"
