@@ -299,8 +299,8 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m dpfl_lightning.plan",
-        description="Verify ledgers and what lies beside them, and compute every client's epsilon again from the events "
-        "alone. The exit status is 2 if anything disagrees. Nothing is written, except for --export.",
+        description="Verify ledgers and what lies beside them, and compute every client's epsilon again from the "
+        "events alone. The exit status is 2 if anything disagrees. Nothing is written, except for --export.",
         allow_abbrev=False,
     )
     ledger_help = "ledger.jsonl of a run, or the run's folder; several runs of the same clients are composed"
