@@ -11,6 +11,7 @@ from key_pairs import make_keys
 from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head
+from dpfl_lightning.privacy.ledger.results import FILTER
 from dpfl_lightning.privacy.ledger.signatures import private_keys, write_signatures
 from dpfl_lightning.privacy.ledger.verify import read
 
@@ -76,14 +77,16 @@ class Evidence:
             self.edit("ledger.signatures", lambda content: content.update(head=head.as_dict()))
         self.head = head
 
-    def restate(self):
-        """Write what the forged ledger says into the results: everything but the signatures then agrees."""
+    def restate(self, *names):
+        """Write what the forged ledger says into these results."""
         for name in ("ledger.jsonl", "ledger.head"):
             shutil.copy(self.run / name, self.run / name.replace("ledger", "alone"))
         report = read([self.run / "alone.jsonl"])
         for client, account in enumerate(report.accounts):
             self.edit_row("result.json", client, epsilon_spent=account.epsilon)
-            self.edit_row("guarantees.json", client, epsilon=account.epsilon)
+            if "guarantees.json" in names:
+                promise = report.guarantee_of(client, account.epsilon, report.weakest.accountant)
+                self.edit_row("guarantees.json", client, **promise.as_dict())
         words = report.weakest.words()
         self.edit("result.json", lambda content: content.update(guarantee=words))
 
@@ -123,7 +126,7 @@ def moved(lines):
 def rewritten(run, keys=None):
     """Rewrite ledger, head and results together, so that they agree; sign them with some keys."""
     run.forge(first_charge(0, less), *EVERYWHERE)
-    run.restate()
+    run.restate(*RESULTS)
     if keys is not None:
         before = json.loads((run.run / "ledger.signatures").read_text())["signatures"]
         write_signatures(run.ledger, run.head, keys)
@@ -132,7 +135,7 @@ def rewritten(run, keys=None):
 
 def with_other_adjacency(run):
     run.forge(header(adjacency="replace_one"), *EVERYWHERE)
-    run.restate()
+    run.restate("result.json")
 
 
 def swap_signatures(content):
@@ -299,6 +302,14 @@ MANIPULATIONS = {
         lambda run: run.edit("result.json", lambda content: content.update(guarantee="Perfect secrecy.")),
         r"result.json` must state the guarantee that the ledger gives, .*, got 'Perfect secrecy.'",
     ),
+    "result with the words of a filter": (
+        lambda run: run.edit("result.json", lambda content: content.update(guarantee=f"(1, 0)-privacy, {FILTER}")),
+        r"result.json` must state the guarantee that the ledger gives, .*whole budget.*, got '\(1, 0\)-privacy",
+    ),
+    "result's delta edited": (
+        lambda run: run.edit_row("result.json", 2, delta=0.0009999),
+        r"result.json` must state delta 0.001 of client 2, as the ledger does, got 0.0009999",
+    ),
     "result's head removed": (
         lambda run: run.edit("result.json", lambda content: content.pop("ledger")),
         r"result.json` must hold the run, lines and chain of the ledger, got None",
@@ -327,6 +338,22 @@ MANIPULATIONS = {
     "guarantee's caveats removed": (
         lambda run: run.edit_row("guarantees.json", 2, caveats=[]),
         r"guarantees.json` must state caveats \['a simulation.*\] of client 2",
+    ),
+    "guarantee's words edited": (
+        lambda run: run.edit_row("guarantees.json", 0, words="Perfect secrecy."),
+        r"guarantees.json` must state words .* of client 0, as the ledger does, got 'Perfect secrecy.'",
+    ),
+    "guarantee's covers edited": (
+        lambda run: run.edit_row("guarantees.json", 3, covers=["everything"]),
+        r"guarantees.json` must state covers .* of client 3, as the ledger does, got \['everything'\]",
+    ),
+    "result's clients exchanged": (
+        lambda run: run.edit("result.json", lambda content: content["clients"].reverse()),
+        r"result.json` must state client 0 of client 0, as the ledger does, got 3",
+    ),
+    "invalid charge, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[2].update(number=-1), *EVERYWHERE),
+        r"in line 3 an invalid charge",
     ),
     "guarantees damaged": (
         lambda run: (run.run / "guarantees.json").write_text("[]"),

@@ -198,6 +198,15 @@ def test_a_crash_between_head_and_header_begins_anew(path):
     assert read_head(path).lines == 1 and read_head(path).run == HEADER.run
 
 
+WRONG = (
+    {"steps": 1e308},
+    {"steps": 10**400},
+    {"sample_rate": "x"},
+    {"noise_multiplier": []},
+    {"noise_multiplier": None},
+)
+
+
 def forged(lines, number, change):
     """The lines, that one changed, with the chain that it would have had."""
     body = change(lines[number - 1][: -ledger_file._TAIL])
@@ -374,7 +383,10 @@ def test_no_changed_byte_and_no_cut_goes_unseen(path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("client", 4), ("client", -1), ("client", "x"), ("event", {"kind": "x"}), ("release", "a")]
+    ("field", "value"),
+    [("client", 4), ("client", -1), ("client", "x"), ("event", {"kind": "x"}), ("release", "a")]
+    + [("client", 1.0), ("round", -1), ("round", {}), ("number", None), ("number", True), ("purpose", ["train"])]
+    + [("event", {"kind": "gaussian", **vars(TRAIN), **wrong}) for wrong in WRONG],
 )
 def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, value):
     lines = lines_of(written)

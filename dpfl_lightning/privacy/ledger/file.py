@@ -279,14 +279,23 @@ def _header(fields: dict[str, Any]) -> Header:
         if len(values) != count:
             raise ValueError(count)
     delta, epsilon = numbers["delta"], numbers["epsilon"]
-    caveats, identity = tuple(fields["caveats"]), dict(fields["identity"])
+    caveats, identity = tuple(map(str, fields["caveats"])), dict(fields["identity"])
     return Header(**texts, delta=delta, epsilon=epsilon, caveats=caveats, identity=identity)
 
 
 def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         charge = _charge_of(json.loads(line))
-        if charge.client in range(clients):
+        fields = {**vars(charge), **vars(charge.event)}
+        counts = [fields[key] for key in ("client", "round", "number", "steps", "count") if key in fields]
+        texts = [fields[key] for key in ("purpose", "words") if key in fields]
+        numbers = [fields[key] for key in ("sample_rate", "noise_multiplier", "epsilon") if key in fields]
+        if (
+            all(type(value) is int and 0 <= value < 2**63 for value in counts)
+            and all(type(value) is str for value in texts)
+            and all(type(value) in (int, float) for value in numbers)
+            and charge.client < clients
+        ):
             return charge
     raise _changed(path, number, f"an invalid charge: {line[:80]!r}")
 

@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Verified
 
@@ -15,6 +16,7 @@ from dpfl_lightning.privacy.ledger.file import Head, Verified
 FILTER = "as a privacy filter: the whole budget is what holds"
 
 RESULTS = ("result.json", "guarantees.json")
+_EPSILONS = ("epsilon", "epsilon_spent")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 
@@ -55,8 +57,12 @@ def check_results(
     verified: Verified,
     accounts: Sequence[Account],
     weakest: Guarantee,
+    guarantee_of: Callable[[int, float, str], Guarantee],
 ) -> None:
-    """Raise UserError unless the results state what the ledger says, and the ledger ends where they say."""
+    """Raise UserError unless the results state what the ledger says, and the ledger ends where they say.
+
+    `guarantee_of(client, epsilon, method)` returns the guarantee of a client with a known epsilon.
+    """
     for name, head in {**heads_of(path, results), **({"`ledger.head`": verified.head} if results else {})}.items():
         must = f"end after the {head.lines} lines that {name} counts, because the run has finished"
         if head.lines != verified.end.lines:
@@ -70,26 +76,33 @@ def check_results(
         if result.get("simulated") is not simulated:
             must = f"state simulated {simulated}, as the ledger does"
             raise _differs(path, "result.json", must, result.get("simulated"))
-        stated = str(result.get("guarantee"))
-        if any(one.releases for one in accounts) and FILTER not in stated and not stated.startswith(weakest.words()):
-            must = f"state the guarantee that the ledger gives, {weakest.words()!r}"
+        words = _words(result, accounts, weakest)
+        if any(one.releases for one in accounts) and not str(result.get("guarantee")).startswith(words):
+            must = f"state the guarantee that the ledger gives, {words!r}"
             raise _differs(path, "result.json", must, result.get("guarantee"))
     if (result := results.get("guarantees.json")) is not None:
         meaning = {"adjacency": weakest.adjacency, "caveats": list(weakest.caveats)}
-        rows = [{**meaning, "delta": one.delta, "epsilon": one.epsilon} for one in accounts]
+        rows = [{**meaning, "delta": one.delta, "epsilon": finite_or_none(one.epsilon)} for one in accounts]
+        _check_rows(path, "guarantees.json", result, rows)
+        whole = [
+            guarantee_of(i, _number(row["epsilon"]), row.get("accountant")) for i, row in enumerate(result["clients"])
+        ]
+        rows = [promise.as_dict() if one.steps else {} for promise, one in zip(whole, accounts, strict=True)]
         _check_rows(path, "guarantees.json", result, rows)
 
 
 def _row(verified: Verified, client: int, account: Account) -> dict[str, Any]:
     """Return what the ledger says about a client, by the keys of `result.json`."""
-    sizes = verified.header.identity.get("clients.num_records")
+    sizes = verified.header.identity.get("clients.num_records")  # one for all clients, or one for each
+    size = dict(enumerate(sizes)).get(client) if isinstance(sizes, list) else sizes
     return {
-        **({} if sizes is None else {"num_records": sizes[client] if isinstance(sizes, list) else sizes}),
+        "client": client,
+        **({} if sizes is None else {"num_records": size}),
         "releases": sum(account.releases.values()),
         "steps": account.steps,
-        "epsilon_budget": account.epsilon_budget,
+        "epsilon_budget": finite_or_none(account.epsilon_budget),
         "delta": account.delta,
-        "epsilon_spent": account.epsilon,
+        "epsilon_spent": finite_or_none(account.epsilon),
     }
 
 
@@ -97,21 +110,27 @@ def _check_rows(path: Path, name: str, result: dict[str, Any], expected: Sequenc
     rows = result.get("clients")
     if not isinstance(rows, list) or [type(row) for row in rows] != [dict] * len(expected):
         raise _differs(path, name, f"hold {len(expected)} clients, as the ledger does", rows)
-    filtered = FILTER in json.dumps(result)
     for client, (row, values) in enumerate(zip(rows, expected, strict=True)):
+        filtered = FILTER in str(result.get("guarantee", row.get("accountant")))
         for key, value in values.items():
             stated = row.get(key)
-            spent = key in ("epsilon", "epsilon_spent")
-            whole_budget = filtered and spent and _number(stated) >= _number(value)
-            if not (_equal(stated, value) or whole_budget):
+            if not (_same_epsilon(stated, value, filtered) if key in _EPSILONS else stated == value):
                 raise _differs(path, name, f"state {key} {value!r} of client {client}, as the ledger does", stated)
 
 
-def _equal(stated: object, value: object) -> bool:
-    """Whether two values are equal; an accountant's last digits may differ between machines."""
-    if isinstance(value, float):
-        return math.isclose(_number(stated), value, rel_tol=1e-4, abs_tol=1e-6)
-    return stated == value
+def _same_epsilon(stated: object, value: float | None, filtered: bool) -> bool:
+    """Whether an epsilon is that of the ledger, except for last digits, or at least that of a privacy filter."""
+    value, stated = _number(value), _number(stated)
+    return math.isclose(stated, value, rel_tol=1e-4, abs_tol=1e-6) or (filtered and stated >= value)
+
+
+def _words(result: Mapping[str, Any], accounts: Sequence[Account], weakest: Guarantee) -> str:
+    """Return the guarantee of the weakest client in words; that of a privacy filter states its whole budget."""
+    if FILTER in str(result.get("guarantee")):
+        spent = [_number(row.get("epsilon_spent")) for row in result["clients"]]
+        delta = accounts[spent.index(max(spent))].delta
+        weakest = replace(weakest, epsilon=max(spent), delta=delta, accountant=f"{weakest.accountant}, {FILTER}")
+    return weakest.words()
 
 
 def _number(value: object) -> float:

@@ -118,6 +118,12 @@ class LedgerReport:
             "clients": rows,
         }
 
+    def guarantee_of(self, client: int, epsilon: float, method: str) -> Guarantee:
+        """Return the guarantee of a client of the first ledger with a known epsilon."""
+        header = self.ledgers[0].verified.header
+        accountant = get_accountant(self.accountant, header.adjacency)
+        return _guarantee(self.events[client], self.accounts[client].delta, accountant, header, (epsilon, method))
+
     def export(self, path: Path) -> None:
         """Write every client's events for dp_accounting to a new file."""
         free = not path.exists() and not path.is_symlink() and path.parent.is_dir()
@@ -173,7 +179,8 @@ def read(
     for ledger in ledgers:
         if ledger.results:
             alone = report if len(ledgers) == 1 and not report.overrides else _composed([ledger])
-            check_results(ledger.path, ledger.results, ledger.verified, alone.accounts, alone.weakest)
+            found = (ledger.verified, alone.accounts, alone.weakest, alone.guarantee_of)
+            check_results(ledger.path, ledger.results, *found)
     return report
 
 
@@ -256,8 +263,14 @@ def _promise(events: list[Event], delta: float, epsilon: float, accountant: Acco
         method = PURE if 0 < pure == epsilon < math.inf else accountant.description
     else:
         method = accountant.bound(events, delta)[1]
+    return _guarantee(events, delta, accountant, header, (epsilon, method))
+
+
+def _guarantee(
+    events: Sequence[Event], delta: float, accountant: Accountant, header: Header, bound: tuple[float, str]
+) -> Guarantee:
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=(epsilon, method))
+    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=bound)
 
 
 def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
