@@ -144,7 +144,7 @@ class FederatedLoop(ServerLoop):
             module,
             facts,
             settings,
-            None if privacy is None else dataclasses.replace(privacy, noise_key=None),
+            None if privacy is None else dataclasses.replace(privacy, noise_key=None, signing_keys=None),
             registered,
             [GuaranteePage(), *watching],
             rounds=rounds,

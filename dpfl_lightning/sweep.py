@@ -324,7 +324,7 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) ->
     else:
         try:
             report = read([ledger_of(source), ledger_of(final.output_dir or "")])
-            if report.ledgers[0][1].end.run == (card.get("ledger") or {}).get("run"):
+            if report.ledgers[0].verified.end.run == (card.get("ledger") or {}).get("run"):
                 return f"Together with the set, composed from both ledgers: {report.weakest.words()}"
         except UserError as error:
             why = str(error)

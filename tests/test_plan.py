@@ -221,7 +221,7 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("--epsilon 0", "`epsilon` must be above 0 and finite, got 0.0"),
         ("--epsilon x", "`epsilon` must be a finite number, got 'x'"),
         ("--epsilon inf", "`epsilon` must be a finite number, got 'inf'"),
-        ("--epsilon 1e-4 --accountant rdp", "`epsilon` must be above 0.001251, the least that rdp can certify at delta"),
+        ("--epsilon 1e-4 --accountant rdp", "`epsilon` must be above 0.001251, the least that rdp can certify at"),
         ("--noise_multiplier -1", "`noise_multiplier` must be at least 0 and finite, got -1.0"),
         ("--epsilon 1 --delta 0", "`delta` must be in (0, 1), got 0.0. It is usually below 1 / num_records"),
         ("--epsilon 1 --batch_size 2401", "`batch_size` must be in 1..2400 (num_records), got 2401. A batch of 2400"),

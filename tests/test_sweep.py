@@ -483,7 +483,7 @@ def test_runs_that_cannot_be_composed_are_named_with_the_reason(folders, tmp_pat
     copy = shutil.copytree(source, tmp_path / "copy")
     (copy / "ledger.jsonl").unlink()
     assert "must be a ledger" in with_the_set(str(copy), card, run)
-    for name in ("ledger.jsonl", "ledger.head"):
+    for name in ("ledger.jsonl", "ledger.head", "result.json", "guarantees.json"):
         shutil.copy(folders[1] / name, copy)
     assert "name each run once" in with_the_set(str(copy), card, run)
     other = {**card, "ledger": {**card["ledger"], "run": "another"}}

@@ -24,7 +24,8 @@ from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from experiments.papers.report import log_report
 
 SECRET = "0123456789abcdef0123456789abcdef"
-SENT = {"ledger.jsonl", "ledger.head", "result.json", "guarantees.json", "guarantee.html", "model.pt", "options.yaml"}
+LEDGER = {"ledger.jsonl", "ledger.head", "ledger.signatures"}
+SENT = LEDGER | {"result.json", "guarantees.json", "guarantee.html", "model.pt", "options.yaml"}
 PASSWORD = {"tracking": {"uri": "http://me:hunter2@host"}}
 
 
@@ -278,7 +279,7 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
     play(first, view, (1, 2, 3), stopped)
     run = only_run()
     assert run.info.status == status and run.tags["status"] == reason
-    assert run.files() == {"ledger.jsonl", "ledger.head"} and "test_accuracy" not in run.metrics
+    assert run.files() == LEDGER and "test_accuracy" not in run.metrics
 
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round

@@ -18,7 +18,7 @@ SEARCHED = {
     "public": ("rounds", "model", "clients", "privacy", "strategies"),
     "private": ("rounds", "model", "clients", "privacy.clip_norm", "strategies"),
 }
-_NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key")
+_NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "privacy.signing_keys")
 _WHY = {
     "set": "Other keys do not affect nets that the server trains on a set. Objective public searches the whole run.",
     "public": "A search cannot choose the data, nor how the run is executed and reported.",

@@ -172,11 +172,39 @@ def test_a_crash_while_it_was_begun_begins_anew(path, left, head):
     assert read_ledger(path) == [] and read_head(path).lines == 1
 
 
-def test_a_crash_before_the_first_head_goes_on(path):
-    Ledger(path, HEADER).close()
-    head_file(path).unlink()
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_crash_between_the_first_writes_is_no_dead_end(path, monkeypatch, written):
+    """A head of 0 lines is written first, then the header, then the head that counts it."""
+    writes = []
+
+    def failing(ledger):
+        writes.append(ledger.head.lines)
+        return write(ledger) if len(writes) <= written else 1 / 0
+
+    write = Ledger._write_head
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_write_head", failing)
+        with pytest.raises(ZeroDivisionError):
+            Ledger(path, HEADER)
+    assert writes == list(range(written + 1)) and len(lines_of(path)) == written
     Ledger(path, HEADER).charge([charge()])
     assert read_head(path).lines == 2
+
+
+def test_a_crash_between_head_and_header_begins_anew(path):
+    path.write_bytes(b'{"ledger"')
+    head_file(path).write_bytes(head_bytes(Head("ab" * 16, 0, "")))
+    Ledger(path, HEADER).close()
+    assert read_head(path).lines == 1 and read_head(path).run == HEADER.run
+
+
+WRONG = (
+    {"steps": 1e308},
+    {"steps": 10**400},
+    {"sample_rate": "x"},
+    {"noise_multiplier": []},
+    {"noise_multiplier": None},
+)
 
 
 def forged(lines, number, change):
@@ -260,33 +288,45 @@ def test_damage_is_found_and_named(written, what):
     assert written.read_bytes() == damaged, "and left as it is"
 
 
-SEEN_WITHOUT_HEAD = [name for name in DAMAGE if "last" not in name and "cut off" not in name and name != "zeros"]
-
-
-@pytest.mark.parametrize("what", [*SEEN_WITHOUT_HEAD, "the last one repeated"])
-def test_what_shows_without_a_head(written, what):
-    if what == "another header":
-        words = "line 2 a line that was edited, or that follows one that was inserted"
-    elif what == "removed":
-        words = "line 4 .*or lines were removed"
-    else:
-        words = DAMAGE[what][1]
-    written.write_bytes(b"".join(DAMAGE[what][0](lines_of(written))))
+@pytest.mark.parametrize("lines", [0, 1, 5, 7])
+def test_a_ledger_without_its_head_is_refused_also_if_only_the_header_is_left(written, lines):
+    written.write_bytes(left := b"".join(lines_of(written)[:lines]))
     head_file(written).unlink()
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=r"ledger.head` must lie beside `ledger.jsonl`, got no such file"):
         read_ledger(written)
+    if lines:
+        with pytest.raises(UserError, match=r"ledger.head` must lie beside `ledger.jsonl`, got no such file"):
+            Ledger(written, HEADER)
+    assert not head_file(written).exists() and written.read_bytes() == left
 
 
-def test_an_end_cut_off_does_not_show_without_a_head_but_nobody_goes_on_with_it(written):
-    written.write_bytes(b"".join(lines_of(written)[:5]))
-    head_file(written).unlink()
-    assert len(read_ledger(written)) == 4
-    with pytest.raises(UserError, match=r"ledger.head` must exist beside the ledger, got no such file"):
-        Ledger(written, HEADER)
-    assert not head_file(written).exists()
+def test_a_run_that_writes_while_its_ledger_is_read_appended_nothing(written):
+    """What it writes after the head was read is left for the next time."""
+    ledger = Ledger(written, HEADER)
+    seen = verify(written, lambda _: ledger.charge([charge(client, 4) for client in range(4)]))
+    assert seen.end.lines == 7 and seen.torn == 0 and ledger.head.lines == 7 + 6 * 4
+    assert len(read_ledger(written)) == 30
 
 
-@pytest.mark.parametrize("content", [b"nonsense", b"{}", b'{"run": 1', b"[]", b'{"run": "a", "lines": 3}'])
+def test_more_lines_after_the_head_than_a_crash_leaves_are_refused(written):
+    """One charge of four clients has at most four lines."""
+    head, ledger = head_file(written).read_bytes(), Ledger(written, HEADER)
+    ledger.charge([charge(client, 4) for client in range(4)])
+    ledger.close()
+    last = head_file(written).read_bytes()
+    head_file(written).write_bytes(head)
+    assert len(read_ledger(written)) == 10
+    head_file(written).write_bytes(last)
+    ledger = Ledger(written, HEADER)
+    ledger.charge([charge(0, 5)])
+    ledger.close()
+    head_file(written).write_bytes(head)
+    for read in (read_ledger, lambda path: Ledger(path, HEADER)):
+        with pytest.raises(UserError, match=r"at most 4 lines after the 7 that `ledger.head` counts.*got 5: lines"):
+            read(written)
+
+
+@pytest.mark.parametrize("content", [b"nonsense", b"{}", b'{"run": 1', b"[]", b'{"run": "a", "lines": 3}', b"3"])
 def test_a_damaged_head_is_an_error(written, content):
     head_file(written).write_bytes(content)
     with pytest.raises(UserError, match=r"ledger.head` must hold the run, lines and chain"):
@@ -308,7 +348,7 @@ def test_a_checkpoint_tells_a_ledger_that_was_cut_together_with_its_head(written
 def test_a_checkpoint_whose_ledger_was_deleted_gets_no_new_one(written):
     saved = read_head(written)
     written.unlink(), head_file(written).unlink()
-    with pytest.raises(UserError, match="must hold the 7 lines that the checkpoint counts, got 0"):
+    with pytest.raises(UserError, match=r"ledger.head` must lie beside `ledger.jsonl`, got no such file"):
         Ledger(written, HEADER, saved)
     assert written.read_bytes() == b"" and not head_file(written).exists()
 
@@ -343,7 +383,10 @@ def test_no_changed_byte_and_no_cut_goes_unseen(path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("client", 4), ("client", -1), ("client", "x"), ("event", {"kind": "x"}), ("release", "a")]
+    ("field", "value"),
+    [("client", 4), ("client", -1), ("client", "x"), ("event", {"kind": "x"}), ("release", "a")]
+    + [("client", 1.0), ("round", -1), ("round", {}), ("number", None), ("number", True), ("purpose", ["train"])]
+    + [("event", {"kind": "gaussian", **vars(TRAIN), **wrong}) for wrong in WRONG],
 )
 def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, value):
     lines = lines_of(written)
@@ -351,7 +394,8 @@ def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, valu
     def change(body):
         return json.dumps({**json.loads(body + b"}"), field: value}).encode()[:-1]
 
-    written.write_bytes(b"".join(forged(lines, 7, change)))
-    head_file(written).unlink()
+    changed = forged(lines, 7, change)
+    written.write_bytes(b"".join(changed))
+    head_file(written).write_bytes(head_bytes(Head(HEADER.run, 7, ledger_file.chain_of(changed[-1]))))
     with pytest.raises(UserError, match="line 7 an invalid charge"):
         read_ledger(written)

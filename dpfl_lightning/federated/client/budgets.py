@@ -23,6 +23,7 @@ from dpfl_lightning.privacy.accounting.events import (
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
+from dpfl_lightning.privacy.ledger.results import FILTER
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
@@ -176,7 +177,7 @@ class Budgets:
         """The composed bound, or the budget if later noise was chosen from earlier releases."""
         epsilon, method = bound
         if self._changed and 0 < epsilon <= schedule.target_epsilon < math.inf:
-            return schedule.target_epsilon, f"{method}, as a privacy filter: the whole budget is what holds"
+            return schedule.target_epsilon, f"{method}, {FILTER}"
         return bound
 
 

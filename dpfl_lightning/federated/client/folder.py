@@ -19,7 +19,7 @@ _ABOUT_NOTES = (
 
 
 class ClientFolder:
-    """`ledger.jsonl`, `ledger.head`, `private.json` and, while the run is unfinished, `data_key`.
+    """`ledger.jsonl`, `ledger.head`, `ledger.signatures` if clients sign, `private.json`, and `data_key` until the end.
 
     **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, and `data_key` would let its
     reader try guesses of records: they are for the clients alone, have mode 0600, and are never exported.

@@ -27,7 +27,7 @@ _COLUMNS = {
     "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
 }
 _SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
-_PLACES = ("folder", "download")  # options of the data that say where files are
+_PLACES = {"data": ("folder", "download"), "privacy": ("signing_keys",)}  # options that say where files are
 
 
 def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, Any]:
@@ -56,8 +56,9 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
 def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a resolved configuration that decide releases, ready for JSON."""
     chosen = {key: value for key, value in options.items() if key not in FREE}
-    if "data" in chosen:
-        chosen["data"] = {key: value for key, value in options["data"].items() if key not in _PLACES}
+    for section, places in _PLACES.items():
+        if chosen.get(section) is not None:
+            chosen[section] = {key: value for key, value in options[section].items() if key not in places}
     return _for_json(chosen)
 
 

@@ -30,6 +30,7 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.privacy.ledger.signatures import private_keys
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 
@@ -80,6 +81,8 @@ class LocalClients:
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         check_budgets(plan.schedule, plan.settings)
+        signing_keys = None if self.privacy is None else self.privacy.signing_keys
+        keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder = ClientFolder(folder)
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)
         self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
@@ -96,7 +99,8 @@ class LocalClients:
             caveats=plan.caveats,
             identity=sealed,
         )
-        self.ledger = Ledger(self.folder.ledger_file, header, None if saved is None else Head(**saved["ledger"]))
+        checkpoint = None if saved is None else Head(**saved["ledger"])
+        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, keys)
         drawn, simulated = SAMPLINGS[self.sampling], self.simulated or self.privacy is None
         self.budgets = Budgets(plan.schedule, self.ledger, accountant, drawn, simulated, plan.caveats, self.unprotected)
         self._counts_before = self.engine.counts.clone()

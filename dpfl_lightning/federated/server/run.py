@@ -329,7 +329,7 @@ class Run:
                 "client": client,
                 "epsilon_spent": finite_or_none(guarantees[client].epsilon),
                 "epsilon_budget": finite_or_none(settings.epsilon),
-                "delta": settings.delta,
+                "delta": schedule.delta,
                 "noise_multiplier": summary.noise_multiplier(schedule),
                 "noise_std": self.totals.noise_std.get(client),
                 "batch_size": schedule.batch_size(settings.num_records),

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,12 +67,21 @@ class Header:
 class Head:
     """Position of a ledger's end: run, number of complete lines with the header, and chain of the last line.
 
-    A copy kept elsewhere shows a cut end or a complete rewrite, which the chain cannot.
+    A copy kept elsewhere shows a cut end or a complete rewrite, which the chain cannot. A head of 0 lines is written
+    before the header, so that every ledger with a header has a head.
     """
 
     run: str
     lines: int
     chain: str
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Head":
+        """Return the head in a JSON object. Raises ValueError or TypeError if the fields are others."""
+        head = cls(**fields)
+        if [type(value) for value in vars(head).values()] != [str, int, str]:
+            raise TypeError(fields)
+        return head
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -83,30 +93,36 @@ class Verified:
 
     header: Header
     end: Head
-    head: Head | None
+    head: Head
     size: int  # bytes of all complete lines
     torn: int  # bytes after them, of a line that is being written or that a crash interrupted
 
 
-def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None = None) -> Verified:
+def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head] | None = None) -> Verified:
     """Read a ledger, `take` each charge, and check that the file is unchanged. It neither locks nor changes the file.
 
     Every line's `chain` is a digest of the line before's `chain` and of its content (blake2b, 16 bytes), and
-    `ledger.head` beside the file repeats the last one. `checkpoint` is an earlier head, whose lines must be there.
+    `ledger.head` beside the file repeats the last one. `known` are further heads by the name of their source, for
+    example a checkpoint: their lines must be there.
 
     It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut off the end; with
-    a checkpoint, that both were cut or belong to another run. It does not detect a forger who rewrites the whole file
-    and its head, because the chain has no key (so that anybody can verify a copy): compare `end` with the head in
-    `result.json`, or in MLflow. Raises UserError, which names the line and the problem, if the file was changed.
+    a known head, that both were cut, rewritten or belong to another run. The chain has no key (so that anybody can
+    verify a copy): a forger who rewrites the ledger and all known heads is detected by `signatures` only. Raises
+    UserError, which names the line and the problem, if the file was changed.
     """
     head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
-    sources = {f"`{head_file(path).name}`": head, "the checkpoint": checkpoint}
-    heads = [(source, known_head) for source, known_head in sources.items() if known_head is not None]
-    header, lines, size, torn, chain = None, 0, 0, 0, _NO_CHAIN
+    if head is None:
+        raise UserError(
+            f"`{head_file(path)}` must lie beside `{path.name}`, got no such file: without it, lines could have been "
+            "cut off the ledger's end. Copy it together with the ledger (MLflow keeps both), or start a new run."
+        )
+    heads = {f"`{head_file(path).name}`": head, **(known or {})}
+    header, lines, size, chain = None, 0, 0, _NO_CHAIN
     with open(path, "rb") as file:
+        total = os.fstat(file.fileno()).st_size  # lines that are written from now on are later than the heads
         for line in file:
-            if not line.endswith(b"\n") or b"\0" in line:  # a crash after the file had grown leaves zeros
-                torn = len(line) + sum(map(len, file))
+            complete = line.endswith(b"\n") and b"\0" not in line  # a crash after the file had grown leaves zeros
+            if not complete or size + len(line) > total:
                 break
             lines += 1
             if not _follows(line, chain):
@@ -114,7 +130,7 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
             size, chain = size + len(line), chain_of(line)
             if header is None:
                 header = _first(path, line)
-                for source, known_head in heads:
+                for source, known_head in heads.items():
                     if known_head.run != header.run:
                         raise UserError(
                             f"`{path}` must be the ledger of run {known_head.run}, to which {source} belongs, got that "
@@ -123,11 +139,11 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
                         )
             else:
                 take(_charge(path, lines, line, len(header.delta)))
-            for source, known_head in heads:
+            for source, known_head in heads.items():
                 if lines == known_head.lines and chain != known_head.chain:
                     reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
                     raise _changed(path, lines, reason)
-    for source, known_head in heads:
+    for source, known_head in heads.items():
         if lines < known_head.lines:
             raise UserError(
                 f"`{path}` must hold the {known_head.lines} lines that {source} counts, got {lines}: "
@@ -135,7 +151,17 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
             )
     if header is None:
         raise UserError(f"`{path}` must begin with a ledger's header, got no complete line. Is it the right file?")
-    return Verified(header, Head(header.run, lines, chain), head, size, torn)
+    check_lag(path, f"`{head_file(path).name}`", head, lines, len(header.delta))
+    return Verified(header, Head(header.run, lines, chain), head, size, total - size)
+
+
+def check_lag(path: Path, source: str, head: Head, lines: int, clients: int) -> None:
+    """Raise UserError if the ledger has more lines after `head` than one charge of all clients writes."""
+    if lines - head.lines > clients:
+        raise UserError(
+            f"`{path}` must have at most {clients} lines after the {head.lines} that {source} counts, because a crash "
+            f"interrupts one charge of {clients} clients, got {lines - head.lines}: lines were appended. {_CHANGED}"
+        )
 
 
 def header_line(header: Header) -> bytes:
@@ -187,7 +213,7 @@ def read_head(path: Path) -> Head | None:
     if not content.strip(b"\0"):
         return None
     try:
-        return Head(**json.loads(content))
+        return Head.of(json.loads(content))
     except (ValueError, TypeError):
         must = f"must hold the run, lines and chain of `{path.name}`"
         raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {_CHANGED}") from None
@@ -206,8 +232,9 @@ def read_header(path: Path) -> Header | None:
 
 def is_begun(path: Path) -> bool:
     """Return whether a header was written, or the head says so."""
+    head = read_head(path)
     with open(path, "rb") as file:
-        return b"\n" in file.readline() or read_head(path) is not None
+        return b"\n" in file.readline() or (head is not None and head.lines > 0)
 
 
 def _sealed(body: bytes, before: str) -> bytes:
@@ -252,14 +279,23 @@ def _header(fields: dict[str, Any]) -> Header:
         if len(values) != count:
             raise ValueError(count)
     delta, epsilon = numbers["delta"], numbers["epsilon"]
-    caveats, identity = tuple(fields["caveats"]), dict(fields["identity"])
+    caveats, identity = tuple(map(str, fields["caveats"])), dict(fields["identity"])
     return Header(**texts, delta=delta, epsilon=epsilon, caveats=caveats, identity=identity)
 
 
 def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         charge = _charge_of(json.loads(line))
-        if charge.client in range(clients):
+        fields = {**vars(charge), **vars(charge.event)}
+        counts = [fields[key] for key in ("client", "round", "number", "steps", "count") if key in fields]
+        texts = [fields[key] for key in ("purpose", "words") if key in fields]
+        numbers = [fields[key] for key in ("sample_rate", "noise_multiplier", "epsilon") if key in fields]
+        if (
+            all(type(value) is int and 0 <= value < 2**63 for value in counts)
+            and all(type(value) is str for value in texts)
+            and all(type(value) in (int, float) for value in numbers)
+            and charge.client < clients
+        ):
             return charge
     raise _changed(path, number, f"an invalid charge: {line[:80]!r}")
 
@@ -295,8 +331,8 @@ def _what_happened(path: Path, number: int, head: Head | None) -> str:
             return f"the line that belongs after line {other}: lines were moved"
     if head is not None and len(lines) < head.lines:
         return f"a line that does not follow line {number - 1}: {head.lines - len(lines)} of {head.lines} were removed"
-    cause = "that was inserted or rewritten" + ("" if head is not None else ", or lines were removed")
-    return f"a line that was edited, or that follows one {cause}: it and line {number - 1} do not give its chain"
+    cause = f"it and line {number - 1} do not give its chain"
+    return f"a line that was edited, or that follows one that was inserted or rewritten: {cause}"
 
 
 def _kind(line: bytes) -> str | None:

@@ -12,7 +12,9 @@ from typing import Any
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.events import Event
 from dpfl_lightning.privacy.ledger import file as ledger_file
+from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
+from dpfl_lightning.privacy.ledger.signatures import PrivateKeys
 from dpfl_lightning.runtime.files import sync_folder
 
 _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length; not every system has it
@@ -24,11 +26,14 @@ class Ledger:
     A completed charge is on disk: a crash afterwards never under-reports. Nothing was released for an incomplete last
     line, which is cut off; a complete line that the head does not count yet counts as paid. `ledger_file.verify`
     describes further guarantees. The file holds public facts, and keyed digests of private records: it may be shown to
-    others. Raises UserError if another process writes it, it was changed, or it belongs to another run.
+    others. `keys` of clients sign every head. Raises UserError if another process writes it, it was changed, it belongs
+    to another run, or other clients signed it.
     """
 
-    def __init__(self, path: Path, header: Header, checkpoint: Head | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, header: Header, checkpoint: Head | None = None, keys: PrivateKeys | None = None
+    ) -> None:
+        self.path, self._keys = path, keys or {}
         self._files = ExitStack()
         self._file = self._files.enter_context(_locked(path))
         self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
@@ -75,26 +80,26 @@ class Ledger:
         self._files.close()
 
     def _begin(self, header: Header) -> None:
-        """Write the header, also over an incomplete first line that a crash left."""
+        """Write a head of 0 lines and the header, also over an incomplete first line that a crash left."""
         self._file.truncate(0)
         self.head = Head(header.run, 0, "")
         self._open_head()
-        self._append([ledger_file.header_line(header)])
+        self._write_head()
         sync_folder(self.path.parent)
+        self._append([ledger_file.header_line(header)])
 
     def _resume(self, header: Header, checkpoint: Head | None) -> None:
-        verified = ledger_file.verify(self.path, self._remember, checkpoint)
+        signed = signatures.read_signatures(self.path)
+        known = {} if checkpoint is None else {"the checkpoint": checkpoint}
+        verified = ledger_file.verify(self.path, self._remember, {**known, **signatures.signed_head(self.path, signed)})
         identities = [{**h.identity, **vars(h), "run": None, "identity": None} for h in (verified.header, header)]
         check_same(self.path.parent, *identities)
-        if verified.head is None and verified.end.lines > 1:
-            raise UserError(
-                f"`{ledger_file.head_file(self.path)}` must exist beside the ledger, got no such file: lines cut off "
-                "the ledger's end cannot be detected without it. Restore it, or start a new run."
-            )
+        signatures.check_same_signers(self.path, signed, self._keys)
+        signatures.check(self.path, signed, signatures.public_of(self._keys), verified)
         self.head = verified.end
         self._open_head()
         self._file.truncate(verified.size)
-        if verified.head != verified.end:
+        if verified.head != verified.end or (signed is not None and signed.head != verified.end):
             self._write_head()
 
     def _append(self, lines: Sequence[bytes]) -> None:
@@ -113,6 +118,8 @@ class Ledger:
     def _write_head(self) -> None:
         os.pwrite(self._head_file, ledger_file.head_bytes(self.head), 0)
         _sync(self._head_file)
+        if self._keys:
+            signatures.write_signatures(self.path, self.head, self._keys)
 
     def _remember(self, charge: Charge) -> None:
         self._paid[charge.client].setdefault(charge.purpose, []).append(charge.event)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +23,12 @@ from dpfl_lightning.privacy.accounting.accountant import (
 )
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.ledger import signatures
+from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
+from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_results, heads_of, results_of
 from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.runtime.files import write_atomically
 from dpfl_lightning.runtime.text import columns
 
 _TOGETHER = (
@@ -37,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow `plan`."""
     options = _parse(argv)
     try:
-        report = read([ledger_of(folder) for folder in options.ledger], options.accountant, options.delta)
+        paths = [ledger_of(folder) for folder in options.ledger]
+        report = read(paths, options.accountant, options.delta, options.public_keys)
+        if options.export is not None:
+            report.export(Path(options.export))
     except UserError as error:
         if options.json:
             print(json.dumps({"ledgers": options.ledger, "verified": False, "error": str(error)}))
@@ -57,24 +64,30 @@ def ledger_of(folder: str | Path) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
-    """Releases of one client by purpose, and their noised steps; inf means no guarantee, or no budget."""
+class VerifiedLedger:
+    """A verified ledger with its clients' events, and what was found beside it.
 
-    releases: dict[str, int]
-    steps: int
-    epsilon: float
-    epsilon_budget: float
-    delta: float
+    `results` are the files of a finished run, `signed` the clients that signed the head, and `proven` those of them
+    whose signatures a public key proved.
+    """
+
+    path: Path
+    verified: Verified
+    charges: Mapping[int, Sequence[Charge]]
+    results: Mapping[str, dict[str, Any]]
+    signed: tuple[int, ...]
+    proven: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LedgerReport:
-    """Verified and composed ledgers: an account for each client, and the guarantee with the largest epsilon."""
+    """Verified and composed ledgers: account and events of each client, and the guarantee with the largest epsilon."""
 
-    ledgers: tuple[tuple[Path, Verified], ...]
+    ledgers: tuple[VerifiedLedger, ...]
     accountant: str
     overrides: dict[str, Any]  # options that replace those of the headers
     accounts: tuple[Account, ...]
+    events: tuple[Sequence[Event], ...]
     weakest: Guarantee
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,21 +99,43 @@ class LedgerReport:
             "verified": True,
             "ledgers": [
                 {
-                    "ledger": str(path),
-                    **verified.end.as_dict(),
-                    "head_lines": None if verified.head is None else verified.head.lines,
-                    "torn_bytes": verified.torn,
-                    "adjacency": verified.header.adjacency,
-                    "sampling": verified.header.sampling,
-                    "caveats": list(verified.header.caveats),
+                    "ledger": str(one.path),
+                    **one.verified.end.as_dict(),
+                    "head_lines": one.verified.head.lines,
+                    "torn_bytes": one.verified.torn,
+                    "adjacency": one.verified.header.adjacency,
+                    "sampling": one.verified.header.sampling,
+                    "caveats": list(one.verified.header.caveats),
+                    "compared_with": list(one.results),
+                    "signed_by": list(one.signed),
+                    "signatures_verified": list(one.proven),
                 }
-                for path, verified in self.ledgers
+                for one in self.ledgers
             ],
             "accountant": self.accountant,
             "overrides": self.overrides,
             "guarantee": self.weakest.as_dict(),
             "clients": rows,
         }
+
+    def guarantee_of(self, client: int, epsilon: float, method: str) -> Guarantee:
+        """Return the guarantee of a client of the first ledger with a known epsilon."""
+        header = self.ledgers[0].verified.header
+        accountant = get_accountant(self.accountant, header.adjacency)
+        return _guarantee(self.events[client], self.accounts[client].delta, accountant, header, (epsilon, method))
+
+    def export(self, path: Path) -> None:
+        """Write every client's events for dp_accounting to a new file."""
+        free = not path.exists() and not path.is_symlink() and path.parent.is_dir()
+        require(free, "--export", "be a new file in an existing folder", str(path), "Choose another name.")
+        adjacency, rows = self.ledgers[0].verified.header.adjacency, []
+        for client, (account, events) in enumerate(zip(self.accounts, self.events, strict=True)):
+            relation, event = as_dp_event(events, account.delta, adjacency)
+            numbers = {"epsilon": finite_or_none(account.epsilon), "delta": account.delta}
+            rows.append({"client": client, **numbers, "neighboring_relation": relation, "event": event})
+        facts = {"adjacency": adjacency, "accountant": self.accountant, "ledgers": self.as_dict()["ledgers"]}
+        content = {"about": ABOUT, **facts, "clients": rows}
+        write_atomically(path, lambda partial: partial.write_text(json.dumps(content, indent=1) + "\n"))
 
     def text(self) -> str:
         """Return what was verified, a row for each client, and the weakest guarantee."""
@@ -117,7 +152,7 @@ class LedgerReport:
             for client, account in enumerate(self.accounts)
         ]
         over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget]
-        lines = [line for ledger in self.ledgers for line in _what_was_verified(*ledger)]
+        lines = [line for ledger in self.ledgers for line in _what_was_verified(ledger)]
         lines += [_TOGETHER] if len(self.ledgers) > 1 else []
         lines += [f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()]
         lines.append(columns([head, *rows]))
@@ -125,23 +160,57 @@ class LedgerReport:
         return "\n".join([*lines, f"Largest epsilon: {self.weakest.words()}"])
 
 
-def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
+def read(
+    paths: Sequence[Path],
+    accountant: str | None = None,
+    delta: float | None = None,
+    public_keys: str | Path | None = None,
+) -> LedgerReport:
     """Verify ledgers and compose their events together. It only reads, so a run may be writing one of them.
 
     The runs are those of the same clients, with the same records, which a ledger cannot show. `accountant` and `delta`
-    (of every client, in (0, 1)) replace those of the headers; otherwise the largest delta of a client counts.
+    (of every client, in (0, 1)) replace those of the headers; otherwise the largest delta of a client counts. The
+    clients with a key in the folder `public_keys` must have signed every ledger. Raises UserError if a ledger, its
+    head, its signatures or the results beside it disagree.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
+    ledgers = [_verified(path, public_keys) for path in paths]
+    report = _composed(ledgers, accountant, delta)
+    for ledger in ledgers:
+        if ledger.results:
+            alone = report if len(ledgers) == 1 and not report.overrides else _composed([ledger])
+            found = (ledger.verified, alone.accounts, alone.weakest, alone.guarantee_of)
+            check_results(ledger.path, ledger.results, *found)
+    return report
+
+
+def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
+    """Verify one ledger against everything that lies beside it, without composing its events."""
+    charges: defaultdict[int, list[Charge]] = defaultdict(list)
+    for file in (path, head_file(path), signatures.signature_file(path), *(path.with_name(name) for name in RESULTS)):
+        must, advice = "be a file in the run's folder", "Name the folder that holds the files of the run."
+        require(not file.is_symlink(), str(file), must, f"a link to {file.resolve()}", advice)
+    results, signed = results_of(path), signatures.read_signatures(path)
+    known = {**heads_of(path, results), **signatures.signed_head(path, signed)}
+    verified = verify(path, lambda charge: charges[charge.client].append(charge), known)
+    clients = len(verified.header.delta)
+    keys = {} if public_keys is None else signatures.public_keys(Path(public_keys), clients)
+    signatures.check(path, signed, keys, verified)
+    return VerifiedLedger(path, verified, charges, results, tuple(signed.signatures if signed else ()), tuple(keys))
+
+
+def _composed(
+    ledgers: Sequence[VerifiedLedger], accountant: str | None = None, delta: float | None = None
+) -> LedgerReport:
+    """Compose the events of verified ledgers."""
     kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
     events: defaultdict[int, list[int]] = defaultdict(list)  # client -> numbers of its events
     releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
-
-    def take(charge: Charge) -> None:
-        events[charge.client].append(kinds.setdefault(charge.event, len(kinds)))
-        releases[charge.client][charge.purpose] += 1
-
-    ledgers = tuple((path, verify(path, take)) for path in paths)
-    header, known_events = _together([verified.header for _, verified in ledgers], accountant), list(kinds)
+    for ledger in ledgers:
+        for client, charges in ledger.charges.items():
+            events[client] += [kinds.setdefault(charge.event, len(kinds)) for charge in charges]
+            releases[client].update(charge.purpose for charge in charges)
+    header, known_events = _together([ledger.verified.header for ledger in ledgers], accountant), list(kinds)
     chosen = get_accountant(header.accountant, header.adjacency)
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
     keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
@@ -152,13 +221,14 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
     steps = {key: sum(event.steps for event in queries[key][0] if isinstance(event, NoisedEvent)) for key in queries}
     weakest = max(epsilons, key=lambda key: epsilons[key])
     return LedgerReport(
-        ledgers,
+        tuple(ledgers),
         chosen.name,
         {name: value for name, value in (("accountant", accountant), ("delta", delta)) if value is not None},
         tuple(
             Account(dict(releases[client]), steps[key], epsilons[key], header.epsilon[client], key[1])
             for client, key in enumerate(keys)
         ),
+        tuple(queries[key][0] for key in keys),
         _promise(*queries[weakest], epsilons[weakest], chosen, header),
     )
 
@@ -193,15 +263,20 @@ def _promise(events: list[Event], delta: float, epsilon: float, accountant: Acco
         method = PURE if 0 < pure == epsilon < math.inf else accountant.description
     else:
         method = accountant.bound(events, delta)[1]
+    return _guarantee(events, delta, accountant, header, (epsilon, method))
+
+
+def _guarantee(
+    events: Sequence[Event], delta: float, accountant: Accountant, header: Header, bound: tuple[float, str]
+) -> Guarantee:
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=(epsilon, method))
+    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=bound)
 
 
-def _what_was_verified(path: Path, verified: Verified) -> list[str]:
-    end, head, head_name = verified.end, verified.head, head_file(path).name
-    if head is None:
-        end_message = f"There is no {head_name} beside it, so lines cut off its end cannot be detected."
-    elif missing := end.lines - head.lines:
+def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
+    verified, head_name = ledger.verified, head_file(ledger.path).name
+    end = verified.end
+    if missing := end.lines - verified.head.lines:
         end_message = f"It agrees with {head_name}, which counts {missing} less: a charge in progress, or a crash."
     else:
         end_message = f"Its end agrees with {head_name}: no line was cut off."
@@ -209,12 +284,23 @@ def _what_was_verified(path: Path, verified: Verified) -> list[str]:
         f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
         "Its charge never completed, so nothing was released for it."
     )
+    results = "There is no result.json beside it: the run has not finished, or this is a copy of its ledger."
+    if ledger.results:
+        results = f"It agrees with {' and '.join(ledger.results)} beside it."
+    if ledger.proven:
+        signed = f"Its end was signed by the holders of the keys of client {', '.join(map(str, ledger.proven))}."
+    else:
+        whether = "No client signed it" if not ledger.signed else "Its signatures were not verified (--public_keys)"
+        signed = (
+            f"{whether}: a forger who rewrote the ledger and everything beside it would not be detected. Compare this "
+            f"head's chain, {end.chain}, with the one in MLflow (tag `ledger_head`)."
+        )
     return [
-        f"{path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed.",
+        f"{ledger.path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed.",
         end_message,
         *([torn_message] if verified.torn else []),
-        "A ledger and a head that were both rewritten would also pass: compare this head's chain, "
-        f"{end.chain}, with the one in `result.json` or in MLflow (tag `ledger_head`).",
+        results,
+        signed,
     ]
 
 
@@ -226,16 +312,22 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m dpfl_lightning.plan",
-        description="Verify ledgers, and compute every client's epsilon again from their events alone. Reads only.",
+        description="Verify ledgers and what lies beside them, and compute every client's epsilon again from the "
+        "events alone. The exit status is 2 if anything disagrees. Nothing is written, except for --export.",
         allow_abbrev=False,
     )
     ledger_help = "ledger.jsonl of a run, or the run's folder; several runs of the same clients are composed"
     parser.add_argument("--ledger", metavar="FILE", nargs="+", required=True, help=ledger_help)
     parser.add_argument("--accountant", help="use this accountant instead of the run's (prv is tighter, slower)")
     parser.add_argument("--delta", type=float, help="delta of every client, in (0, 1), instead of the run's")
+    keys_help = "folder with public keys client-<number>.pem (Ed25519): these clients must have signed the ledger"
+    parser.add_argument("--public_keys", metavar="FOLDER", help=keys_help)
+    export_help = "also write every client's events for the library dp_accounting, which composes them independently"
+    parser.add_argument("--export", metavar="FILE", help=export_help)
     parser.add_argument("--json", action="store_true", help="also print one JSON object on the last line")
     options, rest = parser.parse_known_args(argv)
     if rest:
         key = rest[0].removeprefix("--").partition("=")[0]
-        raise UserError(f"`{key}` must be an option of --ledger (accountant, delta or json), got an unknown one.")
+        known = "accountant, delta, public_keys, export or json"
+        raise UserError(f"`{key}` must be an option of --ledger ({known}), got an unknown one.")
     return options

@@ -21,7 +21,7 @@ from dpfl_lightning.runtime.text import span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
-_LEDGER = ("ledger.jsonl", "ledger.head")
+_LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
 _SCORES = ("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap")
 _RESULTS = (*_SCORES, "rounds", "wall_seconds", "training_seconds", "client_seconds", "records_per_second")
 _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)

@@ -1,0 +1,483 @@
+"""A run folder as evidence: each manipulation of it is status 2, with a sentence that names its cause."""
+
+import json
+import re
+import shutil
+
+import pytest
+from conftest import private, small_loop
+from key_pairs import make_keys
+
+from dpfl_lightning.plan import main
+from dpfl_lightning.privacy.ledger import file as ledger_file
+from dpfl_lightning.privacy.ledger.file import Head
+from dpfl_lightning.privacy.ledger.results import FILTER
+from dpfl_lightning.privacy.ledger.signatures import private_keys, write_signatures
+from dpfl_lightning.privacy.ledger.verify import read
+
+CLIENTS = 4
+RESULTS = ("result.json", "guarantees.json")
+
+
+class Evidence:
+    """A copy of a signed run's folder, another run, the clients' keys, and ways to manipulate the copy."""
+
+    def __init__(self, place, source):
+        self.run, self.keys, self.other = place / "run", source / "keys", source / "other"
+        shutil.copytree(source / "run", self.run)
+        self.ledger = self.run / "ledger.jsonl"
+
+    @property
+    def lines(self):
+        return self.ledger.read_bytes().splitlines(keepends=True)
+
+    def write(self, lines):
+        self.ledger.write_bytes(b"".join(lines))
+
+    def take(self, *names):
+        """Copy files of the other run."""
+        for name in names:
+            shutil.copy(self.other / name, self.run / name)
+
+    def remove(self, *names):
+        for name in names:
+            (self.run / name).unlink()
+
+    def link(self, name):
+        """Replace a file by a link to the same content."""
+        (self.run / name).rename(self.run / "elsewhere")
+        (self.run / name).symlink_to(self.run / "elsewhere")
+
+    def edit(self, name, change):
+        """Change the content of a JSON file."""
+        content = json.loads((self.run / name).read_text())
+        change(content)
+        (self.run / name).write_text(json.dumps(content))
+
+    def edit_row(self, name, client, **fields):
+        self.edit(name, lambda content: content["clients"][client].update(fields))
+
+    def forge(self, change, *sealed):
+        """Change the fields of all lines, compute the chain again, and write the new head into these files."""
+        fields = [json.loads(line) for line in self.lines]
+        lines, chain = [], "0" * 32
+        for one in change(fields) or fields:
+            one.pop("chain", None)
+            lines.append(ledger_file._sealed(json.dumps(one).encode()[:-1], chain))
+            chain = ledger_file.chain_of(lines[-1])
+        self.write(lines)
+        self.seal(Head(fields[0]["run"], len(lines), chain), *sealed)
+
+    def seal(self, head, *names):
+        if "ledger.head" in names:
+            (self.run / "ledger.head").write_bytes(ledger_file.head_bytes(head))
+        for name in {"result.json", "guarantees.json"} & {*names}:
+            self.edit(name, lambda content: content.update(ledger=head.as_dict()))
+        if "ledger.signatures" in names:
+            self.edit("ledger.signatures", lambda content: content.update(head=head.as_dict()))
+        self.head = head
+
+    def restate(self, *names):
+        """Write what the forged ledger says into these results."""
+        for name in ("ledger.jsonl", "ledger.head"):
+            shutil.copy(self.run / name, self.run / name.replace("ledger", "alone"))
+        report = read([self.run / "alone.jsonl"])
+        for client, account in enumerate(report.accounts):
+            self.edit_row("result.json", client, epsilon_spent=account.epsilon)
+            if "guarantees.json" in names:
+                promise = report.guarantee_of(client, account.epsilon, report.weakest.accountant)
+                self.edit_row("guarantees.json", client, **promise.as_dict())
+        words = report.weakest.words()
+        self.edit("result.json", lambda content: content.update(guarantee=words))
+
+
+EVERYWHERE = ("ledger.head", *RESULTS, "ledger.signatures")
+
+
+def first_charge(client, change):
+    """A change of the first event of a client."""
+    return lambda fields: change(next(one for one in fields[1:] if one["client"] == client)["event"])
+
+
+def header(**changes):
+    return lambda fields: fields[0].update(changes)
+
+
+def less(event):
+    event["noise_multiplier"] *= 2
+
+
+def rarer(event):
+    event["sample_rate"] /= 2
+
+
+def fewer_steps(event):
+    event["steps"] -= 1
+
+
+def repeated(times):
+    return lambda fields: fields + [dict(fields[-1]) for _ in range(times)]
+
+
+def moved(lines):
+    return [*lines[:3], lines[4], lines[3], *lines[5:]]
+
+
+def rewritten(run, keys=None):
+    """Rewrite ledger, head and results together, so that they agree; sign them with some keys."""
+    run.forge(first_charge(0, less), *EVERYWHERE)
+    run.restate(*RESULTS)
+    if keys is not None:
+        before = json.loads((run.run / "ledger.signatures").read_text())["signatures"]
+        write_signatures(run.ledger, run.head, keys)
+        run.edit("ledger.signatures", lambda content: content.update(signatures={**before, **content["signatures"]}))
+
+
+def with_other_adjacency(run):
+    run.forge(header(adjacency="replace_one"), *EVERYWHERE)
+    run.restate("result.json")
+
+
+def swap_signatures(content):
+    signatures = content["signatures"]
+    signatures["0"], signatures["1"] = signatures["1"], signatures["0"]
+
+
+def without_results(run, change, *sealed):
+    run.remove(*RESULTS)
+    run.forge(change, *sealed)
+
+
+def flip(content):
+    text = content["signatures"]["3"]
+    content["signatures"]["3"] = ("0" if text[0] != "0" else "1") + text[1:]
+
+
+def head_of(run, lines, chain=None):
+    """Write a head of so many lines."""
+    name = json.loads(run.lines[0])["run"]
+    run.seal(Head(name, lines, chain or ledger_file.chain_of(run.lines[lines - 1])), "ledger.head")
+
+
+# name of the manipulation -> what is done, and the sentence that it gets
+MANIPULATIONS = {
+    # the ledger alone
+    "noise edited": (
+        lambda run: run.write([*run.lines[:3], run.lines[3].replace(b'r": 0.', b'r": 9.'), *run.lines[4:]]),
+        r"in line 4 a line that was edited, or that follows one",
+    ),
+    "header edited": (
+        lambda run: run.write([run.lines[0].replace(b"0.001", b"0.1"), *run.lines[1:]]),
+        r"in line 1 a header that was edited",
+    ),
+    "line removed": (
+        lambda run: run.write(run.lines[:4] + run.lines[5:]),
+        r"a line that does not follow line 4: 1 of 9 were removed",
+    ),
+    "lines moved": (lambda run: run.write(moved(run.lines)), r"the line that belongs after line 5: lines were moved"),
+    "line duplicated": (lambda run: run.write(run.lines[:3] + run.lines[2:]), r"in line 4 a copy of line 3"),
+    "appended to itself": (lambda run: run.write(run.lines * 2), r"copy of line 1: the file was appended to itself"),
+    "two ledgers joined": (
+        lambda run: run.write([*run.lines, *(run.other / "ledger.jsonl").read_bytes().splitlines(keepends=True)]),
+        r"the header of another ledger, appended to this one",
+    ),
+    "words inserted": (
+        lambda run: run.write([*run.lines[:2], b"words\n", *run.lines[2:]]),
+        r"an invalid line: b'words",
+    ),
+    "end cut off": (lambda run: run.write(run.lines[:7]), r"`ledger.head` counts, got 7: 2 were cut off its end"),
+    "last line torn": (lambda run: run.write([*run.lines[:8], run.lines[8][:-9]]), r"got 8: 1 were cut off its end"),
+    "emptied": (lambda run: run.write([]), r"must hold the 9 lines that `ledger.head` counts, got 0"),
+    "removed": (lambda run: run.remove("ledger.jsonl"), r"`--ledger` must be a ledger, or the folder of a run"),
+    "header removed": (lambda run: run.write(run.lines[1:]), r"in line 1 a charge: the header was removed"),
+    "chains removed": (
+        lambda run: run.write([line[: -ledger_file._TAIL] + b"}\n" for line in run.lines[1:]]),
+        r"a charge without a chain: the ledger is from an older version",
+    ),
+    "a link": (lambda run: run.link("ledger.jsonl"), r"ledger.jsonl` must be a file in the run's folder, got 'a link"),
+    # the head
+    "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`"),
+    "head damaged": (
+        lambda run: (run.run / "ledger.head").write_text("{}"),
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`",
+    ),
+    "head of another run": (lambda run: run.take("ledger.head"), r"to which `ledger.head` belongs, got that of run"),
+    "head of an earlier time": (
+        lambda run: head_of(run, 5),
+        r"must end after the 5 lines that `ledger.head` counts, because",
+    ),
+    "head with another chain": (
+        lambda run: head_of(run, 9, "ab" * 16),
+        r"in line 9 a chain that differs from that in `ledger.head`",
+    ),
+    "head of more lines": (
+        lambda run: head_of(run, 12, "ab" * 16),
+        r"must hold the 12 lines that `ledger.head` counts, got 9",
+    ),
+    "head a link": (lambda run: run.link("ledger.head"), r"ledger.head` must be a file in the run's folder"),
+    # ledger and head together
+    "ledger and head of another run": (
+        lambda run: run.take("ledger.jsonl", "ledger.head"),
+        r"to which `result.json` belongs, got that of run",
+    ),
+    "end cut off, head rewritten": (
+        lambda run: run.forge(lambda fields: fields[:6], "ledger.head"),
+        r"must hold the 9 lines that `result.json` counts, got 6",
+    ),
+    "noise edited, chain and head rewritten": (
+        lambda run: run.forge(first_charge(0, less), "ledger.head"),
+        r"in line 9 a chain that differs from that in `result.json`",
+    ),
+    "charge appended, chain and head rewritten": (
+        lambda run: run.forge(repeated(1), "ledger.head"),
+        r"must end after the 9 lines that `result.json` counts, because",
+    ),
+    "bytes appended": (
+        lambda run: run.write([*run.lines, b'{"client": 0']),
+        r"must end with a complete line, because the run has finished, got 12 more bytes",
+    ),
+    # chain, and every copy of the head
+    "noise edited, heads rewritten": (
+        lambda run: run.forge(first_charge(0, less), *EVERYWHERE),
+        r"result.json` must state epsilon_spent [\d.]+ of client 0, as the ledger does",
+    ),
+    "rate edited, heads rewritten": (
+        lambda run: run.forge(first_charge(1, rarer), *EVERYWHERE),
+        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does",
+    ),
+    "steps edited, heads rewritten": (
+        lambda run: run.forge(first_charge(2, fewer_steps), *EVERYWHERE),
+        r"result.json` must state steps \d+ of client 2, as the ledger does",
+    ),
+    "charge removed, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[:-1], *EVERYWHERE),
+        r"result.json` must state releases 1 of client 3, as the ledger does, got 2",
+    ),
+    "budgets edited, heads rewritten": (
+        lambda run: run.forge(header(epsilon=99.0), *EVERYWHERE),
+        r"result.json` must state epsilon_budget 99.0 of client 0, as the ledger does",
+    ),
+    "deltas edited, heads rewritten": (
+        lambda run: run.forge(header(delta=0.1), *EVERYWHERE),
+        r"result.json` must state delta 0.1 of client 0, as the ledger does, got 0.001",
+    ),
+    "accountant edited, heads rewritten": (
+        lambda run: run.forge(header(accountant="best"), *EVERYWHERE),
+        r"`accountant` must be one of",
+    ),
+    "adjacency edited, heads rewritten": (
+        with_other_adjacency,
+        r"guarantees.json` must state adjacency 'replace one record' of client 0",
+    ),
+    "sampling edited, heads rewritten": (
+        lambda run: run.forge(header(sampling="shuffle"), *EVERYWHERE),
+        r"result.json` must state the guarantee that the ledger gives, .*NOT proven.*, got",
+    ),
+    "caveat removed, heads rewritten": (
+        lambda run: run.forge(header(caveats=[]), *EVERYWHERE),
+        r"must state simulated False, as the ledger does, got True",
+    ),
+    "client removed, heads rewritten": (
+        lambda run: run.forge(header(clients=3, delta=0.001, epsilon=8.0), *EVERYWHERE),
+        r"in line 5 an invalid charge",
+    ),
+    "records edited, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[0]["identity"].update({"clients.num_records": 9999}), *EVERYWHERE),
+        r"result.json` must state num_records 9999 of client 0",
+    ),
+    "format edited, heads rewritten": (
+        lambda run: run.forge(header(ledger=99), *EVERYWHERE),
+        r"must have format \d+, got 99 in line 1",
+    ),
+    # results
+    "result's epsilon removed": (
+        lambda run: run.edit_row("result.json", 3, epsilon_spent=None),
+        r"result.json` must state epsilon_spent [\d.]+ of client 3, as the ledger does, got None",
+    ),
+    "result's client removed": (
+        lambda run: run.edit("result.json", lambda content: content["clients"].pop()),
+        r"result.json` must hold 4 clients, as the ledger does",
+    ),
+    "result's guarantee edited": (
+        lambda run: run.edit("result.json", lambda content: content.update(guarantee="Perfect secrecy.")),
+        r"result.json` must state the guarantee that the ledger gives, .*, got 'Perfect secrecy.'",
+    ),
+    "result with the words of a filter": (
+        lambda run: run.edit("result.json", lambda content: content.update(guarantee=f"(1, 0)-privacy, {FILTER}")),
+        r"result.json` must state the guarantee that the ledger gives, .*whole budget.*, got '\(1, 0\)-privacy",
+    ),
+    "result's delta edited": (
+        lambda run: run.edit_row("result.json", 2, delta=0.0009999),
+        r"result.json` must state delta 0.001 of client 2, as the ledger does, got 0.0009999",
+    ),
+    "result's head removed": (
+        lambda run: run.edit("result.json", lambda content: content.pop("ledger")),
+        r"result.json` must hold the run, lines and chain of the ledger, got None",
+    ),
+    "result damaged": (
+        lambda run: (run.run / "result.json").write_text('{"ledger"'),
+        r"/result.json` must be a JSON object",
+    ),
+    "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's folder"),
+    "guarantees of another run": (
+        lambda run: run.take("guarantees.json"),
+        r"to which `guarantees.json` belongs, got that of run",
+    ),
+    "guarantee's epsilon edited": (
+        lambda run: run.edit_row("guarantees.json", 1, epsilon=0.5),
+        r"guarantees.json` must state epsilon [\d.]+ of client 1, as the ledger does, got 0.5",
+    ),
+    "guarantee's delta edited": (
+        lambda run: run.edit_row("guarantees.json", 1, delta=1e-9),
+        r"guarantees.json` must state delta 0.001 of client 1, as the ledger does, got 1e-09",
+    ),
+    "guarantee's relation edited": (
+        lambda run: run.edit_row("guarantees.json", 2, adjacency="replace one record"),
+        r"guarantees.json` must state adjacency 'add or remove one record' of client 2",
+    ),
+    "guarantee's caveats removed": (
+        lambda run: run.edit_row("guarantees.json", 2, caveats=[]),
+        r"guarantees.json` must state caveats \['a simulation.*\] of client 2",
+    ),
+    "guarantee's words edited": (
+        lambda run: run.edit_row("guarantees.json", 0, words="Perfect secrecy."),
+        r"guarantees.json` must state words .* of client 0, as the ledger does, got 'Perfect secrecy.'",
+    ),
+    "guarantee's covers edited": (
+        lambda run: run.edit_row("guarantees.json", 3, covers=["everything"]),
+        r"guarantees.json` must state covers .* of client 3, as the ledger does, got \['everything'\]",
+    ),
+    "result's clients exchanged": (
+        lambda run: run.edit("result.json", lambda content: content["clients"].reverse()),
+        r"result.json` must state client 0 of client 0, as the ledger does, got 3",
+    ),
+    "invalid charge, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[2].update(number=-1), *EVERYWHERE),
+        r"in line 3 an invalid charge",
+    ),
+    "guarantees damaged": (
+        lambda run: (run.run / "guarantees.json").write_text("[]"),
+        r"/guarantees.json` must be a JSON object",
+    ),
+    # signatures
+    "end cut off, head rewritten, no results": (
+        lambda run: without_results(run, lambda fields: fields[:6], "ledger.head"),
+        r"must hold the 9 lines that `ledger.signatures` counts, got 6",
+    ),
+    "noise edited, head rewritten, no results": (
+        lambda run: without_results(run, first_charge(0, less), "ledger.head"),
+        r"in line 9 a chain that differs from that in `ledger.signatures`",
+    ),
+    "charges appended, head rewritten, no results": (
+        lambda run: without_results(run, repeated(5), "ledger.head"),
+        r"must have at most 4 lines after the 9 that `ledger.signatures` counts",
+    ),
+    "charges appended, no results": (
+        lambda run: without_results(run, repeated(5)),
+        r"must have at most 4 lines after the 9 that `ledger.head` counts",
+    ),
+    "signatures of another run": (
+        lambda run: run.take("ledger.signatures"),
+        r"to which `ledger.signatures` belongs, got that of run",
+    ),
+    "signatures damaged": (
+        lambda run: (run.run / "ledger.signatures").write_text("[1]"),
+        r"ledger.signatures` must hold a head and hexadecimal signatures of clients",
+    ),
+    "signatures removed": (lambda run: run.remove("ledger.signatures"), r"key, got none of client 0, 1, 2, 3\."),
+    "a signature removed": (
+        lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].pop("2")),
+        r"must hold a signature of every client with a key, got none of client 2\.",
+    ),
+    "signatures swapped": (
+        lambda run: run.edit("ledger.signatures", swap_signatures),
+        r"got another signature for client 0, 1: the ledger was rewritten",
+    ),
+    "a signature edited": (lambda run: run.edit("ledger.signatures", flip), r"got another signature for client 3: "),
+    "signatures a link": (lambda run: run.link("ledger.signatures"), r"ledger.signatures` must be a file in the run's"),
+    "everything rewritten": (rewritten, r"got another signature for client 0, 1, 2, 3: the ledger was rewritten"),
+    "everything rewritten by client 0": (
+        lambda run: rewritten(run, {0: private_keys(run.keys / "private", CLIENTS)[0]}),
+        r"got another signature for client 1, 2, 3: the ledger was rewritten",
+    ),
+}
+#: what shows if somebody has the clients' public keys
+ONLY_WITH_KEYS = (
+    "signatures removed",
+    "a signature removed",
+    "signatures swapped",
+    "a signature edited",
+    "everything rewritten",
+    "everything rewritten by client 0",
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A signed run, another one, and the clients' keys."""
+    place = tmp_path_factory.mktemp("source")
+    make_keys(place / "keys")
+    for seed, name in enumerate(("run", "other")):
+        privacy = private([4.0, 6.0, 8.0, 10.0], signing_keys=str(place / "keys" / "private"))
+        small_loop(privacy=privacy, rounds=2, seed=seed, output_dir=place / name).run()
+    return place
+
+
+def command(run, *more, signed=True):
+    keys = ["--public_keys", str(run.keys / "public")] if signed else []
+    return main(["--ledger", str(run.run), *keys, *more])
+
+
+def test_an_unchanged_run_is_verified(source, tmp_path, capsys):
+    run = Evidence(tmp_path, source)
+    assert (
+        command(run, "--export", str(tmp_path / "events.json"), "--json") == 0 and (tmp_path / "events.json").exists()
+    )
+    *text, last = capsys.readouterr().out.splitlines()
+    assert "It agrees with result.json and guarantees.json beside it." in text
+    assert "Its end was signed by the holders of the keys of client 0, 1, 2, 3." in text
+    (ledger,) = json.loads(last)["ledgers"]
+    assert ledger["signatures_verified"] == ledger["signed_by"] == [0, 1, 2, 3]
+    assert ledger["compared_with"] == list(RESULTS)
+
+
+def test_every_manipulation_has_a_sentence_that_no_other_one_has(source, tmp_path, capsys):
+    sentences = {}
+    for number, (name, (manipulate, _)) in enumerate(MANIPULATIONS.items()):
+        place = tmp_path / str(number)
+        place.mkdir()
+        run = Evidence(place, source)
+        manipulate(run)
+        signed = name in ONLY_WITH_KEYS
+        assert not signed or command(run, signed=False) == 0, name
+        capsys.readouterr()
+        assert command(run, "--export", str(place / "events.json"), signed=signed) == 2, name
+        output = capsys.readouterr()
+        assert output.out == "" and output.err.startswith("error: `") and output.err.count("\n") == 1, name
+        assert not (place / "events.json").exists(), name
+        sentences[name] = output.err.strip()
+    assert len(sentences) >= 30
+    for name, (_, words) in MANIPULATIONS.items():
+        assert [other for other, sentence in sentences.items() if re.search(words, sentence)] == [name], sentences[name]
+
+
+def test_only_signatures_show_that_everything_was_rewritten(source, tmp_path, capsys):
+    run = Evidence(tmp_path, source)
+    rewritten(run)
+    assert command(run, signed=False) == 0
+    text = capsys.readouterr().out
+    assert "Its signatures were not verified (--public_keys)" in text and run.head.chain in text
+    run.remove("ledger.signatures")
+    assert command(run, signed=False) == 0
+    assert "No client signed it: a forger who rewrote the ledger" in capsys.readouterr().out
+    assert command(run) == 2
+
+
+def test_an_interrupted_run_is_verified_without_results(source, tmp_path, capsys):
+    run = Evidence(tmp_path, source)
+    run.remove(*RESULTS)
+    assert command(run) == 0 and "There is no result.json beside it" in capsys.readouterr().out
+    signatures = (run.run / "ledger.signatures").read_bytes()
+    run.forge(repeated(3), "ledger.head")
+    assert command(run) == 0, "a crash left the lines of one charge after the signatures"
+    assert signatures == (run.run / "ledger.signatures").read_bytes()
