@@ -30,6 +30,9 @@ SIMULATED = (
     "simulated mechanism"
 )
 
+#: caveat of every guarantee of a run that reports exact times
+EXACT_TIMES = "exact times of rounds are reported, and they can depend on records"
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
