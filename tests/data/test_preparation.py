@@ -134,4 +134,4 @@ def test_public_data_sets_are_scaled_record_by_record():
 def test_how_a_simulation_divides_a_public_data_set_is_listed_as_not_covered():
     """Partitions exchange records between clients when one record is added; so the guarantee begins after them."""
     words = " ".join(NOT_COVERED)
-    assert "divided among simulated clients" in words and "before the run received them" in words
+    assert "divided among the clients of an experiment" in words and "before the run received them" in words

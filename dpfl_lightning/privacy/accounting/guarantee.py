@@ -39,7 +39,7 @@ NOT_COVERED = (
     "numbers of records (of all and of training records), batch sizes, budgets and all other options, which are treated "
     "as public",
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
-    "simulated clients",
+    "the clients of an experiment",
     "times, memory, sizes of files and errors of the computation, which can depend on records; times are reported rounded",
     "other runs on the same records, copies of this run's folder included: their epsilons add up",
     "the last bits of a record's gradient, where they depend on how many gradients are computed together",
