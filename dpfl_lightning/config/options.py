@@ -188,10 +188,10 @@ class EvaluationOptions:
 
     Args:
         every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
-        exact_times: report the time of each round and of the run as measured, which a caveat of the guarantee states. By
-            default only the times of the whole run are reported, rounded up to a power of two seconds, because a time
-            can depend on records. A simulation and a run without privacy always report exact times. A resumed run
-            cannot change it.
+        exact_times: report the times of rounds and of the run as measured, which a caveat of the guarantee states. By
+            default only times of the whole run are reported, rounded up to a power of two seconds, because a time can
+            depend on records. Simulations and runs without privacy always report exact times. A resumed run cannot
+            change it.
     """
 
     every: AtLeastOne = 1

@@ -211,7 +211,9 @@ def test_own_data_keeps_clients_apart():
 
 
 def test_a_record_to_train_on_is_needed_and_real_targets_are_a_regression():
-    message = r"`held_out` must leave a training record of the 2 of client 0, got 0\.99\. Hold out less, or change the seed"
+    message = (
+        r"`held_out` must leave a training record of the 2 of client 0, got 0\.99\. Hold out less, or change the seed"
+    )
     with pytest.raises(UserError, match=message):
         Population.from_datasets([pair(2)], held_out=0.99, num_classes=3)
     population = Population.from_datasets([(torch.randn(10, 4), torch.randn(10).double())], held_out=0)

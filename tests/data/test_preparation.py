@@ -48,7 +48,9 @@ def raw(count: int, seed: int, classes: bool) -> tuple[torch.Tensor, torch.Tenso
 
 def record_counts(population: Population, client: int, part: str) -> Counter:
     rows = getattr(population, part)[client]
-    return Counter((*x.flatten().tolist(), y.item()) for x, y in zip(population.x[rows], population.y[rows], strict=True))
+    return Counter(
+        (*x.flatten().tolist(), y.item()) for x, y in zip(population.x[rows], population.y[rows], strict=True)
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -76,7 +78,9 @@ def test_a_record_more_changes_only_its_place(source, held_out, count, place, cl
         of_more, of_less = record_counts(more, 0, part), record_counts(less, 0, part)
         assert not of_less - of_more, f"{part}: the record pushed others out"
         added += of_more - of_less
-        assert record_counts(more, 1, part) == record_counts(less, 1, part), f"{part}: it moved another client's records"
+        assert record_counts(more, 1, part) == record_counts(less, 1, part), (
+            f"{part}: it moved another client's records"
+        )
     assert added == Counter([(*x[row].flatten().tolist(), y[row].item())])
     facts = [facts_of(population) for population in (more, less)]
     assert facts[0].num_classes == facts[1].num_classes and facts[0].input_shape == facts[1].input_shape
