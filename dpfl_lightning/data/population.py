@@ -178,7 +178,8 @@ class Population:
                 that equal records stay together.
             num_classes: number of classes, a public fact that no label may decide; None for a regression.
 
-        **Guarantees** One raw record more or less changes the training records by at most this record.
+        **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
+        has to return each record independently of the others, which random transformations do not.
 
         >>> hospitals = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (50, 80)]
         >>> population = Population.from_datasets(hospitals, num_classes=3)

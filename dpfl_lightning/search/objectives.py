@@ -257,7 +257,7 @@ class FederatedObjective:
 
         `charge` receives the most that a private trial can cost, before it starts.
         """
-        watcher = _Reporting(report)
+        watcher, begun = _Reporting(report), time.perf_counter()
         trial_options = dataclasses.replace(options, output_dir=str(folder))
         loop = build_loop(trial_options, [watcher], self._people(trial_options))
         if self._private:
@@ -267,7 +267,8 @@ class FederatedObjective:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
         if result.test_accuracy is None:
             raise UserError(f"`data.name` must have classes, because accuracy is the score, got {options.data.name!r}.")
-        return Outcome(result.test_accuracy, loop.module.num_params, result.wall_seconds)
+        seconds = result.wall_seconds if self._private else time.perf_counter() - begun
+        return Outcome(result.test_accuracy, loop.module.num_params, seconds)
 
     def _people(self, options: Options) -> Population:
         """Return the population that trains and scores. It is the same in all trials, which have the same data."""
