@@ -119,6 +119,7 @@ class FederatedLoop(ServerLoop):
         output_dir: str | Path | None = None,
         device: str = "auto",
         evaluate_every: int = 1,
+        exact_times: bool = False,
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
@@ -152,6 +153,7 @@ class FederatedLoop(ServerLoop):
             seed=seed,
             output_dir=folder,
             evaluate_every=evaluate_every,
+            exact_times=exact_times,
             options=options or {},
             new_net=new_net,
             resume_command=f"{ranks.command} -m dpfl_lightning.fit --resume {folder}" if options else by_code,
@@ -186,6 +188,7 @@ def build_loop(
         output_dir=options.output_dir,
         device=options.engine.device,
         evaluate_every=options.evaluation.every,
+        exact_times=options.evaluation.exact_times,
         options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )

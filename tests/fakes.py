@@ -31,7 +31,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
     )
     usual = {
         **{"output_dir": folder, "rounds": rounds, "first_round": 1, "num_params": 1234, "budgets": budgets},
-        **{"estimated_seconds": 200.0, "engine": "serial", "device": "cpu", "sampling": "poisson"},
+        **{"estimated_seconds": 200.0, "exact_times": True, "engine": "serial", "device": "cpu", "sampling": "poisson"},
         **{"accountant": "rdp", "noise": "keyed, not cryptographic", "options": {}},
     }
     return View(

@@ -188,13 +188,18 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """When the model is evaluated.
+    """When the model is evaluated, and how exactly times are reported.
 
     Args:
         every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
+        exact_times: report the times of rounds and of the run as measured, which a caveat of the guarantee states. By
+            default only times of the whole run are reported, rounded up to a power of two seconds, because a time can
+            depend on records. Simulations and runs without privacy always report exact times. A resumed run cannot
+            change it.
     """
 
     every: AtLeastOne = 1
+    exact_times: bool = False
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,9 @@ def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | N
         advice = "Pass y.long() for classes."
         require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
         return 1
-    if num_classes is None:
-        num_classes = max(int(y.max()) for _, y in pairs.values()) + 1
+    advice = "The largest label would reveal that a record has it: state the public number, as in num_classes=3."
+    require(num_classes is not None, "num_classes", "be the number of classes", None, advice)
+    assert num_classes is not None  # for mypy
     for where, (_, y) in pairs.items():
         label_range = int(y.min()), int(y.max())
         must = f"hold classes from 0 to {num_classes - 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,26 +174,47 @@ class Population:
             clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
                 floating: a regression), or a map-style torch Dataset of such (x, y).
             test: the test set of the run in the same form, or None.
-            held_out: share in [0, 1) of each client's records to hold out, chosen at random by `seed`.
-            num_classes: None is the largest label + 1, which reveals to the server that this label exists.
+            held_out: probability in [0, 1) with which each record is held out. Each record and `seed` decide alone, so
+                that equal records stay together.
+            num_classes: number of classes, a public fact that no label may decide; None for a regression.
+
+        **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
+        has to return each record independently of the others, which random transformations do not.
 
         >>> hospitals = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (50, 80)]
         >>> population = Population.from_datasets(hospitals, num_classes=3)
-        >>> population.num_records, population.input_shape
-        ((40, 64), (4,))
+        >>> population.num_clients, population.input_shape
+        (2, (4,))
         """
         require(len(clients) >= 1, "clients", "name at least one client's records", len(clients))
-        require(0 <= held_out < 1, "held_out", "be a share in [0, 1)", held_out)
+        require(0 <= held_out < 1, "held_out", "be a probability in [0, 1)", held_out)
         sources = {f"client {client}": source for client, source in enumerate(clients)}
         sources |= {} if test is None else {"test": test}
         pairs = {where: pair(source, where) for where, source in sources.items()}
         num_classes = check_alike(pairs, num_classes)
         x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
         ends = np.cumsum([len(labels) for _, labels in pairs.values()])[: len(clients)]
-        rows = np.split(np.arange(ends[-1]), ends[:-1])
-        train, held_out_rows = _cut(rows, held_out, np.random.default_rng(seed))
+        is_held_out = _coins(x[: ends[-1]], y[: ends[-1]], held_out, seed)
+        train, held_out_rows = [], []
+        for client, rows in enumerate(np.split(np.arange(ends[-1]), ends[:-1])):
+            train.append(rows[~is_held_out[rows]])
+            held_out_rows.append(rows[is_held_out[rows]])
+            must = f"leave a training record of the {len(rows)} of client {client}"
+            require(len(train[-1]) > 0, "held_out", must, held_out, "Hold out less, or change the seed.")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         return cls(x, y, _tensors(train), _tensors(held_out_rows), test_rows, num_classes)
+
+
+def _coins(x: Tensor, y: Tensor, probability: float, seed: int) -> np.ndarray:
+    """Return one coin for each record `[n]` (bool), which is a digest of the record and `seed`, and of nothing else."""
+    if probability == 0:
+        return np.zeros(len(y), dtype=bool)
+    records = zip(x.contiguous().numpy(), y.numpy(), strict=True)
+    digests = (
+        hashlib.blake2b(one.tobytes() + label.tobytes(), digest_size=8, key=b"%d" % seed) for one, label in records
+    )
+    numbers = np.array([int.from_bytes(digest.digest(), "big") for digest in digests], dtype=np.uint64)
+    return numbers < round(probability * 2**64)
 
 
 def _stored(

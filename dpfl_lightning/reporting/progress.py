@@ -68,10 +68,12 @@ class Progress(Callback):
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         done, left = report.round - self._first + 1, report.rounds - report.round
-        seconds_left = (time.monotonic() - self._begun) / done * left
+        run = view.run
+        estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
+        seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
         score = _score(report.test_accuracy, report.test_loss)
         epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets) + " (simulated)" * view.run.simulated
-        speed = f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
+        speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
         if self._bar is not None:
             self._score = score or self._score  # in a round without evaluation, the last score stays
@@ -84,7 +86,8 @@ class Progress(Callback):
             progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
             clients = "" if len(report.clients) == view.facts.num_clients else clients
-            parts = [progress, score, epsilon, gradients, speed, clients, f"{duration(seconds_left)} left"]
+            ends = f"{duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
+            parts = [progress, score, epsilon, gradients, speed, clients, ends]
             self._print(" | ".join(filter(None, parts)))
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
@@ -97,8 +100,7 @@ class Progress(Callback):
         score = _score(result.test_accuracy, result.test_loss)
         self._print(
             f"{f'Test {score}' if score else 'Not evaluated'} after {counted(result.rounds, 'round')} in "
-            f"{duration(result.wall_seconds)}, {duration(result.training_seconds)} of it in rounds "
-            f"({result.records_per_second:,.0f} records/s); {result.reason}.",
+            f"{_times(view, result)}; {result.reason}.",
             style="bold",
         )
         for line in filter(None, (_sent(result), _groups(result))):
@@ -269,6 +271,13 @@ def _groups(result: RunResult) -> str:
     clusters = f"; {matched:.0%} of clients in the right cluster" if isinstance(matched, float) else ""
     clients = f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}"
     return f"Groups: accuracy {groups}; {clients}{clusters}."
+
+
+def _times(view: View, result: RunResult) -> str:
+    if not view.run.exact_times:
+        return f"at most {duration(result.wall_seconds)}"
+    training = f"{duration(result.training_seconds)} of it in rounds ({result.records_per_second:,.0f} records/s)"
+    return f"{duration(result.wall_seconds)}, {training}"
 
 
 def _sent(result: RunResult) -> str:

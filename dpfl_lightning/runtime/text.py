@@ -67,6 +67,15 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes_rest:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
+def rounded_up_duration(seconds: float) -> float:
+    """Round a duration up to a power of two seconds, at least 1 s, so that it reveals little about the computation.
+
+    >>> rounded_up_duration(0.2), rounded_up_duration(254.0)
+    (1.0, 256.0)
+    """
+    return 2.0 ** math.ceil(math.log2(max(seconds, 1.0)))
+
+
 def data_size(count: float) -> str:
     """Format a number of bytes, in powers of 1,000.
 

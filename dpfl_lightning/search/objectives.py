@@ -267,7 +267,8 @@ class FederatedObjective:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
         if result.test_accuracy is None:
             raise UserError(f"`data.name` must have classes, because accuracy is the score, got {options.data.name!r}.")
-        return Outcome(result.test_accuracy, loop.module.num_params, time.perf_counter() - begun)
+        seconds = result.wall_seconds if self._private else time.perf_counter() - begun
+        return Outcome(result.test_accuracy, loop.module.num_params, seconds)
 
     def _people(self, options: Options) -> Population:
         """Return the population that trains and scores. It is the same in all trials, which have the same data."""

@@ -189,30 +189,33 @@ def pair(records: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 def test_own_data_in_every_form():
     arrays = tuple(part.numpy() for part in pair(20))
     clients = [pair(10), arrays, Words(30), TensorDataset(*pair(40)), ConcatDataset([Words(5), Words(5)])]
-    population = Population.from_datasets(clients, test=Words(7), held_out=0.2)
-    assert population.num_records == (8, 16, 24, 32, 8) and population.num_classes == 3
-    assert [len(rows) for rows in population.held_out_of] == [2, 4, 6, 8, 2]
+    population = Population.from_datasets(clients, test=Words(7), held_out=0.2, num_classes=3)
+    sizes = zip(population.num_records, map(len, population.held_out_of), strict=True)
+    assert [sum(parts) for parts in sizes] == [10, 20, 30, 40, 10] and population.num_classes == 3
     test_x, test_y = population.test_records()
     assert test_x.shape == (7, 2, 3) and test_y.tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert population.x.dtype == torch.float32 and population.y.dtype == torch.int64
-    x, y = population.records(2, torch.arange(24))
+    x, y = population.records(2, torch.arange(population.num_records[2]))
     held_x, held_y = population.held_out(2)
     assert sorted(torch.cat([x, held_x])[:, 0, 0].int().tolist()) == list(range(30))
     assert (torch.cat([x, held_x])[:, 0, 0].long() % 3).tolist() == torch.cat([y, held_y]).tolist()
 
 
 def test_own_data_keeps_clients_apart():
-    clients = [(torch.full((n, 1), float(n)), torch.zeros(n, dtype=torch.long)) for n in (5, 9, 13)]
+    clients = [(n + torch.rand(n, 1) / 2, torch.zeros(n, dtype=torch.long)) for n in (5, 9, 13)]
     population = Population.from_datasets(clients, held_out=0.3, num_classes=2)
     for client, n in enumerate((5, 9, 13)):
-        assert set(train_numbers(population, client)) == set(held_out_numbers(population, client)) == {n}
+        assert {*map(int, train_numbers(population, client)), *map(int, held_out_numbers(population, client))} == {n}
         assert not set(population.train_of[client].tolist()) & set(population.held_out_of[client].tolist())
     assert population.test_records() is None and population.to("cpu").test is None
 
 
-def test_one_record_is_trained_on_and_real_targets_are_a_regression():
-    population = Population.from_datasets([pair(1)], held_out=0.5)
-    assert population.num_records == (1,) and len(population.held_out(0)[1]) == 0
+def test_a_record_to_train_on_is_needed_and_real_targets_are_a_regression():
+    message = (
+        r"`held_out` must leave a training record of the 2 of client 0, got 0\.99\. Hold out less, or change the seed"
+    )
+    with pytest.raises(UserError, match=message):
+        Population.from_datasets([pair(2)], held_out=0.99, num_classes=3)
     population = Population.from_datasets([(torch.randn(10, 4), torch.randn(10).double())], held_out=0)
     assert population.num_classes == 1 and population.y.dtype == torch.float32
 
@@ -239,7 +242,7 @@ X, Y = pair(6)
     "clients, options, message",
     [
         ([], {}, "`clients` must name at least one client's records, got 0"),
-        ([pair(6)], {"held_out": 1.0}, r"`held_out` must be a share in \[0, 1\), got 1.0"),
+        ([pair(6)], {"held_out": 1.0}, r"`held_out` must be a probability in \[0, 1\), got 1.0"),
         ([X], {}, r"`client 0` must be a pair \(x, y\)"),
         ([(X, Y), (X, Y[:-1])], {}, r"`client 1: y` must have the shape \[6\], got \(5,\)"),
         ([(X, Y[:, None])], {}, r"`client 0: y` must have the shape \[6\], got \(6, 1\)"),
@@ -249,7 +252,7 @@ X, Y = pair(6)
         ([(X / 0, Y)], {}, "`client 0: x` must be finite"),
         ([(X, Y), (X[:, :1], Y)], {}, r"`client 1: x` must have records of shape \(2, 3\), as client 0, got \(1, 3\)"),
         ([(X, Y), (X, Y.float())], {}, "`client 1: y` must be torch.int64, as client 0, got torch.float32"),
-        ([(X, Y - 1)], {}, r"`client 0: y` must hold classes from 0 to 1, got \(-1, 1\)"),
+        ([(X, Y - 1)], {"num_classes": 2}, r"`client 0: y` must hold classes from 0 to 1, got \(-1, 1\)"),
         ([(X, Y)], {"num_classes": 2}, r"`client 0: y` must hold classes from 0 to 1, got \(0, 2\)"),
         ([(X, Y.float())], {"num_classes": 3}, r"`num_classes` must be 1 if y is floating, got 3. Pass y.long"),
         ([(X, Y)], {"test": (X[:, :1], Y)}, r"`test: x` must have records of shape \(2, 3\), as client 0"),

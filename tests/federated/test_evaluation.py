@@ -70,7 +70,7 @@ def test_the_fast_engine_shares_the_work_and_gives_the_same_scores():
 
 
 def test_without_a_test_set_the_clients_stand_in():
-    x, y = torch.zeros(10, 3), torch.zeros(10, dtype=torch.long)
+    x, y = torch.randn(10, 3), torch.zeros(10, dtype=torch.long)
     population = Population.from_datasets([(x, y), (x, 1 - y)], held_out=0.5, num_classes=2)
     scores = evaluate(ClientModule(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)))
     assert accuracies(scores) == [1.0, 0.0] and scores.test.accuracy == 0.5

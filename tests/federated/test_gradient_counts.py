@@ -31,7 +31,7 @@ from dpfl_lightning.reporting.progress import Progress
 BROKEN = {1: {0: math.nan, 7: math.inf, 30: -math.inf}, 3: {2: math.nan}}
 PRIVACY = PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)
 SAMPLED = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
-FULL = ClientOptions(count=4, batch_size=[48, 56, 64, 72], learning_rate=0.3)  # one step: clients side by side
+FULL = ClientOptions(count=4, batch_size=None, learning_rate=0.3)  # one step: clients side by side
 FULL_TWICE = dataclasses.replace(FULL, local_epochs=2)
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 SHOWING = PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY, diagnostics=True)

@@ -215,7 +215,7 @@ def test_a_protected_run_learns_and_spends_its_budget(engine, make_loop):
     result = make_loop(engine=ENGINES[engine](), privacy=PROTECTED).run()
     assert result.test_accuracy > 0.5
     assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
-    one_step = ClientOptions(count=4, batch_size=[48, 56, 64, 72], learning_rate=0.3)  # clients side by side
+    one_step = ClientOptions(count=4, batch_size=None, learning_rate=0.3)  # clients side by side
     privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
     result = make_loop(engine=ENGINES[engine](), clients=one_step, privacy=privacy, rounds=2).run()
     assert [one["steps"] for one in result.clients] == [2] * 4

@@ -31,7 +31,7 @@ def test_rounds_add_up_and_survive_a_resumed_run(make_loop, tmp_path):
     break_off(broken, 3)
     before = broken.totals.client_seconds
     resumed = make_loop(network=SLOW, output_dir=broken.output_dir).run(resume=True)
-    assert resumed.client_seconds > before * 0.5 > 0
+    assert resumed.client_seconds >= before > 0
     for name in ("network_seconds", "floats_down"):
         assert resumed.metrics[name] == result.metrics[name]
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from dpfl_lightning.kernels import sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 KERNELS = [(2, 2, 16), (4, 1, 40), (1, 3, 20), (5, 5, 1), (3, 3, 40)]  # few: each is compiled, in a second
 
@@ -70,6 +72,27 @@ def test_what_is_not_a_number_stays_with_its_record():
     dw, _, dx = sparse_conv.sparse_backward(layer, layer.weight, x, dy, need_dx=True)
     assert bool(dw[1].isnan().any()) and bool(dx[1].isnan().any())
     assert torch.equal(dw[[0, 2]], clean[[0, 2]]) and bool(dx[[0, 2]].isfinite().all())
+
+
+@pytest.mark.parametrize("first", [0.0, 100.0, 1e30, float("nan"), float("inf")])
+def test_no_record_chooses_the_algorithm_or_moves_the_sum_of_the_others(first, monkeypatch):
+    """Random records decide when the sum is built. Else a record would show in the time, and in others' last bits."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 16, 5), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 8 * 8, 10))
+    nn.init.constant_(net[0].bias, -1.0)  # hardly any activation of a usual record, half of them of a large one
+    x, y, group = torch.randn(40, 1, 12, 12), torch.randint(10, (40,)), (torch.arange(40) == 0).long()
+    clipped_sum, reason = clipped_sum_for(net, None, x[:0], y[:0], chunk=16)
+    assert reason.startswith("fast")
+    chosen, really = [], sparse_conv.sparse_backward
+    monkeypatch.setattr(sparse_conv, "sparse_backward", lambda *args: chosen.append(args[0]) or really(*args))
+    params, passes = {name: p.detach() for name, p in net.named_parameters()}, []
+    for first_record in (x[:1], torch.full_like(x[:1], first)):
+        chosen.clear()
+        sums, _ = clipped_sum(params, torch.cat([first_record, x[1:]]), y, ClipRequest(1.0, 2, group, 2))
+        passes.append((sums[0], list(chosen)))
+    (usual, layers), (changed, other_layers) = passes
+    assert layers and layers == other_layers
+    assert torch.equal(usual, changed) and bool(usual.any())
 
 
 def test_other_cases_take_the_dense_way():

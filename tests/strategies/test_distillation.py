@@ -333,7 +333,7 @@ def test_the_mode_decides_what_is_left_out_and_nothing_else():
 
 
 FLAT = ClientModule(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3).requires_grad_(False)))
-REAL = Population.from_datasets([(torch.randn(20, 6), torch.randn(20)) for _ in range(4)])
+REAL = Population.from_datasets([(torch.randn(20, 6), torch.randn(20)) for _ in range(4)], held_out=0.0)
 
 
 class Personal(ClientModule):

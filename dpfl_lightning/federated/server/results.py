@@ -47,6 +47,7 @@ class RunInfo:
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
+        exact_times: whether times are reported as measured.
     """
 
     output_dir: Path
@@ -62,6 +63,7 @@ class RunInfo:
     noise: str
     options: Mapping[str, Any]
     simulated: bool = False
+    exact_times: bool = False
     strategy_notes: tuple[str, ...] = ()
 
 
@@ -72,6 +74,7 @@ class RoundReport:
     Args:
         records: expected number of records processed in the round; the observed number is private.
         weights: `[K, C]`, of `clients`.
+        seconds: of the round, only if exact times are reported.
         epsilon_spent: of each of the N clients so far, rounded up.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
         metrics: see `summary.round_metrics`.
@@ -79,11 +82,11 @@ class RoundReport:
 
     round: int
     rounds: int
-    seconds: float
     records: int
     clients: tuple[int, ...]
     weights: Tensor
     epsilon_spent: tuple[float, ...]
+    seconds: float | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
     client_accuracy: tuple[float | None, ...] | None = None
@@ -97,7 +100,8 @@ class RunResult:
 
     Args:
         wall_seconds: time since the first round, without interruptions; `training_seconds` is the part in rounds, and
-            `client_seconds` the part of that in which clients trained or answered.
+            `client_seconds` the part of that in which clients trained or answered. Each is rounded up to a power of
+            two unless exact times are reported.
         records_per_second: expected records / seconds until the last checkpoint.
         reason: why the run ended; after an interruption also how to resume it.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.

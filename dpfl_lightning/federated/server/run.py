@@ -32,7 +32,8 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee
+from dpfl_lightning.runtime.text import rounded_up_duration
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Run:
         seed: int,
         output_dir: Path,
         evaluate_every: int,
+        exact_times: bool,
         options: Mapping[str, Any],
         new_net: Callable[[int], nn.Module] | None,
         resume_command: str,
@@ -72,7 +74,9 @@ class Run:
         self.rounds, self.last_round, self.seed, self.evaluate_every = rounds, rounds, seed, evaluate_every
         self.output_dir, self.options, self.resume_command = output_dir, dict(options), resume_command
         self.new_net = new_net
-        self.caveats = (*clients.caveats, *(one for strategy in self.strategies for one in strategy.caveats))
+        self.exact_times = exact_times or clients.simulated or privacy is None  # nobody is protected without privacy
+        caveats = [one for strategy in self.strategies for one in strategy.caveats]
+        self.caveats = (*clients.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ()))
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network, len(settings), seed))
         self.totals, self.strategy_notes = RunTotals(), tuple[str, ...]()
@@ -267,6 +271,7 @@ class Run:
             accountant=self.accountant.name,
             noise=clients.noise,
             simulated=clients.simulated,
+            exact_times=self.exact_times,
             options=self.options,
             strategy_notes=self.strategy_notes,
         )
@@ -276,7 +281,7 @@ class Run:
         return RoundReport(
             round=plan.round,
             rounds=self.rounds,
-            seconds=seconds,
+            seconds=seconds if self.exact_times else None,
             records=round(sum(plan.expected_records)),
             clients=plan.clients,
             weights=weights,
@@ -294,15 +299,15 @@ class Run:
         finished, totals = final_models is not None, self.totals
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
         accuracies = [] if scores is None else [score.accuracy for score in scores.clients]
-        view = self.view(self.state)
+        view, shown = self.view(self.state), float if self.exact_times else rounded_up_duration
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
             rounds=self.state.round,
-            wall_seconds=totals.wall_seconds,
-            training_seconds=totals.training_seconds,
-            client_seconds=totals.client_seconds,
-            records_per_second=totals.records / max(self.snapshot["seconds"], 1e-9),
+            wall_seconds=shown(totals.wall_seconds),
+            training_seconds=shown(totals.training_seconds),
+            client_seconds=shown(totals.client_seconds),
+            records_per_second=totals.records / max(shown(self.snapshot["seconds"]), 1e-9),
             reason=reason,
             interrupted=interrupted,
             guarantee=summary.in_words(guarantees),

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.noise import Streams
 
+STEP = 16  # a step takes as long, beside its gradients, as the gradients of so many records
 T = TypeVar("T")
 
 
@@ -79,8 +79,6 @@ class RankedEngine:
         self.inner, self.ranks = inner, ranks
         self.name, self.description, self.workers = inner.name, inner.description, inner.workers
         self.batch_coupled = inner.batch_coupled
-        self.seconds: dict[int, float] = {}
-        self._seconds_per_record: dict[int, float] = {}
 
     @property
     def counts(self) -> Tensor:
@@ -108,7 +106,8 @@ class RankedEngine:
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
         state = self.inner.state_dict()
-        groups, costs = one_batch.groups(plan, self.module), self._costs(plan)  # splitting a group would change bits
+        groups = one_batch.groups(plan, self.module)  # splitting a group would change bits
+        costs = [records + STEP * steps for records, steps in zip(plan.expected_records, plan.steps, strict=True)]
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
         parts: list[tuple | None] = []
         added_to: list[list[int]] = []  # rows of the models to which the updates of each rank are added
@@ -122,16 +121,11 @@ class RankedEngine:
             numbers = [charge_numbers[row] for row in rows]
             parts.append((*_share(plan, models, rows), numbers, weights, personal) if rows else None)
         received = UpdateBuffer(plan, raw_weights)
-        self.seconds = {}
-        for rank, (updates, theirs, seconds) in self._together("_train", parts):
+        for rank, (updates, theirs) in self._together("_train", parts):
             received.merge(updates, added_to[rank])
             state["personal"].update(theirs["personal"])
             state["counts"] += theirs["counts"]
-            self.seconds.update(seconds)
         self.inner.load_state_dict(state)
-        for client, records in zip(plan.clients, plan.expected_records, strict=True):
-            if client in self.seconds:
-                self._seconds_per_record[client] = self.seconds[client] / records
         return received.updates()
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
@@ -176,15 +170,6 @@ class RankedEngine:
                 raise answer
             yield rank, answer
 
-    def _costs(self, plan: RoundPlan) -> list[float]:
-        """For each client of the plan its seconds, estimated from its last round, or its expected records."""
-        if self.batch_coupled:  # a repeated simulation must have equal batches
-            return list(plan.expected_records)
-        known = [self._seconds_per_record[one] for one in plan.clients if one in self._seconds_per_record]
-        usual = fmean(known) if known else 1.0
-        pairs = zip(plan.clients, plan.expected_records, strict=True)
-        return [self._seconds_per_record.get(client, usual) * records for client, records in pairs]
-
     # -- all ranks
 
     def serve(self, module: ClientModule, population: Population) -> Any:
@@ -216,12 +201,11 @@ class RankedEngine:
         charge_numbers: Sequence[int],
         raw_weights: Tensor | None,
         personal: dict[int, Tensor],
-    ) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
-        """Train a share's clients; return updates, personal parameters and counts of this round, and seconds."""
+    ) -> tuple[ClientUpdates, dict[str, Any]]:
+        """Train a share's clients; return updates, and personal parameters and counts of this round."""
         self.inner.load_state_dict({"personal": personal, "counts": torch.zeros_like(self.inner.counts)})
-        self.inner.seconds.clear()
         updates = self.inner.train(plan, models, charge_numbers, raw_weights)
-        return updates, self.inner.state_dict(), dict(self.inner.seconds)
+        return updates, self.inner.state_dict()
 
 
 class RankedClients(LocalClients):

@@ -30,10 +30,16 @@ SIMULATED = (
     "simulated mechanism"
 )
 
+#: caveat of every guarantee of a run that reports exact times
+EXACT_TIMES = "exact times of rounds are reported, and they can depend on records"
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
-    "numbers of records, batch sizes, budgets and all other options, which are treated as public",
+    "numbers of training records, batch sizes, budgets and all other options, which are treated as public",
+    "what was done to the records before the run received them, and how a public data set was scaled and divided among "
+    "the clients of an experiment",
+    "times, memory, sizes of files and errors of the computation, which can depend on records",
     "other runs on the same records, copies of this run's folder included: their epsilons add up",
     "the last bits of a record's gradient, where they depend on how many gradients are computed together",
 )

@@ -63,7 +63,7 @@ class Tracking(Callback):
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
             return  # a restored backup repeats rounds that MLflow already has
-        self._pending += metrics(_round_values(report, true_groups(view.facts)), report.round)
+        self._pending += metrics(_round_values(report, true_groups(view.facts)), report.round, view.run.exact_times)
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
@@ -71,7 +71,7 @@ class Tracking(Callback):
         if not self._run_id:
             return  # the run ended before it started
         if result.finished:
-            self._pending += metrics(_final_values(result), result.rounds)
+            self._pending += metrics(_final_values(result), result.rounds, view.run.exact_times)
         missing = []
         if not self._guarded(self._send_pending):
             rounds = [metric.step for metric in self._pending]
@@ -176,7 +176,7 @@ def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str
         **accuracy_over_clients(accuracies),
         "epsilon_max": max(report.epsilon_spent),
         "epsilon_mean": fmean(report.epsilon_spent),
-        "records_per_second": report.records / max(report.seconds, 1e-9),
+        "records_per_second": None if report.seconds is None else report.records / max(report.seconds, 1e-9),
         "participants": len(report.clients),
     }
     return {

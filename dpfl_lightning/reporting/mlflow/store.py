@@ -115,9 +115,12 @@ class Store:
             return False
 
 
-def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
-    """Return the finite values as MLflow metrics; MLflow charts no others."""
+def metrics(values: Mapping[str, float | None], step: int, exact_times: bool = True) -> list[Metric]:
+    """Return the finite values as MLflow metrics; MLflow charts no others. Their time is that of the last full hour,
+    unless times are exact.
+    """
     now = int(time.time() * 1000)
+    now -= 0 if exact_times else now % 3_600_000
     return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
 
 

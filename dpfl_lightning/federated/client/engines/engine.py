@@ -25,7 +25,6 @@ class Engine(Protocol):
 
     Attributes:
         workers, clipped_sum: clients that are trained at once, and how their gradients are summed; after `setup`.
-        seconds: client -> time of its last release in this process.
         counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
         batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.
     """
@@ -34,7 +33,6 @@ class Engine(Protocol):
     description: str
     workers: int | None
     clipped_sum: ClippedSum
-    seconds: dict[int, float]
     batch_coupled: bool
 
     @property

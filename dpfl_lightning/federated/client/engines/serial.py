@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ class SerialEngine:
         self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
-        self.seconds: dict[int, float] = {}
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
     def choose_clipped_sum(self) -> ClippedSum:
@@ -99,7 +97,7 @@ class SerialEngine:
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, models: Tensor, charge_number: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, p]`, also of absent classes."""
-        begun, client, job = time.perf_counter(), plan.clients[row], plan.job
+        client, job = plan.clients[row], plan.job
         task, start, batches = self.local_task(plan, row, models, charge_number)
         if isinstance(job, ClassGradients):
             x, y = batches[0]
@@ -111,7 +109,6 @@ class SerialEngine:
             released = self.change(client, start, self.local_training(task, start, batches))
         if task.norms:
             self.counts[client] += count_outcomes(torch.cat(task.norms), plan.clip_norm(row)).sum(dim=0)
-        self.seconds[client] = time.perf_counter() - begun
         return released
 
     def local_task(
