@@ -57,6 +57,15 @@ class Recorder(Callback):
             setattr(self, name, copy.deepcopy(state[name[1:]]))
 
 
+class NoiseRecorder(Recorder):
+    """Also keeps the mean noise multiplier; accuracy is that of the test set where the run has one model."""
+
+    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
+        values = super()._values(view, result)
+        noise = fmean(client["noise_multiplier"] for client in result.clients)
+        return {**values, "accuracy": values.get("test_accuracy", values.get("accuracy")), "noise_multiplier": noise}
+
+
 class FirstRoundOnly(Strategy):
     """Looks at the updates of the first round, and ends the run after it."""
 

@@ -110,7 +110,7 @@ def test_another_process_is_refused_but_may_read(path):
 def test_a_run_whose_charges_mean_something_else_is_refused(written):
     whole = written.read_bytes()
     for key, other in {
-        "`accountant` must stay 'rdp'.*, got 'prv'": {"accountant": "prv"},
+        "`accountant` must stay 'rdp'.*, got 'pld'": {"accountant": "pld"},
         "`delta` of client 0": {"delta": (1e-3,) * 4},
         "`epsilon` of client 0": {"epsilon": (9.0,) * 4},
         "`caveats` must stay": {"caveats": ()},

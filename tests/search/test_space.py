@@ -61,7 +61,7 @@ def test_a_space_that_makes_no_sense_is_refused(space, objective, words):
     [
         ({"clients.learning_rate": {"low": -1.0, "high": 1.0}}, ["clients.learning_rate", "above 0", "-1.0"]),
         ({"clients.lerning_rate": {"low": 0.1, "high": 1.0}}, ["clients.lerning_rate", "Did you mean"]),
-        ({"privacy.accountant": {"choices": ["rdp", "prvv"]}}, ["privacy.accountant", "prvv", "Did you mean `prv`"]),
+        ({"privacy.accountant": {"choices": ["rdp", "pldd"]}}, ["privacy.accountant", "pldd", "Did you mean `pld`"]),
     ],
 )
 def test_values_that_no_run_could_have_are_refused(space, words):

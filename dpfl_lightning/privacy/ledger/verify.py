@@ -318,7 +318,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     ledger_help = "ledger.jsonl of a run, or the run's folder; several runs of the same clients are composed"
     parser.add_argument("--ledger", metavar="FILE", nargs="+", required=True, help=ledger_help)
-    parser.add_argument("--accountant", help="use this accountant instead of the run's (prv is tighter, slower)")
+    parser.add_argument("--accountant", help="use this accountant instead of the run's (pld is tight)")
     parser.add_argument("--delta", type=float, help="delta of every client, in (0, 1), instead of the run's")
     keys_help = "folder with public keys client-<number>.pem (Ed25519): these clients must have signed the ledger"
     parser.add_argument("--public_keys", metavar="FOLDER", help=keys_help)
