@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 _MOST_EPSILON = 100  # above it exponentials would overflow, and nobody needs a tight value
 _NEGLIGIBLE = 1e-5  # mu of sampled batches that count as full ones
 _SHARE = 1e-4  # of delta, for each of: truncated losses of single releases, the truncated tail of the sum
-_MOST_CELLS = 2**20  # of the loss of one release
+_MOST_CELLS = 2**18  # of the loss of one release
 _MOST_POINTS = 2**22  # of the Fourier transform: about 200 MB
 _CELLS = 24  # least number of grid cells in the range of a selection
 _TOGETHER = 100  # selections whose worst adaptive composition is computed; such groups add up, 0.5 % above it
@@ -70,7 +70,7 @@ def pld_epsilon(releases: Composed, mu: float, delta: float, adjacency: str, rdp
     for epsilon, count in releases.selection:
         whole, rest = divmod(count, _TOGETHER)
         for size, times in ((_TOGETHER, whole), (rest, 1)):
-            symmetric += [(_selections(sensitivity * epsilon, size, mesh), times)] if size * times else []
+            symmetric += [(_selections(sensitivity * epsilon, size, mesh, tail), times)] if size * times else []
     one_side = not sampled or adjacency == "replace_one"
     epsilon = max(_epsilon(side + symmetric, mesh, delta) for side in (sides[:1] if one_side else sides))
     if not math.isfinite(epsilon):
@@ -95,7 +95,7 @@ def _mesh(scale: float, count: int, delta: float) -> float:
     return 2.0 ** (math.floor(2 * math.log2(mesh)) / 2)  # few distinct spacings, so that losses can be reused
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _sampled_gaussian(rate: float, noise: float, adjacency: str, mesh: float, tail: float) -> tuple[Loss, Loss]:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -112,7 +112,7 @@ def _sampled_gaussian(rate: float, noise: float, adjacency: str, mesh: float, ta
     return _loss_of(loss._pmf_remove), _loss_of(loss._pmf_add)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _gaussian(mu: float, mesh: float, tail: float) -> Loss:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -120,15 +120,15 @@ def _gaussian(mu: float, mesh: float, tail: float) -> Loss:
     return _loss_of(loss._pmf_remove)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _laplace(epsilon: float, mesh: float) -> Loss:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     return _loss_of(pld.from_laplace_mechanism(1 / epsilon, value_discretization_interval=mesh)._pmf_remove)
 
 
-@functools.lru_cache(maxsize=512)
-def _selections(epsilon: float, count: int, mesh: float) -> Loss:
+@functools.lru_cache(maxsize=256)
+def _selections(epsilon: float, count: int, mesh: float, tail: float) -> Loss:
     """Return the loss of `count` adaptive choices whose log probabilities move within a range of `epsilon`.
 
     The worst choice has losses t and t - epsilon, with any t in [0, epsilon] that may depend on the choices before
@@ -141,8 +141,8 @@ def _selections(epsilon: float, count: int, mesh: float) -> Loss:
     """
     from dp_accounting.pld import pld_pmf
 
-    cells = max(min(math.ceil(epsilon / mesh), 480 // count), _CELLS)
-    reach = min(count * cells, math.ceil(cells * (8 * math.sqrt(count) + count * epsilon / 2)))
+    cells = max(min(math.ceil(epsilon / mesh), 20 * _CELLS // count), _CELLS)
+    reach = min(count * cells, math.ceil(cells * (math.sqrt(-tail * count / 2) + count * epsilon / 2)))
     x = np.arange(-reach, reach + 1) * (epsilon / cells)
     divergence, points = np.maximum(-np.expm1(x), 0.0), np.arange(len(x))[:, None]
     first = points - np.arange(cells) - 1  # the cell of x - t where t is in the j-th cell of [0, epsilon]
@@ -213,6 +213,8 @@ def _epsilon(losses: Sequence[tuple[Loss, int]], mesh: float, delta: float) -> f
     deviation = math.sqrt(sum(count * float(p @ (value - mean) ** 2) for count, p, value, mean in parts))
     mean = sum(count * mean for count, mean in zip(counts, means, strict=True))
     missing = -math.expm1(sum(count * math.log1p(-loss.infinite) for loss, count in losses)) + delta * _SHARE
+    if missing > delta / 2:
+        raise NoPld(f"rounding errors matter at delta {delta:g}")
     for width in (8, 16, 64, 512):
         start = mean - width * deviation - mesh
         loss, log_mass = _tilted_sum(losses, probabilities, start, end, mesh)
