@@ -1,15 +1,12 @@
 """The scores of an audit, judged by another library: `CanaryScoreAuditor` of jax_privacy."""
 
-import importlib.machinery
-import importlib.util
-import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import mutants
 import numpy as np
 import pytest
+from conformance.adapters import loaded, unpacked
 from conftest import blobs, small_loop
 
 from dpfl_lightning.auditing import noisy, one_run
@@ -20,8 +17,6 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
 CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs
-FOLDER = "JAX_PRIVACY"  # environment variable: where the library was unpacked
-COMMAND = f"pip install --no-deps --target /tmp/judge jax_privacy==2.0.0, and {FOLDER}=/tmp/judge for these tests"
 
 
 def sound() -> FederatedLoop:
@@ -35,15 +30,7 @@ def sound() -> FederatedLoop:
 
 def the_judge() -> ModuleType:
     """The one file of the library that needs no jax, without the package around it, which imports jax."""
-    folders = [os.environ.get(FOLDER, ""), *sys.path]
-    found = importlib.machinery.PathFinder.find_spec("jax_privacy", folders)
-    if found is None or found.origin is None:
-        pytest.skip(f"jax_privacy is not here: {COMMAND}")
-    spec = importlib.util.spec_from_file_location("jax_privacy_auditing", Path(found.origin).parent / "auditing.py")
-    assert spec is not None and spec.loader is not None
-    judge = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
-    spec.loader.exec_module(judge)
-    return judge
+    return loaded("jax_privacy_auditing", unpacked("jax_privacy/auditing.py"))
 
 
 def scores_of(check: str, monkeypatch, loop, client: int, **limits) -> tuple[np.ndarray, np.ndarray, dict]:

@@ -1,4 +1,4 @@
-"""What the adapters of all libraries share: names of another test module are replaced by ours, and bounds are compared."""
+"""What all adapters share: names in a module of tests are replaced by ours, and upper bounds are compared."""
 
 import importlib.util
 import os
@@ -25,7 +25,9 @@ def unpacked(path: str) -> Path:
     for folder in (os.environ.get(FOLDER, ""), *sys.path):
         if folder and (Path(folder) / path).exists():
             return Path(folder) / path
-    pytest.skip(f"pip install --no-deps --target FOLDER {PACKAGES}, and set {FOLDER}=FOLDER", allow_module_level=True)
+    pytest.skip(
+        f"pip install --no-deps --target FOLDER {PACKAGES}, and set {FOLDER}=FOLDER", allow_module_level=True
+    )  # of a module or a test
 
 
 def loaded(name: str, path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The tests of dp-accounting, with our accountants and our calibration in the place of its own ones."""
+"""The tests of dp-accounting, with our accountants and our calibration in the place of those of the library."""
 
 import math
 from types import SimpleNamespace
@@ -116,7 +116,9 @@ def smallest_delta(epsilon, target: float, free: bool = False) -> float:
 
 def rdp_accountant(orders=our_rdp.ORDERS, relation=NeighboringRelation.ADD_OR_REMOVE_ONE) -> Adapter:
     """Return `rdp` at these orders. Order 1 is the limit of orders above it."""
-    return Adapter(Rdp(RELATIONS[relation], tuple(float(max(a, 1 + 1e-6)) for a in orders if a < math.inf)), orders, relation)
+    return Adapter(
+        Rdp(RELATIONS[relation], tuple(float(max(a, 1 + 1e-6)) for a in orders if a < math.inf)), orders, relation
+    )
 
 
 def rdp_of_gaussian(rate, noise, orders):
@@ -189,7 +191,9 @@ def classes_for(name: str) -> type:
     swapped = SimpleNamespace(PLDAccountant=pld_accountant(name), NeighborRel=pld_privacy_accountant.NeighborRel)
     left_out = {
         ".*(randomized|discrete_laplace|mixture|truncated|rr_composition)": NO_MECHANISM,
-        ".*sub.*laplace|.*zero_noise_multiplier[245]|.*zero_probability[45]|test_composition_errors": NO_MECHANISM,
+        ".*sub.*laplace|.*zero_noise_multiplier[245]|.*zero_probability[45]": NO_MECHANISM,
+        "test_composition_errors": "it expects that Laplace noise is refused if records are replaced; ours is not. The "
+        "other events are none of ours",
         r"test_supports_gaussian(2|5|8|11|14)$": "our relations are: add or remove one record, and replace one",
         "test_non_positive": THEIR_ERRORS,
     }
@@ -302,9 +306,8 @@ class Gaussian(Replaced, gaussian_mechanism_test.GaussianTest):
         ),
     }
     left_out = {  # noqa: RUF012
-        rf"test_get_(epsilon|sigma)_gaussian_inverts_.*n({'|'.join(str(7 * i + j) for i in range(7) for j in (0, 6))})$": (
+        rf".*_inverts_.*n({'|'.join(str(7 * i + j) for i in range(7) for j in (0, 6))})$": (
             "delta 0 and 1 are outside the range of our functions"
         ),
         "test_get_sigma_gaussian_inverts_get_epsilon_gaussian43": "epsilon is 6e-5, and ours is rounded up to 1e-6",
     }
-

@@ -61,7 +61,9 @@ def our_gradients(x, module, batch_first=True, loss_reduction="mean", grad_sampl
     """
     net = RecordsFirst(utils.clone_module(module), second=not (batch_first or isinstance(module, WITH_A_RULE)))
     if isinstance(x, PackedSequence):  # records of unequal lengths: one by one
-        parts = [gradients(net, record[None], loss_reduction, grad_sample_mode) for record in utils.unpack_packedsequences(x)]
+        parts = [
+            gradients(net, record[None], loss_reduction, grad_sample_mode) for record in utils.unpack_packedsequences(x)
+        ]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return gradients(net, x if batch_first else x.transpose(0, 1), loss_reduction, grad_sample_mode)
 
@@ -102,7 +104,10 @@ class Gradients:
 
 
 def norms_of_embedding(layer, activations, backprops):
-    ids, dy = activations[0].reshape(len(activations[0]), -1), backprops.reshape(len(backprops), -1, backprops.shape[-1])
+    ids, dy = (
+        activations[0].reshape(len(activations[0]), -1),
+        backprops.reshape(len(backprops), -1, backprops.shape[-1]),
+    )
     return {layer.weight: embedding_rule(layer, {"weight": layer.weight}, (ids,), dy)["weight"].norms().float()}
 
 
@@ -110,7 +115,9 @@ class EmbeddingNorms(embedding_norm_sample_test.TestComputeEmbeddingNormSample):
     def setUp(self):
         patch = pytest.MonkeyPatch()
         self.addCleanup(patch.undo)
-        patch.setattr(embedding_norm_sample_test.embedding_norm_sample, "compute_embedding_norm_sample", norms_of_embedding)
+        patch.setattr(
+            embedding_norm_sample_test.embedding_norm_sample, "compute_embedding_norm_sample", norms_of_embedding
+        )
 
 
 TESTS = {

@@ -42,5 +42,5 @@ RELATIVE = pytest_samplers.RelativeSamplerTestCase
 #: a grid has no values but those that it is given, and Optuna has no such tests for its grid
 TESTED = [name for name in SAMPLERS if name != "grid"]
 globals().update({f"TestSampler_{name}": sampler_tests(name, BASIC, SEVERAL) for name in TESTED})
-TestSampler_gp_relative = sampler_tests("gp", RELATIVE, startup_trials=0)
+TestSampler_gp_relative = pytest.mark.slow(sampler_tests("gp", RELATIVE, startup_trials=0))
 TestSampler_tpe_multivariate = sampler_tests("tpe", BASIC, SEVERAL, RELATIVE, multivariate=True, startup_trials=0)
