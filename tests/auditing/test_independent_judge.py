@@ -47,7 +47,7 @@ def scores_of(check: str, monkeypatch, loop, client: int, **limits) -> tuple[np.
         monkeypatch.setattr(module, name, noting)
 
     if check == "one run":
-        spy(one_run, "guesses", lambda scores, included, _: (scores[included], scores[~included]))
+        spy(one_run.bounds, "guesses", lambda scores, included, _: (scores[included], scores[~included]))
     else:
         name = {"canary": "shift_interval", "round": "threshold_epsilon"}[check]
         spy(noisy, name, lambda inside, outside, *_: (inside, outside))

@@ -25,9 +25,8 @@ def unpacked(path: str) -> Path:
     for folder in (os.environ.get(FOLDER, ""), *sys.path):
         if folder and (Path(folder) / path).exists():
             return Path(folder) / path
-    pytest.skip(
-        f"pip install --no-deps --target FOLDER {PACKAGES}, and set {FOLDER}=FOLDER", allow_module_level=True
-    )  # of a module or a test
+    command = f"pip install --no-deps --target FOLDER {PACKAGES}"
+    pytest.skip(f"{path} is not installed: {command}, and set {FOLDER}=FOLDER", allow_module_level=True)
 
 
 def loaded(name: str, path: Path) -> ModuleType:
@@ -54,8 +53,7 @@ class Replaced(unittest.TestCase):
 
 
 class UpperBounds(Replaced):
-    """Compares upper bounds: our value is never below the expected one, and exceeds it by at most
-    `slack` and the share `relative`.
+    """Compares upper bounds: our value is not below the expected one, and above it by at most `slack` and `relative`.
 
     Our epsilons are rounded up to 1e-6. `below` is for expected values that are upper bounds themselves.
     """

@@ -17,6 +17,12 @@ hypothesis.settings.register_profile(
 )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Quick runs do not import the libraries' tests, which takes seconds."""
+    other = collection_path.name.startswith("test_") and collection_path.name != "test_conformance.py"
+    return True if other and "not e2e" in config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         for pattern, reason in getattr(item.cls, "left_out", {}).items():
