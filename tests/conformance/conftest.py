@@ -10,7 +10,7 @@ from conformance.mutations import MUTATIONS
 #: examples of each property; the libraries run 100
 hypothesis.settings.register_profile(
     "conformance",
-    max_examples=int(os.environ.get("CONFORMANCE_EXAMPLES", "5")),
+    max_examples=int(os.environ.get("CONFORMANCE_EXAMPLES", "20")),
     derandomize=True,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
