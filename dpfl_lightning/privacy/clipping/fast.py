@@ -177,10 +177,10 @@ class FastClippedSum:
         return [name for name in used if sparse_conv.mostly_zeros(signals[name][-1])]
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
-        """Return the largest number of values that enter a unit for one record."""
+        """Return the largest number of values that enter a unit for one record, at least 1."""
         with self._watched({}, {}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
-        return max(a[0].numel() for inputs in calls.values() for a in inputs)
+        return max(1, *(a[0].numel() for inputs in calls.values() for a in inputs))
 
     def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
         """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
