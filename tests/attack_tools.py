@@ -194,7 +194,7 @@ def attack(with_record: np.ndarray, without: np.ndarray, learn: int, sure: bool 
 # ---- budgets
 
 
-def overspent(ledger: Path, budgets: Sequence[float], delta: float, accountant: str = "rdp") -> list[str]:
+def overspent(ledger: Path, budgets: Sequence[float], delta: float, accountant: str = "pld") -> list[str]:
     """The clients whose charges, composed again from the ledger's events alone, exceed their budgets; in words."""
     charges = read_ledger(ledger)
     words = []

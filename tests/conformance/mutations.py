@@ -8,7 +8,7 @@ from pytest import MonkeyPatch
 
 from dpfl_lightning.auditing import bounds
 from dpfl_lightning.privacy import noise, sampling
-from dpfl_lightning.privacy.accounting import accountant, rdp, schedule
+from dpfl_lightning.privacy.accounting import accountant, gaussian, rdp, schedule
 from dpfl_lightning.privacy.clipping import gradient_sums, layer_rules, reference
 
 
@@ -33,8 +33,8 @@ def less_noise(patch: MonkeyPatch) -> None:
 
 
 def small_exact_epsilon(patch: MonkeyPatch) -> None:
-    real = accountant.gaussian_delta
-    patch.setattr(accountant, "gaussian_delta", lambda epsilon, mu: real(1.01 * epsilon, mu))
+    real = gaussian.gaussian_delta
+    patch.setattr(gaussian, "gaussian_delta", lambda epsilon, mu: real(1.01 * epsilon, mu))
 
 
 def first_records(patch: MonkeyPatch) -> None:

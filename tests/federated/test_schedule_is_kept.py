@@ -117,7 +117,7 @@ def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypat
                 expected_draws[n, event.sample_rate] += steps
                 mechanism = Gaussian(1.0, event.noise_multiplier, event.sample_rate, event.sample_rate * n)
                 expected_noise[mechanism] += steps
-                spent = get_accountant("rdp").epsilon(loop.clients.budgets.ledger.events(client), 1e-3)
+                spent = get_accountant("pld").epsilon(loop.clients.budgets.ledger.events(client), 1e-3)
                 assert spent == loop.clients.budgets.guarantees()[client].epsilon <= 8.0
             assert witness.drawn == expected_draws, engine
             assert witness.noised == expected_noise, engine
