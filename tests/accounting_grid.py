@@ -82,7 +82,7 @@ PUBLISHED_NOISE = [
 def cell(kind: str, delta: float, adjacency: str, events: tuple[Event, ...], epsilon: float) -> dict:
     """One setting: noise for an epsilon, what RDP needs, our epsilon and the second library's interval."""
     lines = tuple(Planned(str(number), event, 1) for number, event in enumerate(events))
-    run = ClientSchedule(epsilon, delta, lines)
+    run, free = ClientSchedule(epsilon, delta, lines), next(line.purpose for line in lines if line.unsolved)
     by_pld, by_rdp = (calibrate([run], get_accountant(name, adjacency))[0] for name in ("pld", "rdp"))
     ours = get_accountant("pld", adjacency).epsilon(by_pld.events(), delta)
     lower, tight, upper = map(float, interval(by_pld.events(), delta, adjacency, min(1e-3 * epsilon, 2e-3)))
@@ -91,8 +91,8 @@ def cell(kind: str, delta: float, adjacency: str, events: tuple[Event, ...], eps
         "target": epsilon,
         "delta": delta,
         "adjacency": adjacency,
-        "noise_multiplier": by_pld.main.noise_multiplier,
-        "noise_multiplier_rdp": by_rdp.main.noise_multiplier,
+        "noise_multiplier": by_pld.noise_multiplier(free),
+        "noise_multiplier_rdp": by_rdp.noise_multiplier(free),
         "ours": ours,
         "rdp": get_accountant("rdp", adjacency).epsilon(by_pld.events(), delta),
         "tight": tight,

@@ -246,8 +246,7 @@ class SmallestNoise(UpperBounds, accountant_test.AccountantTest):
     names = {  # noqa: RUF012
         "accountant": SimpleNamespace(
             get_smallest_laplace_noise=lambda given, queries, sensitivity: (
-                sensitivity
-                * calibrated(get_accountant("pld"), LaplaceEvent(None, queries), given.epsilon, given.delta)
+                sensitivity * calibrated(get_accountant("pld"), LaplaceEvent(None, queries), given.epsilon, given.delta)
             ),
             get_smallest_gaussian_noise=lambda given, queries, sensitivity: (
                 sensitivity

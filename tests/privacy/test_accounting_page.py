@@ -14,20 +14,23 @@ def test_the_page_is_written_from_the_results():
     assert accounting_grid.PAGE.read_text() == accounting_grid.page(RESULTS)
 
 
-def test_no_epsilon_is_below_the_tight_one():
-    assert len(RESULTS["cells"]) > 200
-    assert all(row["below"] == 0 for row in accounting_grid.deviations(RESULTS["cells"]))
+def test_every_epsilon_is_tight_and_none_is_below():
+    assert len(RESULTS["cells"]) >= 60
+    for one in RESULTS["cells"]:
+        assert one["tight_lower"] <= one["ours"] <= one["target"], one
+        assert accounting_grid.deviation(one) <= 1, one
 
 
-@pytest.mark.parametrize("kept", RESULTS["cells"][::40], ids=lambda one: f"{one['adjacency']}")
-def test_a_sample_of_the_results_is_computed_again(kept):
-    setting = (kept["sample_rate"], kept["noise_multiplier"], kept["steps"], kept["delta"], kept["adjacency"])
-    now = accounting_grid.cell(*setting)
-    assert now["ours"] == pytest.approx(kept["ours"], abs=2e-6)
-    assert now["tight_lower"] == pytest.approx(kept["tight_lower"], abs=1e-6)
+@pytest.mark.parametrize("number", range(3, len(RESULTS["cells"]), 20))
+def test_a_sample_of_the_results_is_computed_again(number):
+    kept, now = RESULTS["cells"][number], accounting_grid.cell(*accounting_grid.SETTINGS[number])
+    for key in ("noise_multiplier", "noise_multiplier_rdp", "ours", "rdp", "tight"):
+        assert now[key] == pytest.approx(kept[key], rel=1e-5), key
 
 
 def test_published_numbers_are_computed_again():
     for kept, now in zip(RESULTS["published"], accounting_grid.published(), strict=True):
         assert now["ours"] == pytest.approx(kept["ours"], rel=1e-6)
-        assert now["ours"] == pytest.approx(now["published"], rel=0.006, abs=0.013)
+        assert now["ours"] == pytest.approx(
+            now["published"], rel=0.003, abs=0.011
+        )  # Opacus' PRV is an upper bound within 0.01
