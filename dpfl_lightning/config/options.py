@@ -121,8 +121,8 @@ class PrivacyOptions:
         clip_norm: norm to which the gradient of each record is clipped, > 0; the L2 norm, or L1 with mechanism laplace.
         noise_multiplier: std of the noise on the sum of gradients (Laplace: its scale) divided by clip_norm, >= 0; null
             computes it from epsilon. If both are set, a client stops participating when its budget is spent.
-        accountant: computes epsilon. pld is tight, so that a budget needs the least noise; rdp is simpler, and up to a
-            tenth higher for training; paper_ma is that of the noise-aware paper, which needs still more noise.
+        accountant: computes epsilon. pld is tight, so that a budget needs the least noise; rdp needs more noise, and
+            paper_ma, the accountant of the noise-aware paper, still more.
         adjacency: relation between neighbouring data sets: add_remove (one record is added or removed) or replace_one
             (one record is replaced; about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.

@@ -22,7 +22,7 @@ from dpfl_lightning.runtime.text import counted, span
 
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
-_LIBRARIES = ("opacus", "numpy", "scipy", "torch", "lightning")
+_LIBRARIES = ("dp-accounting", "opacus", "numpy", "scipy", "torch", "lightning")
 
 
 class GuaranteePage(Callback):

@@ -63,11 +63,12 @@ def test_a_run_leaves_its_page(make_loop):
     for part in (
         "add or remove one record",
         "Poisson sampling",
-        "RDP (Opacus, orders 1.1 to 1024)",
+        "PLD (dp_accounting, upper bound)",
         "noised gradient steps in 3 releases",
         *NOT_COVERED,
         f"python -m dpfl_lightning.plan --ledger {loop.output_dir}/ledger.jsonl",
         "all 3 rounds are done",
+        "dp-accounting",
         "opacus",
         "≤ 10 at δ = 0.001 is the largest of 4 clients (client 3)",
     ):

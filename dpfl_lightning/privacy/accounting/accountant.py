@@ -210,7 +210,7 @@ class Pld(Accountant):
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Pld().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
-    (1.829065, 'PLD (dp_accounting, upper bound)')
+    (1.828583, 'PLD (dp_accounting, upper bound)')
     >>> Pld().bound([GaussianEvent(1.0, 1.0)], 1e-5)
     (4.377179, 'exact Gaussian differential privacy')
     """

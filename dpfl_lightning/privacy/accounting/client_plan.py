@@ -143,7 +143,7 @@ def plan(
 
     >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
     >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0
-    (1140, 1.887, True)
+    (1140, 1.744, True)
     """
     sizes = {"num_records": num_records, "rounds": rounds, "local_epochs": local_epochs}
     for key, value in (sizes if steps is None else {**sizes, "steps": steps}).items():
