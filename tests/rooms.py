@@ -103,6 +103,7 @@ def _id(room: str) -> str:
 
 def main() -> int:
     """Draw the rooms into a page."""
+    sys.path.insert(0, str(ROOT))  # a script's path holds its folder only
     from test_layers import FLOORS
 
     from experiments.pages import fill_page
