@@ -46,7 +46,7 @@ def _collected(source: TorchDataset, where: str) -> tuple[Any, ...]:
 
 def _tensor(value: Any, where: str) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{type(value).__name__}: {error}"
         raise UserError(f"`{where}` must hold numbers, got {got}. Convert images to tensors.") from error
@@ -65,7 +65,8 @@ def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | N
         require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
         return 1
     advice = "The largest label would reveal that a record has it: state the public number, as in num_classes=3."
-    require(num_classes is not None, "num_classes", "be the number of classes", None, advice)
+    whole = isinstance(num_classes, int) and not isinstance(num_classes, bool) and num_classes >= 1
+    require(whole, "num_classes", "be the number of classes (at least 1)", num_classes, advice)
     assert num_classes is not None  # for mypy
     for where, (_, y) in pairs.items():
         label_range = int(y.min()), int(y.max())

@@ -209,10 +209,9 @@ def _coins(x: Tensor, y: Tensor, probability: float, seed: int) -> np.ndarray:
     """Return one coin for each record `[n]` (bool), which is a digest of the record and `seed`, and of nothing else."""
     if probability == 0:
         return np.zeros(len(y), dtype=bool)
-    records = zip(x.contiguous().numpy(), y.numpy(), strict=True)
-    digests = (
-        hashlib.blake2b(one.tobytes() + label.tobytes(), digest_size=8, key=b"%d" % seed) for one, label in records
-    )
+    key = hashlib.blake2b(str(seed).encode()).digest()
+    records = zip((x + 0.0).contiguous().numpy(), y.numpy(), strict=True)  # -0.0 is 0.0
+    digests = (hashlib.blake2b(one.tobytes() + label.tobytes(), digest_size=8, key=key) for one, label in records)
     numbers = np.array([int.from_bytes(digest.digest(), "big") for digest in digests], dtype=np.uint64)
     return numbers < round(probability * 2**64)
 

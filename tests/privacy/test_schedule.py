@@ -165,7 +165,7 @@ def test_many_clients_afford_what_each_affords_alone(offers, most):
 
 def test_affording_tells_how_far_it_is(monkeypatch):
     told = []
-    monkeypatch.setattr(PLD, "together", 128)
+    monkeypatch.setattr(PLD, "chunk_size", 128)
     offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5, [])] * 300
     assert affordable_counts(offers, PLD, 9, lambda done, total: told.append((done, total))) == [4] * 300
     assert told == [(128, 300), (256, 300), (300, 300)]

@@ -25,6 +25,8 @@ from dpfl_lightning.privacy.accounting.rdp import (
 
 #: description of an epsilon that needs no delta
 PURE = "addition of pure epsilons"
+#: description of the epsilon of full batches with Gaussian noise
+EXACT = "exact Gaussian differential privacy"
 
 _MOST_KNOWN = 4096  # mechanisms whose RDP is kept
 
@@ -43,8 +45,8 @@ class Accountant(ABC):
 
     name: str
     description: str  # text for reports
-    together = 1  # preferred number of clients in one call of `search`
-    rough: "Accountant | None" = None  # a faster accountant, whose noise is a first guess
+    chunk_size = 1  # preferred number of clients in one call of `search`
+    faster: "Accountant | None" = None  # a faster accountant, whose noise is a first guess
 
     def __init__(self, adjacency: str = "add_remove") -> None:
         require_one_of(ADJACENCIES, "adjacency", adjacency)
@@ -114,7 +116,7 @@ class Rdp(Accountant):
     """
 
     name = "rdp"
-    together = 128
+    chunk_size = 128
     kind = "RDP"
     convert = staticmethod(converted)
 
@@ -138,9 +140,9 @@ class Rdp(Accountant):
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
-        return self.least(releases, np.array([delta for _, delta in queries]))
+        return self.epsilons(releases, np.array([delta for _, delta in queries]))
 
-    def least(self, releases: Sequence[Composed], delta: np.ndarray) -> np.ndarray:
+    def epsilons(self, releases: Sequence[Composed], delta: np.ndarray) -> np.ndarray:
         """Return the least epsilon of merged events at `delta` [clients], rounded up, [clients]."""
         best = self.convert(self._rdp(releases), self.orders, delta).min(axis=1)
         best = np.minimum(best, [composition.pure(self.sensitivity) for composition in releases])
@@ -206,7 +208,7 @@ class Pld(Accountant):
     """Tight composition of privacy loss distributions: upper bounds, within 1 % and 0.01 of the least true epsilon.
 
     Full batches with Gaussian noise are composed exactly (`gaussian.py`), everything else numerically (`pld.py`). Above
-    an epsilon of 100, or where the numerics fail, RDP stands in, and the guarantee says so.
+    an epsilon of 100, where the numerics fail, or where RDP is smaller, RDP stands in, and the guarantee says so.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Pld().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -217,25 +219,26 @@ class Pld(Accountant):
 
     name = "pld"
     description = "PLD (dp_accounting, upper bound)"
-    together = 16
-    rough: Rdp
+    chunk_size = 16
+    faster: Rdp
 
     def __init__(self, adjacency: str = "add_remove") -> None:
         super().__init__(adjacency)
-        self.rough = Rdp(adjacency)
-        self._known = functools.lru_cache(maxsize=8192)(self._composed)
+        self.faster = Rdp(adjacency)
+        self._cached_bound = functools.lru_cache(maxsize=8192)(self._composed)
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
         return self.bounds([(events, delta)])[0]
 
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
         releases = [composed(events, delta) for events, delta in queries]
-        bounds = [self._known(release, delta) for release, (_, delta) in zip(releases, queries, strict=True)]
-        exact = [i for i, release in enumerate(releases) if release.full_batches]
-        mu, deltas = [self._mu(releases[i]) for i in exact], [queries[i][1] for i in exact]
-        for i, epsilon in zip(exact, gaussian_epsilon(np.array(mu), np.array(deltas)).tolist(), strict=True):
-            bounds[i] = rounded_up(epsilon, 6), "exact Gaussian differential privacy"
-        return bounds
+        full = [i for i, release in enumerate(releases) if release.full_batches]
+        mu, deltas = [self._mu(releases[i]) for i in full], [queries[i][1] for i in full]
+        exact = dict(zip(full, gaussian_epsilon(np.array(mu), np.array(deltas)).tolist(), strict=True))
+        return [
+            (rounded_up(exact[i], 6), EXACT) if i in exact else self._cached_bound(release, queries[i][1])
+            for i, release in enumerate(releases)
+        ]
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         return np.array([epsilon for epsilon, _ in self.bounds(queries)])
@@ -247,18 +250,19 @@ class Pld(Accountant):
         return self.sensitivity * math.sqrt(sum(n / noise**2 for rate, noise, n in releases.gaussian if rate == 1))
 
     def _composed(self, releases: Composed, delta: float) -> tuple[float, str]:
-        if releases.free or releases.noiseless or releases.full_batches:
+        if releases.free or releases.noiseless:
             return (0.0 if releases.free else math.inf), self.description
         if (pure := rounded_up(releases.pure(self.sensitivity), 6)) and delta == 0:
             return pure, PURE
-        rdp = float(self.rough.least([releases], np.array([delta]))[0])
+        rdp = float(self.faster.epsilons([releases], np.array([delta]))[0])
         try:
             epsilon = pld_epsilon(releases, self._mu(releases), delta, self.adjacency, rdp)
         except NoPld as reason:
-            return rdp, f"{self.rough.description}, because {reason}"
+            return rdp, f"{self.faster.description}, because {reason}"
         except (ValueError, ArithmeticError, MemoryError) as error:  # of dp_accounting
-            return rdp, f"{self.rough.description}, because the numerics failed ({error})"
-        bounds = ((rounded_up(epsilon, 6), self.description), (rdp, self.rough.description), (pure, PURE))
+            return rdp, f"{self.faster.description}, because the numerics failed ({error})"
+        by_rdp = f"{self.faster.description}, the smaller bound here"
+        bounds = ((pure, PURE), (rounded_up(epsilon, 6), self.description), (rdp, by_rdp))
         return min(bounds, key=lambda bound: bound[0])
 
 

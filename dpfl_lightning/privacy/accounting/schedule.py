@@ -46,8 +46,8 @@ def calibrate(
     protected = [schedule.protected for schedule in schedules]
     distinct = [s for s in dict.fromkeys(protected) if any(line.unsolved for line in s.planned)]
     solved: dict[ClientSchedule, float] = {}
-    for start in range(0, len(distinct), accountant.together):
-        chunk = distinct[start : start + accountant.together]
+    for start in range(0, len(distinct), accountant.chunk_size):
+        chunk = distinct[start : start + accountant.chunk_size]
 
         def report(done: int = len(solved)) -> None:
             if on_progress is not None:
@@ -103,8 +103,8 @@ def affordable_counts(
     `offers` are (event, target epsilon, delta, before) of each client; a target of inf means no budget.
     """
     counts: list[int] = []
-    for start in range(0, len(offers), accountant.together):
-        chunk = offers[start : start + accountant.together]
+    for start in range(0, len(offers), accountant.chunk_size):
+        chunk = offers[start : start + accountant.chunk_size]
         for (event, target, delta, before), count in zip(chunk, _largest_counts(chunk, accountant, most), strict=True):
             while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
                 count -= 1  # `search` is approximate, `epsilon` is authoritative
@@ -183,7 +183,7 @@ def _smallest_noise(
 
     noise = np.zeros(len(schedules))
     bounded = [i for i, schedule in enumerate(schedules) if math.isfinite(schedule.target_epsilon)]
-    larger = None if accountant.rough is None else _rough_noise([schedules[i] for i in bounded], accountant.rough)
+    larger = None if accountant.faster is None else _rough_noise([schedules[i] for i in bounded], accountant.faster)
     if larger is None:
         least = excess(np.full(len(bounded), math.log(_MOST_NOISE)), np.array(bounded, dtype=int))
         for i, too_much in zip(bounded, least, strict=True):

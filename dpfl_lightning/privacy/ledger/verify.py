@@ -215,7 +215,7 @@ def _composed(
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
     keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
     queries = {key: ([known_events[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
-    values, size = list(queries.values()), chosen.together
+    values, size = list(queries.values()), chosen.chunk_size
     chunks = [chosen.search(values[start : start + size]) for start in range(0, len(values), size)]
     epsilons = dict(zip(queries, np.concatenate(chunks).tolist(), strict=True))
     steps = {key: sum(event.steps for event in queries[key][0] if isinstance(event, NoisedEvent)) for key in queries}

@@ -39,7 +39,6 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
             delta=0.0 if pure else simulation.DELTA,
             mechanism=mechanism,
             clip_norm=setting.clip_norm,
-            accountant="rdp" if pure else "gdp",
             adjacency="replace_one",
         ),
         parts=strategies.build({"biased_selection": {"clients_per_round": simulation.COHORT}}),
