@@ -29,7 +29,7 @@ from dpfl_lightning.runtime.launcher import launched
 def make_loop(
     folder: Path, *parts: Strategy, module: ClientModule | None = None, population: Population | None = None, **options
 ) -> FederatedLoop:
-    privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
+    privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY, accountant="rdp")
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
     net = module or ClientModule(small_net())
     usual = {"rounds": 3, "clients": clients, "privacy": privacy, "device": "cpu"}
@@ -40,7 +40,7 @@ def one_step_each(folder: Path) -> FederatedLoop:
     """Twenty clients with full batches: most of them are trained in one of two groups."""
     population = blobs(num_clients=20, records=30)
     clients = ClientOptions(count=20, batch_size=list(population.num_records), learning_rate=0.3)
-    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)
+    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY, accountant="rdp")
     return make_loop(folder, population=population, clients=clients, privacy=privacy)
 
 
@@ -156,7 +156,7 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
 
 
 #: no two runs of it are alike
-PROTECTED = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3)
+PROTECTED = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, accountant="rdp")
 
 
 def outcome(loop: FederatedLoop) -> dict:

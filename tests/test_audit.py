@@ -45,7 +45,7 @@ def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
     assert [finding["check"] for finding in findings].count("sensitivity") == 4
     bounds = {one["check"]: one["figures"]["epsilon_low"] for one in findings if "epsilon_low" in one["figures"]}
     assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
-    assert out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, rdp): 18 steps")
+    assert out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, pld): 18 steps")
     assert "| sensitivity     | trainer: one record moves a release by" in out
     assert "proves nothing" in out and "REFUTED" not in out
 

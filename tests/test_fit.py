@@ -84,7 +84,7 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
     first, second = summary["test_accuracy_of"]
     assert summary["test_accuracy"] == pytest.approx((first + second) / 2)
     assert summary["test_accuracy_std"] == pytest.approx(abs(first - second) / 2**0.5)
-    for words in ("at most the sum", "per record (add or remove one record)", "Poisson", "RDP", "Not covered"):
+    for words in ("at most the sum", "per record (add or remove one record)", "Poisson", "PLD", "Not covered"):
         assert words in summary["guarantee"], words
     capsys.readouterr()
     assert fit(argv) == 0

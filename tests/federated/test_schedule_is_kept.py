@@ -80,6 +80,26 @@ def test_a_strategy_cannot_raise_a_budget(budget, make_loop):
     assert not list(loop.output_dir.glob("ledger*"))
 
 
+def test_a_later_schedule_has_a_budget_and_keeps_it(make_loop):
+    loop = make_loop(clients=ClientOptions(count=4, batch_size=None))
+    loop.run()
+    budgets = loop.clients.budgets
+
+    def longer(client, planned):
+        lines = tuple(dataclasses.replace(line, count=5 * line.count) for line in planned.planned)
+        return dataclasses.replace(planned, planned=lines)
+
+    def unbounded(client, planned):
+        return dataclasses.replace(planned, target_epsilon=math.inf)
+
+    budgets.change(budgets.schedule)
+    with pytest.raises(UserError, match="`plan_run` must plan releases of client 0 that cost at most its budget"):
+        budgets.change(budgets.schedule.replan(longer))
+    budgets.schedule = budgets.schedule.replan(unbounded)
+    with pytest.raises(UserError, match="`privacy.epsilon` must be a number where later noise follows from releases"):
+        budgets.change(budgets.schedule)
+
+
 QUICK = sorted(set(ENGINES) - {"trainer"})
 
 

@@ -90,6 +90,18 @@ def test_many_selections_are_composed_in_groups_and_cost_little_more():
     assert PLD.epsilon([SelectionEvent(0.05, 1000)], 1e-5) < RDP.epsilon([SelectionEvent(0.05, 1000)], 1e-5)
 
 
+@pytest.mark.parametrize("delta", [0.9, 0.99, 0.998, 0.999, 0.9999, 1 - 1e-9])
+def test_a_delta_near_one_has_no_epsilon_below_the_truth(delta):
+    events = [GaussianEvent(0.5, 4.0, 1000)]
+    found = get_accountant("pld", "replace_one").epsilon(events, delta)
+    assert found >= max(0.0, 7.0 if delta < 0.9985 else 0.01), "true delta of 0.01: 0.999912"
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps", "tight"), [(1e-5, 1.0, 10**5, 0.0131), (1e-4, 0.8, 10**5, 0.2437)])
+def test_small_rates_are_tight(rate, noise, steps, tight):
+    assert tight * 0.98 <= PLD.epsilon([GaussianEvent(rate, noise, steps)], 1e-6) <= tight * 1.01
+
+
 def test_where_rdp_stands_in_the_guarantee_says_so():
     epsilon, how = PLD.bound([GaussianEvent(0.05, 0.05, 10)], 1e-5)
     assert epsilon == RDP.epsilon([GaussianEvent(0.05, 0.05, 10)], 1e-5)

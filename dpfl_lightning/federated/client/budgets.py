@@ -67,6 +67,7 @@ class Budgets:
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
         self._changed = False
+        self._check_fits(schedule)
         clients = range(len(schedule.clients))
         self._spent, self._paid = [0.0 for _ in clients], set(clients)  # at the last call of `spent`; payers since then
         shown, uncharged = map(NonPrivateEvent, unprotected), [i for i in clients if not ledger.used(i, _SHOWN)]
@@ -128,7 +129,19 @@ class Budgets:
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
                 raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
             _check_filter(after)
+        self._check_fits(schedule)
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
+
+    def _check_fits(self, schedule: RunSchedule) -> None:
+        """Check that the releases of each client, those without protection apart, fit its budget."""
+        plans = list(dict.fromkeys(client.protected for client in schedule.clients))
+        epsilons = self.accountant.search([(plan.events(), plan.delta) for plan in plans]) if plans else []
+        costs = dict(zip(plans, epsilons, strict=True))
+        for client, client_schedule in enumerate(schedule.clients):
+            cost, budget = costs[client_schedule.protected], client_schedule.target_epsilon
+            must = f"plan releases of client {client} that cost at most its budget {budget:g}"
+            within = cost <= budget * (1 + 1e-6) + 2e-6  # the last digit is rounded
+            require(within, "plan_run", must, float(cost), "Solve the noise with `view.solve`.")
 
     def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
         planned = {line.purpose: line for line in schedule.planned}
@@ -186,5 +199,7 @@ def _check_filter(schedule: ClientSchedule) -> None:
     events = [line.event for line in schedule.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
     gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
     pure = schedule.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
+    finite = math.isfinite(schedule.target_epsilon)
+    require(finite, "privacy.epsilon", "be a number where later noise follows from releases", schedule.target_epsilon)
     must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
     require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")

@@ -2,8 +2,9 @@
 
 dp_accounting rounds the privacy loss of one release to a grid, so that every hockey-stick divergence is at least the
 true one ("connect the dots", Doroshenko et al., 2022). The composition is exact up to floating point: one Fourier
-transform of the exponentially tilted losses. Tilting moves the mass to the losses that decide epsilon, so that rounding
-errors are relative to delta; without it, they are about 1e-16 for each step, and too large for small deltas.
+transform of the exponentially tilted losses. Tilting moves the mass to the losses that decide epsilon. Errors of the
+transform are then relative to delta; without it, they are about 1e-16 for each step, and too large for small deltas.
+They are bounded generously and added; other sums are float64, far more exact than the grid, which errs upwards.
 """
 
 import functools
@@ -58,8 +59,7 @@ def pld_epsilon(releases: Composed, mu: float, delta: float, adjacency: str, rdp
     scale = _scale(releases, mu, delta, sensitivity, rdp_epsilon)
     counts = [n for _, _, n in sampled] + [n for _, n in releases.laplace] + [n for _, n in releases.selection]
     tail = float(math.floor(math.log(delta) + math.log(_SHARE / (sum(counts) + 1))))
-    largest = max((sensitivity / noise for _, noise, _ in sampled), default=0.0)
-    reach = largest**2 / 2 + largest * math.sqrt(-2 * tail)  # of the loss of one release
+    reach = max((_reach(rate, sensitivity / noise, tail) for rate, noise, _ in sampled), default=0.0)
     mesh = max(_mesh(scale, sum(counts) + 1, delta), reach / _MOST_CELLS)
     sides: list[list[tuple[Loss, int]]] = [[], []]  # the record is in the first or the second data set
     for rate, noise, steps in sampled:
@@ -76,6 +76,12 @@ def pld_epsilon(releases: Composed, mu: float, delta: float, adjacency: str, rdp
     if not math.isfinite(epsilon):
         raise NoPld("the numerics failed")
     return epsilon
+
+
+def _reach(rate: float, mu: float, tail: float) -> float:
+    """Return a loss that one release exceeds with a probability of about e^tail."""
+    full = min(mu**2 / 2 + mu * math.sqrt(-2 * tail), 700.0)
+    return math.log1p(rate * math.expm1(full)) - math.log1p(-rate * -math.expm1(-full))
 
 
 def _scale(releases: Composed, mu: float, delta: float, sensitivity: int, rdp_epsilon: float) -> float:
@@ -95,7 +101,7 @@ def _mesh(scale: float, count: int, delta: float) -> float:
     return 2.0 ** (math.floor(2 * math.log2(mesh)) / 2)  # few distinct spacings, so that losses can be reused
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _sampled_gaussian(rate: float, noise: float, adjacency: str, mesh: float, tail: float) -> tuple[Loss, Loss]:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -112,7 +118,7 @@ def _sampled_gaussian(rate: float, noise: float, adjacency: str, mesh: float, ta
     return _loss_of(loss._pmf_remove), _loss_of(loss._pmf_add)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _gaussian(mu: float, mesh: float, tail: float) -> Loss:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -120,14 +126,14 @@ def _gaussian(mu: float, mesh: float, tail: float) -> Loss:
     return _loss_of(loss._pmf_remove)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _laplace(epsilon: float, mesh: float) -> Loss:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     return _loss_of(pld.from_laplace_mechanism(1 / epsilon, value_discretization_interval=mesh)._pmf_remove)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _selections(epsilon: float, count: int, mesh: float, tail: float) -> Loss:
     """Return the loss of `count` adaptive choices whose log probabilities move within a range of `epsilon`.
 
@@ -220,11 +226,13 @@ def _epsilon(losses: Sequence[tuple[Loss, int]], mesh: float, delta: float) -> f
         loss, log_mass = _tilted_sum(losses, probabilities, start, end, mesh)
         with np.errstate(over="ignore", invalid="ignore"):  # far below epsilon
             mass = np.exp(log_mass + log_moment - tilt * loss)
-            above, beside = np.cumsum(mass) + missing, np.cumsum(mass * np.exp(-loss))
-            costs = above[:-1] - np.exp(loss[1:]) * beside[:-1]  # delta of the next lower loss as epsilon
+            above, beside = np.cumsum(mass) + missing, np.cumsum(mass * np.exp(loss[0] - loss))
+            costs = above[:-1] - np.exp(loss[1:] - loss[0]) * beside[:-1]  # delta of the next lower loss as epsilon
         if len(over := np.flatnonzero(~(costs <= delta))):
-            share = (above[over[0]] - delta) / beside[over[0]]
-            return max(math.log(share), 0.0) if share > 0 else 0.0
+            cell = over[0]
+            if not (math.isfinite(costs[cell]) and above[cell] > delta):
+                raise NoPld("the numerics failed")
+            return max(loss[0] + math.log((above[cell] - delta) / beside[cell]), 0.0)
         if start <= 0:
             return 0.0
     raise NoPld("the losses are too far apart")
