@@ -96,7 +96,7 @@ def test_a_later_schedule_has_a_budget_and_keeps_it(make_loop):
     with pytest.raises(UserError, match="`plan_run` must plan releases of client 0 that cost at most its budget"):
         budgets.change(budgets.schedule.replan(longer))
     budgets.schedule = budgets.schedule.replan(unbounded)
-    with pytest.raises(UserError, match="`privacy.epsilon` must be a number where later noise follows from releases"):
+    with pytest.raises(UserError, match=r"`privacy\.epsilon` must be a number where later noise follows from releases"):
         budgets.change(budgets.schedule)
 
 

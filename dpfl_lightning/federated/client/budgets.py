@@ -135,13 +135,13 @@ class Budgets:
     def _check_fits(self, schedule: RunSchedule) -> None:
         """Check that the releases of each client, those without protection apart, fit its budget."""
         plans = list(dict.fromkeys(client.protected for client in schedule.clients))
-        epsilons = self.accountant.search([(plan.events(), plan.delta) for plan in plans]) if plans else []
-        costs = dict(zip(plans, epsilons, strict=True))
+        epsilons = self.accountant.search([(plan.events(), plan.delta) for plan in plans])
+        costs = dict(zip(plans, epsilons.tolist(), strict=True))
         for client, client_schedule in enumerate(schedule.clients):
             cost, budget = costs[client_schedule.protected], client_schedule.target_epsilon
             must = f"plan releases of client {client} that cost at most its budget {budget:g}"
             within = cost <= budget * (1 + 1e-6) + 2e-6  # the last digit is rounded
-            require(within, "plan_run", must, float(cost), "Solve the noise with `view.solve`.")
+            require(within, "plan_run", must, cost, "Solve the noise with `view.solve`.")
 
     def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
         planned = {line.purpose: line for line in schedule.planned}
@@ -199,7 +199,7 @@ def _check_filter(schedule: ClientSchedule) -> None:
     events = [line.event for line in schedule.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
     gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
     pure = schedule.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
-    finite = math.isfinite(schedule.target_epsilon)
-    require(finite, "privacy.epsilon", "be a number where later noise follows from releases", schedule.target_epsilon)
+    bounded = math.isfinite(schedule.target_epsilon) or not schedule.adds_noise  # without noise nothing is promised
+    require(bounded, "privacy.epsilon", "be a number where later noise follows from releases", schedule.target_epsilon)
     must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
     require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
