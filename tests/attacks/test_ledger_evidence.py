@@ -153,6 +153,12 @@ def flip(content):
     content["signatures"]["3"] = ("0" if text[0] != "0" else "1") + text[1:]
 
 
+def sign_earlier(run, lines):
+    """Sign the head of so many lines, as a charge before the last one did."""
+    name, chain = json.loads(run.lines[0])["run"], ledger_file.chain_of(run.lines[lines - 1])
+    write_signatures(run.ledger, Head(name, lines, chain), private_keys(run.keys / "private", CLIENTS))
+
+
 def head_of(run, lines, chain=None):
     """Write a head of so many lines."""
     name = json.loads(run.lines[0])["run"]
@@ -376,6 +382,10 @@ MANIPULATIONS = {
         lambda run: without_results(run, repeated(5)),
         r"must have at most 4 lines after the 9 that `ledger.head` counts",
     ),
+    "signed end of an earlier time": (
+        lambda run: sign_earlier(run, 7),
+        r"must end after the 7 lines that `ledger.signatures` counts, because the run has finished, got 9",
+    ),
     "signatures of another run": (
         lambda run: run.take("ledger.signatures"),
         r"to which `ledger.signatures` belongs, got that of run",
@@ -480,4 +490,6 @@ def test_an_interrupted_run_is_verified_without_results(source, tmp_path, capsys
     signatures = (run.run / "ledger.signatures").read_bytes()
     run.forge(repeated(3), "ledger.head")
     assert command(run) == 0, "a crash left the lines of one charge after the signatures"
+    text = capsys.readouterr().out
+    assert "Its first 9 lines were signed" in text and "The last 3 are unsigned: " in text
     assert signatures == (run.run / "ledger.signatures").read_bytes()

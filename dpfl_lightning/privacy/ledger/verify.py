@@ -26,7 +26,7 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
-from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_results, heads_of, results_of
+from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_finished, check_results, heads_of, results_of
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.files import write_atomically
 from dpfl_lightning.runtime.text import columns
@@ -67,15 +67,15 @@ def ledger_of(folder: str | Path) -> Path:
 class VerifiedLedger:
     """A verified ledger with its clients' events, and what was found beside it.
 
-    `results` are the files of a finished run, `signed` the clients that signed the head, and `proven` those of them
-    whose signatures a public key proved.
+    `results` are the files of a finished run, `signed` the head that clients signed, and `proven` those of
+    them whose signatures a public key proved.
     """
 
     path: Path
     verified: Verified
     charges: Mapping[int, Sequence[Charge]]
     results: Mapping[str, dict[str, Any]]
-    signed: tuple[int, ...]
+    signed: signatures.Signed | None
     proven: tuple[int, ...]
 
 
@@ -107,7 +107,8 @@ class LedgerReport:
                     "sampling": one.verified.header.sampling,
                     "caveats": list(one.verified.header.caveats),
                     "compared_with": list(one.results),
-                    "signed_by": list(one.signed),
+                    "signed_by": [] if one.signed is None else list(one.signed.signatures),
+                    "signed_lines": 0 if one.signed is None else one.signed.head.lines,
                     "signatures_verified": list(one.proven),
                 }
                 for one in self.ledgers
@@ -196,7 +197,9 @@ def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
     clients = len(verified.header.delta)
     keys = {} if public_keys is None else signatures.public_keys(Path(public_keys), clients)
     signatures.check(path, signed, keys, verified)
-    return VerifiedLedger(path, verified, charges, results, tuple(signed.signatures if signed else ()), tuple(keys))
+    if results:
+        check_finished(path, {**known, "`ledger.head`": verified.head}, verified)
+    return VerifiedLedger(path, verified, charges, results, signed, tuple(keys))
 
 
 def _composed(
@@ -287,8 +290,14 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
     results = "There is no result.json beside it: the run has not finished, or this is a copy of its ledger."
     if ledger.results:
         results = f"It agrees with {' and '.join(ledger.results)} beside it."
-    if ledger.proven:
-        signed = f"Its end was signed by the holders of the keys of client {', '.join(map(str, ledger.proven))}."
+    if ledger.signed and ledger.proven:
+        unsigned = end.lines - ledger.signed.head.lines
+        which = f"first {ledger.signed.head.lines} lines were" if unsigned else "end was"
+        signed = f"Its {which} signed by the holders of the keys of client {', '.join(map(str, ledger.proven))}."
+        if unsigned:
+            signed += (
+                f" The last {unsigned} are unsigned: a charge in progress, a crash, or lines that somebody appended."
+            )
     else:
         whether = "No client signed it" if not ledger.signed else "Its signatures were not verified (--public_keys)"
         signed = (
