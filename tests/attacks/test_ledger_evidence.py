@@ -9,6 +9,7 @@ from conftest import private, small_loop
 from key_pairs import make_keys
 
 from dpfl_lightning.plan import main
+from dpfl_lightning.privacy.accounting.guarantee import in_words
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.privacy.ledger.results import FILTER
@@ -84,10 +85,10 @@ class Evidence:
         report = read([self.run / "alone.jsonl"])
         for client, account in enumerate(report.accounts):
             self.edit_row("result.json", client, epsilon_spent=account.epsilon)
+            self.edit_row("result.json", client, noise_multiplier=report.events[client][-1].noise_multiplier)
             if "guarantees.json" in names:
-                promise = report.guarantee_of(client, account.epsilon, report.weakest.accountant)
-                self.edit_row("guarantees.json", client, **promise.as_dict())
-        words = report.weakest.words()
+                self.edit_row("guarantees.json", client, **report.guarantees()[client].as_dict())
+        words = in_words(report.guarantees())
         self.edit("result.json", lambda content: content.update(guarantee=words))
 
 
@@ -249,7 +250,7 @@ MANIPULATIONS = {
     ),
     "rate edited, heads rewritten": (
         lambda run: run.forge(first_charge(1, rarer), *EVERYWHERE),
-        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does",
+        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does, got 5.99999",
     ),
     "steps edited, heads rewritten": (
         lambda run: run.forge(first_charge(2, fewer_steps), *EVERYWHERE),
@@ -273,11 +274,11 @@ MANIPULATIONS = {
     ),
     "adjacency edited, heads rewritten": (
         with_other_adjacency,
-        r"guarantees.json` must state adjacency 'replace one record' of client 0",
+        r"guarantees.json` must state epsilon [\d.]+ of client 0, as the ledger does",
     ),
     "sampling edited, heads rewritten": (
         lambda run: run.forge(header(sampling="shuffle"), *EVERYWHERE),
-        r"result.json` must state the guarantee that the ledger gives, .*NOT proven.*, got",
+        r"result.json` must state guarantee .*NOT proven.*, as the ledger does, got",
     ),
     "caveat removed, heads rewritten": (
         lambda run: run.forge(header(caveats=[]), *EVERYWHERE),
@@ -306,11 +307,45 @@ MANIPULATIONS = {
     ),
     "result's guarantee edited": (
         lambda run: run.edit("result.json", lambda content: content.update(guarantee="Perfect secrecy.")),
-        r"result.json` must state the guarantee that the ledger gives, .*, got 'Perfect secrecy.'",
+        r"result.json` must state guarantee .*, as the ledger does, got 'Perfect secrecy.'",
     ),
     "result with the words of a filter": (
         lambda run: run.edit("result.json", lambda content: content.update(guarantee=f"(1, 0)-privacy, {FILTER}")),
-        r"result.json` must state the guarantee that the ledger gives, .*whole budget.*, got '\(1, 0\)-privacy",
+        r"result.json` must state guarantee .*, as the ledger does, got '\(1, 0\)-privacy",
+    ),
+    "result's guarantee continued": (
+        lambda run: run.edit("result.json", lambda content: content.update(guarantee=content["guarantee"] + " Or 0.")),
+        r"result.json` must state guarantee '.*computed together.', as the ledger does, got '.* Or 0.'",
+    ),
+    "result's guarantee cut": (
+        lambda run: run.edit(
+            "result.json", lambda content: content.update(guarantee=content["guarantee"].split(" Not covered")[0])
+        ),
+        r"result.json` must state guarantee .* Not covered: test.*, as the ledger does, got '.* updates.'",
+    ),
+    "result's noise edited": (
+        lambda run: run.edit("result.json", lambda content: content.update(noise="none")),
+        r"result.json` must state noise .*, as the ledger does, got 'none'",
+    ),
+    "result's noise multiplier edited": (
+        lambda run: run.edit_row("result.json", 1, noise_multiplier=99.0),
+        r"result.json` must state noise_multiplier [\d.]+ of client 1, as the ledger does, got 99.0",
+    ),
+    "result's batch size edited": (
+        lambda run: run.edit_row("result.json", 1, batch_size=1),
+        r"result.json` must state batch_size \d+ of client 1, as the ledger does, got 1\b",
+    ),
+    "result's epsilon a little less": (
+        lambda run: run.edit_row("result.json", 1, epsilon_spent=5.9995),
+        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does, got 5.9995\.",
+    ),
+    "guarantee's accountant edited": (
+        lambda run: run.edit_row("guarantees.json", 1, accountant="an oracle"),
+        r"guarantees.json` must state accountant .* of client 1, as the ledger does, got 'an oracle'",
+    ),
+    "guarantee with more fields": (
+        lambda run: run.edit_row("guarantees.json", 1, true_epsilon=0.1),
+        r"guarantees.json` must hold what a run writes only, got \['true_epsilon'\]",
     ),
     "result's delta edited": (
         lambda run: run.edit_row("result.json", 2, delta=0.0009999),
@@ -444,7 +479,8 @@ def test_an_unchanged_run_is_verified(source, tmp_path, capsys):
         command(run, "--export", str(tmp_path / "events.json"), "--json") == 0 and (tmp_path / "events.json").exists()
     )
     *text, last = capsys.readouterr().out.splitlines()
-    assert "It agrees with result.json and guarantees.json beside it." in text
+    words = "its end, and the budgets, deltas, epsilons, numbers of releases and guarantees that follow from it."
+    assert f"result.json and guarantees.json beside it state {words}" in text
     assert "Its end was signed by the holders of the keys of client 0, 1, 2, 3." in text
     (ledger,) = json.loads(last)["ledgers"]
     assert ledger["signatures_verified"] == ledger["signed_by"] == [0, 1, 2, 3]
