@@ -1,6 +1,7 @@
 """A run folder as evidence: each manipulation of it is status 2, with a sentence that names its cause."""
 
 import json
+import os
 import re
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 from conftest import private, small_loop
 from key_pairs import make_keys
 
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.accounting.guarantee import in_words
 from dpfl_lightning.privacy.ledger import file as ledger_file
@@ -160,6 +162,11 @@ def sign_earlier(run, lines):
     write_signatures(run.ledger, Head(name, lines, chain), private_keys(run.keys / "private", CLIENTS))
 
 
+def double(path):
+    """State the fields of a JSON object again, after other ones."""
+    path.write_text(path.read_text().replace("{", '{"clients": [], ', 1))
+
+
 def head_of(run, lines, chain=None):
     """Write a head of so many lines."""
     name = json.loads(run.lines[0])["run"]
@@ -206,7 +213,7 @@ MANIPULATIONS = {
     "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`"),
     "head damaged": (
         lambda run: (run.run / "ledger.head").write_text("{}"),
-        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`",
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'{}'",
     ),
     "head of another run": (lambda run: run.take("ledger.head"), r"to which `ledger.head` belongs, got that of run"),
     "head of an earlier time": (
@@ -359,7 +366,7 @@ MANIPULATIONS = {
         lambda run: (run.run / "result.json").write_text('{"ledger"'),
         r"/result.json` must be a JSON object",
     ),
-    "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's folder"),
+    "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's .*, got 'a link"),
     "guarantees of another run": (
         lambda run: run.take("guarantees.json"),
         r"to which `guarantees.json` belongs, got that of run",
@@ -398,7 +405,48 @@ MANIPULATIONS = {
     ),
     "guarantees damaged": (
         lambda run: (run.run / "guarantees.json").write_text("[]"),
-        r"/guarantees.json` must be a JSON object",
+        r"/guarantees.json` must be a JSON object with each key once, got b'\[\]'",
+    ),
+    # files that are no files of a run
+    "signatures emptied": (
+        lambda run: (run.run / "ledger.signatures").write_bytes(b""),
+        r"must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b''",
+    ),
+    "nobody's signatures": (
+        lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].clear()),
+        r"must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b.{.head",
+    ),
+    "result a folder": (
+        lambda run: (run.remove("result.json"), (run.run / "result.json").mkdir()),
+        r"result.json` must be a file in the run's folder, got 'a folder",
+    ),
+    "guarantees a pipe": (
+        lambda run: (run.remove("guarantees.json"), os.mkfifo(run.run / "guarantees.json")),
+        r"guarantees.json` must be a file in the run's folder, got 'a folder or a device'",
+    ),
+    "head nested": (
+        lambda run: (run.run / "ledger.head").write_text("[" * 100_000),
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'\[\[",
+    ),
+    "guarantees with a key twice": (
+        lambda run: double(run.run / "guarantees.json"),
+        r"/guarantees.json` must be a JSON object with each key once, got b'{.clients.",
+    ),
+    "run's name edited, heads rewritten": (
+        lambda run: without_results(run, header(run="\x1b[31m" + "0" * 27), "ledger.head"),
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'{.run.: .+u001b",
+    ),
+    "purpose edited, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[3].update(purpose="\x1b[2J"), *EVERYWHERE),
+        r"in line 4 an invalid charge",
+    ),
+    "purpose of half a character, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[5].update(purpose="\ud800"), *EVERYWHERE),
+        r"in line 6 an invalid charge",
+    ),
+    "rate above 1, heads rewritten": (
+        lambda run: run.forge(first_charge(1, lambda event: event.update(sample_rate=2.0)), *EVERYWHERE),
+        r"ledger.jsonl` must hold events that can be composed, got an error: `sample_rate` must be",
     ),
     # signatures
     "end cut off, head rewritten, no results": (
@@ -427,7 +475,7 @@ MANIPULATIONS = {
     ),
     "signatures damaged": (
         lambda run: (run.run / "ledger.signatures").write_text("[1]"),
-        r"ledger.signatures` must hold a head and hexadecimal signatures of clients",
+        r"ledger.signatures` must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b'\[1\]'",
     ),
     "signatures removed": (lambda run: run.remove("ledger.signatures"), r"key, got none of client 0, 1, 2, 3\."),
     "a signature removed": (
@@ -529,3 +577,12 @@ def test_an_interrupted_run_is_verified_without_results(source, tmp_path, capsys
     text = capsys.readouterr().out
     assert "Its first 9 lines were signed" in text and "The last 3 are unsigned: " in text
     assert signatures == (run.run / "ledger.signatures").read_bytes()
+
+
+def test_a_run_that_has_just_begun_is_not_called_a_wrong_file(source, tmp_path):
+    run = Evidence(tmp_path, source)
+    run.remove(*RESULTS, "ledger.signatures")
+    run.write([])
+    (run.run / "ledger.head").write_bytes(ledger_file.head_bytes(Head("0" * 32, 0, "")))
+    with pytest.raises(UserError, match=r"got no complete line. If the run has just begun, wait for its first round"):
+        read([run.ledger])

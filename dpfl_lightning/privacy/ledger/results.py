@@ -1,7 +1,7 @@
 """What the results beside a finished run's ledger state, compared with what the ledger says."""
 
+import contextlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.accounting.guarantee import (
     Guarantee,
     in_words,
 )
-from dpfl_lightning.privacy.ledger.file import Head, Header, Verified
+from dpfl_lightning.privacy.ledger.file import Head, Header, Verified, parsed, read_small
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
@@ -140,7 +140,10 @@ def _of_noise(events: Sequence[Event], size: object) -> dict[str, Sequence[Any]]
     if len(noised) < 2:
         return {}
     sizes = [round(event.sample_rate * size) for event in noised] if isinstance(size, int) else []
-    values: dict[str, list[Any]] = {"noise_multiplier": [event.noise_multiplier or 0.0 for event in noised], "batch_size": sizes}
+    values: dict[str, list[Any]] = {
+        "noise_multiplier": [event.noise_multiplier or 0.0 for event in noised],
+        "batch_size": sizes,
+    }
     return {key: [*dict.fromkeys(allowed)] for key, allowed in values.items() if allowed}
 
 
@@ -181,12 +184,11 @@ def _number(value: Any) -> float:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        content = None
+    raw, content = read_small(file) or b"", None
+    with contextlib.suppress(ValueError):
+        content = parsed(raw)
     if not isinstance(content, dict):
-        raise _differs(file, file.name, "be a JSON object", "no such content")
+        raise _differs(file, file.name, "be a JSON object with each key once", raw[:80])
     return content
 
 

@@ -180,7 +180,12 @@ def read(
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     ledgers = [_verified(path, public_keys) for path in paths]
-    report = _composed(ledgers, accountant, delta)
+    try:
+        report = _composed(ledgers, accountant, delta)
+    except UserError as error:
+        if accountant is not None or delta is not None or len(paths) > 1:
+            raise
+        raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
     for ledger in ledgers:
         if ledger.results:
             alone = report if len(ledgers) == 1 and not report.overrides else _composed([ledger])
@@ -202,6 +207,7 @@ def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
     for file in (path, head_file(path), signatures.signature_file(path), *(path.with_name(name) for name in RESULTS)):
         must, advice = "be a file in the run's folder", "Name the folder that holds the files of the run."
         require(not file.is_symlink(), str(file), must, f"a link to {file.resolve()}", advice)
+        require(file.is_file() or not file.exists(), str(file), must, "a folder or a device", advice)
     results, signed = results_of(path), signatures.read_signatures(path)
     known = {**heads_of(path, results), **signatures.signed_head(path, signed)}
     verified = verify(path, take, known)
