@@ -172,6 +172,9 @@ def build_loop(
     options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
 ) -> FederatedLoop:
     """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population."""
+    if options.privacy is not None and (keys := options.privacy.signing_keys) is not None:
+        absolute = str(Path(keys).absolute())  # so that the run can be resumed from another folder
+        options = dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, signing_keys=absolute))
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(

@@ -13,6 +13,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from dpfl_lightning.privacy.accounting.guarantee import FRESH_NOISE, GPU_NOISE, SIMULATED_NOISE
+
 _ZEROS = bytes(1 << 16)  # plain text of the cipher: its encryption is the key stream, 64 KiB at a time
 
 
@@ -119,10 +121,8 @@ class Streams:
     def words(self, device: torch.device) -> str:
         """Describe the source of noise and sampling for reports."""
         if self.simulation is not None:
-            return "simulated: it follows from privacy.noise_key"
-        source = "AES-256 in counter mode, keyed afresh by the operating system for every release"
-        gpu = "the GPU's generator (Philox), seeded for every release by "
-        return f"{gpu}{source}" if device.type == "cuda" else source
+            return SIMULATED_NOISE
+        return GPU_NOISE if device.type == "cuda" else FRESH_NOISE
 
 
 def _digest(key: bytes, *parts: str | int) -> bytes:

@@ -1,6 +1,7 @@
 """A run folder as evidence: each manipulation of it is status 2, with a sentence that names its cause."""
 
 import json
+import os
 import re
 import shutil
 
@@ -8,7 +9,9 @@ import pytest
 from conftest import private, small_loop
 from key_pairs import make_keys
 
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.plan import main
+from dpfl_lightning.privacy.accounting.guarantee import in_words
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.privacy.ledger.results import FILTER
@@ -84,10 +87,10 @@ class Evidence:
         report = read([self.run / "alone.jsonl"])
         for client, account in enumerate(report.accounts):
             self.edit_row("result.json", client, epsilon_spent=account.epsilon)
+            self.edit_row("result.json", client, noise_multiplier=report.events[client][-1].noise_multiplier)
             if "guarantees.json" in names:
-                promise = report.guarantee_of(client, account.epsilon, report.weakest.accountant)
-                self.edit_row("guarantees.json", client, **promise.as_dict())
-        words = report.weakest.words()
+                self.edit_row("guarantees.json", client, **report.guarantees()[client].as_dict())
+        words = in_words(report.guarantees())
         self.edit("result.json", lambda content: content.update(guarantee=words))
 
 
@@ -153,6 +156,17 @@ def flip(content):
     content["signatures"]["3"] = ("0" if text[0] != "0" else "1") + text[1:]
 
 
+def sign_earlier(run, lines):
+    """Sign the head of so many lines, as a charge before the last one did."""
+    name, chain = json.loads(run.lines[0])["run"], ledger_file.chain_of(run.lines[lines - 1])
+    write_signatures(run.ledger, Head(name, lines, chain), private_keys(run.keys / "private", CLIENTS))
+
+
+def double(path):
+    """State the fields of a JSON object again, after other ones."""
+    path.write_text(path.read_text().replace("{", '{"clients": [], ', 1))
+
+
 def head_of(run, lines, chain=None):
     """Write a head of so many lines."""
     name = json.loads(run.lines[0])["run"]
@@ -199,7 +213,7 @@ MANIPULATIONS = {
     "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`"),
     "head damaged": (
         lambda run: (run.run / "ledger.head").write_text("{}"),
-        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`",
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'{}'",
     ),
     "head of another run": (lambda run: run.take("ledger.head"), r"to which `ledger.head` belongs, got that of run"),
     "head of an earlier time": (
@@ -243,7 +257,7 @@ MANIPULATIONS = {
     ),
     "rate edited, heads rewritten": (
         lambda run: run.forge(first_charge(1, rarer), *EVERYWHERE),
-        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does",
+        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does, got 5.99999",
     ),
     "steps edited, heads rewritten": (
         lambda run: run.forge(first_charge(2, fewer_steps), *EVERYWHERE),
@@ -267,11 +281,11 @@ MANIPULATIONS = {
     ),
     "adjacency edited, heads rewritten": (
         with_other_adjacency,
-        r"guarantees.json` must state adjacency 'replace one record' of client 0",
+        r"guarantees.json` must state epsilon [\d.]+ of client 0, as the ledger does",
     ),
     "sampling edited, heads rewritten": (
         lambda run: run.forge(header(sampling="shuffle"), *EVERYWHERE),
-        r"result.json` must state the guarantee that the ledger gives, .*NOT proven.*, got",
+        r"result.json` must state guarantee .*NOT proven.*, as the ledger does, got",
     ),
     "caveat removed, heads rewritten": (
         lambda run: run.forge(header(caveats=[]), *EVERYWHERE),
@@ -300,11 +314,45 @@ MANIPULATIONS = {
     ),
     "result's guarantee edited": (
         lambda run: run.edit("result.json", lambda content: content.update(guarantee="Perfect secrecy.")),
-        r"result.json` must state the guarantee that the ledger gives, .*, got 'Perfect secrecy.'",
+        r"result.json` must state guarantee .*, as the ledger does, got 'Perfect secrecy.'",
     ),
     "result with the words of a filter": (
         lambda run: run.edit("result.json", lambda content: content.update(guarantee=f"(1, 0)-privacy, {FILTER}")),
-        r"result.json` must state the guarantee that the ledger gives, .*whole budget.*, got '\(1, 0\)-privacy",
+        r"result.json` must state guarantee .*, as the ledger does, got '\(1, 0\)-privacy",
+    ),
+    "result's guarantee continued": (
+        lambda run: run.edit("result.json", lambda content: content.update(guarantee=content["guarantee"] + " Or 0.")),
+        r"result.json` must state guarantee '.*computed together.', as the ledger does, got '.* Or 0.'",
+    ),
+    "result's guarantee cut": (
+        lambda run: run.edit(
+            "result.json", lambda content: content.update(guarantee=content["guarantee"].split(" Not covered")[0])
+        ),
+        r"result.json` must state guarantee .* Not covered: test.*, as the ledger does, got '.* updates.'",
+    ),
+    "result's noise edited": (
+        lambda run: run.edit("result.json", lambda content: content.update(noise="none")),
+        r"result.json` must state noise .*, as the ledger does, got 'none'",
+    ),
+    "result's noise multiplier edited": (
+        lambda run: run.edit_row("result.json", 1, noise_multiplier=99.0),
+        r"result.json` must state noise_multiplier [\d.]+ of client 1, as the ledger does, got 99.0",
+    ),
+    "result's batch size edited": (
+        lambda run: run.edit_row("result.json", 1, batch_size=1),
+        r"result.json` must state batch_size \d+ of client 1, as the ledger does, got 1\b",
+    ),
+    "result's epsilon a little less": (
+        lambda run: run.edit_row("result.json", 1, epsilon_spent=5.9995),
+        r"result.json` must state epsilon_spent [\d.]+ of client 1, as the ledger does, got 5.9995\.",
+    ),
+    "guarantee's accountant edited": (
+        lambda run: run.edit_row("guarantees.json", 1, accountant="an oracle"),
+        r"guarantees.json` must state accountant .* of client 1, as the ledger does, got 'an oracle'",
+    ),
+    "guarantee with more fields": (
+        lambda run: run.edit_row("guarantees.json", 1, true_epsilon=0.1),
+        r"guarantees.json` must hold what a run writes only, got \['true_epsilon'\]",
     ),
     "result's delta edited": (
         lambda run: run.edit_row("result.json", 2, delta=0.0009999),
@@ -318,7 +366,7 @@ MANIPULATIONS = {
         lambda run: (run.run / "result.json").write_text('{"ledger"'),
         r"/result.json` must be a JSON object",
     ),
-    "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's folder"),
+    "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's .*, got 'a link"),
     "guarantees of another run": (
         lambda run: run.take("guarantees.json"),
         r"to which `guarantees.json` belongs, got that of run",
@@ -357,7 +405,48 @@ MANIPULATIONS = {
     ),
     "guarantees damaged": (
         lambda run: (run.run / "guarantees.json").write_text("[]"),
-        r"/guarantees.json` must be a JSON object",
+        r"/guarantees.json` must be a JSON object with each key once, got b'\[\]'",
+    ),
+    # files that are no files of a run
+    "signatures emptied": (
+        lambda run: (run.run / "ledger.signatures").write_bytes(b""),
+        r"must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b''",
+    ),
+    "nobody's signatures": (
+        lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].clear()),
+        r"must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b.{.head",
+    ),
+    "result a folder": (
+        lambda run: (run.remove("result.json"), (run.run / "result.json").mkdir()),
+        r"result.json` must be a file in the run's folder, got 'a folder",
+    ),
+    "guarantees a pipe": (
+        lambda run: (run.remove("guarantees.json"), os.mkfifo(run.run / "guarantees.json")),
+        r"guarantees.json` must be a file in the run's folder, got 'a folder or a device'",
+    ),
+    "head nested": (
+        lambda run: (run.run / "ledger.head").write_text("[" * 100_000),
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'\[\[",
+    ),
+    "guarantees with a key twice": (
+        lambda run: double(run.run / "guarantees.json"),
+        r"/guarantees.json` must be a JSON object with each key once, got b'{.clients.",
+    ),
+    "run's name edited, heads rewritten": (
+        lambda run: without_results(run, header(run="\x1b[31m" + "0" * 27), "ledger.head"),
+        r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'{.run.: .+u001b",
+    ),
+    "purpose edited, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[3].update(purpose="\x1b[2J"), *EVERYWHERE),
+        r"in line 4 an invalid charge",
+    ),
+    "purpose of half a character, heads rewritten": (
+        lambda run: run.forge(lambda fields: fields[5].update(purpose="\ud800"), *EVERYWHERE),
+        r"in line 6 an invalid charge",
+    ),
+    "rate above 1, heads rewritten": (
+        lambda run: run.forge(first_charge(1, lambda event: event.update(sample_rate=2.0)), *EVERYWHERE),
+        r"ledger.jsonl` must hold events that can be composed, got an error: `sample_rate` must be",
     ),
     # signatures
     "end cut off, head rewritten, no results": (
@@ -376,13 +465,17 @@ MANIPULATIONS = {
         lambda run: without_results(run, repeated(5)),
         r"must have at most 4 lines after the 9 that `ledger.head` counts",
     ),
+    "signed end of an earlier time": (
+        lambda run: sign_earlier(run, 7),
+        r"must end after the 7 lines that `ledger.signatures` counts, because the run has finished, got 9",
+    ),
     "signatures of another run": (
         lambda run: run.take("ledger.signatures"),
         r"to which `ledger.signatures` belongs, got that of run",
     ),
     "signatures damaged": (
         lambda run: (run.run / "ledger.signatures").write_text("[1]"),
-        r"ledger.signatures` must hold a head and hexadecimal signatures of clients",
+        r"ledger.signatures` must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b'\[1\]'",
     ),
     "signatures removed": (lambda run: run.remove("ledger.signatures"), r"key, got none of client 0, 1, 2, 3\."),
     "a signature removed": (
@@ -434,7 +527,8 @@ def test_an_unchanged_run_is_verified(source, tmp_path, capsys):
         command(run, "--export", str(tmp_path / "events.json"), "--json") == 0 and (tmp_path / "events.json").exists()
     )
     *text, last = capsys.readouterr().out.splitlines()
-    assert "It agrees with result.json and guarantees.json beside it." in text
+    words = "its end, and the budgets, deltas, epsilons, numbers of releases and guarantees that follow from it."
+    assert f"result.json and guarantees.json beside it state {words}" in text
     assert "Its end was signed by the holders of the keys of client 0, 1, 2, 3." in text
     (ledger,) = json.loads(last)["ledgers"]
     assert ledger["signatures_verified"] == ledger["signed_by"] == [0, 1, 2, 3]
@@ -480,4 +574,15 @@ def test_an_interrupted_run_is_verified_without_results(source, tmp_path, capsys
     signatures = (run.run / "ledger.signatures").read_bytes()
     run.forge(repeated(3), "ledger.head")
     assert command(run) == 0, "a crash left the lines of one charge after the signatures"
+    text = capsys.readouterr().out
+    assert "Its first 9 lines were signed" in text and "The last 3 are unsigned: " in text
     assert signatures == (run.run / "ledger.signatures").read_bytes()
+
+
+def test_a_run_that_has_just_begun_is_not_called_a_wrong_file(source, tmp_path):
+    run = Evidence(tmp_path, source)
+    run.remove(*RESULTS, "ledger.signatures")
+    run.write([])
+    (run.run / "ledger.head").write_bytes(ledger_file.head_bytes(Head("0" * 32, 0, "")))
+    with pytest.raises(UserError, match=r"got no complete line. If the run has just begun, wait for its first round"):
+        read([run.ledger])

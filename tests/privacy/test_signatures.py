@@ -13,6 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import generate_private_key as
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from key_pairs import make_keys, private_pem, public_pem
 
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.fit import main as fit
@@ -275,7 +277,25 @@ def test_the_commands(tmp_path, keys, in_the_repository, capsys):
     assert f"signing_keys: {tmp_path / 'k' / 'private'}" in (run / "options.yaml").read_text()
     assert verified(run, tmp_path / "k" / "public") == 0
     shutil.move(tmp_path / "k" / "private", tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert fit(["--resume", str(run)]) == 2
+    moved = capsys.readouterr().err
+    assert f"got '{tmp_path / 'k' / 'private'}'. Give its path if it was moved." in moved
     assert fit(["--resume", str(run), "--privacy.signing_keys", str(tmp_path / "elsewhere")]) == 0
+
+
+def test_a_relative_folder_of_keys_is_stored_whole(keys, tmp_path, monkeypatch):
+    monkeypatch.chdir(keys)
+    privacy = {"epsilon": 8.0, "delta": 1e-3, "signing_keys": "private"}
+    options = from_mapping({"data": {"name": "digits"}, "privacy": privacy, "output_dir": str(tmp_path / "run")})
+    assert build_loop(options).options["privacy"]["signing_keys"] == str(keys / "private")
+
+
+def test_other_exact_times_are_named(make_loop, tmp_path):
+    make_loop(privacy=PrivacyOptions(epsilon=BUDGETS, delta=1e-3), rounds=1).run()
+    again = {"exact_times": True, "output_dir": tmp_path / "run1"}
+    with pytest.raises(UserError, match=r"`evaluation.exact_times` must stay False, .*, got True"):
+        make_loop(privacy=PrivacyOptions(epsilon=BUDGETS, delta=1e-3), rounds=1, **again).run(resume=True)
 
 
 def test_a_power_cut_during_training_leaves_a_signed_ledger(make_loop, keys):

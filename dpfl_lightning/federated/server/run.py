@@ -32,7 +32,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee, in_words
 from dpfl_lightning.runtime.text import rounded_up_duration
 
 T = TypeVar("T")
@@ -310,7 +310,7 @@ class Run:
             records_per_second=totals.records / max(shown(self.snapshot["seconds"]), 1e-9),
             reason=reason,
             interrupted=interrupted,
-            guarantee=summary.in_words(guarantees),
+            guarantee=in_words(guarantees),
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
             simulated=self.clients.simulated,

@@ -18,7 +18,6 @@ from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 #: what `clustering` returns
@@ -94,19 +93,6 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float
 def noise_multiplier(schedule: ClientSchedule) -> float | None:
     """Return the noise multiplier of the client's most frequent noised sum; None if no release is planned."""
     return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
-
-
-def in_words(guarantees: Sequence[Guarantee]) -> str:
-    """Return the guarantee of the weakest client, and what holds for all clients."""
-    weakest = max(guarantees, key=lambda guarantee: guarantee.epsilon)
-    bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
-    whose = (
-        f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, against "
-        "everyone who sees its updates."
-    )
-    if bare:
-        whose = f"So it is for {bare} of {len(guarantees)} clients."
-    return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
 def true_groups(facts: Facts) -> tuple[int, ...] | None:

@@ -33,6 +33,11 @@ SIMULATED = (
 #: caveat of every guarantee of a run that reports exact times
 EXACT_TIMES = "exact times of rounds are reported, and they can depend on records"
 
+#: where noise comes from, in words
+SIMULATED_NOISE = "simulated: it follows from privacy.noise_key"
+FRESH_NOISE = "AES-256 in counter mode, keyed afresh by the operating system for every release"
+GPU_NOISE = f"the GPU's generator (Philox), seeded for every release by {FRESH_NOISE}"
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
@@ -122,6 +127,19 @@ def guarantee(
         caveats=caveats,
         unprotected=unprotected,
     )
+
+
+def in_words(guarantees: Sequence[Guarantee]) -> str:
+    """Return the guarantee of the weakest client, and what holds for all clients."""
+    weakest = max(guarantees, key=lambda guarantee: guarantee.epsilon)
+    bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
+    whose = (
+        f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, against "
+        "everyone who sees its updates."
+    )
+    if bare:
+        whose = f"So it is for {bare} of {len(guarantees)} clients."
+    return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
 def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:

@@ -7,13 +7,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 
@@ -25,6 +26,8 @@ _EVENTS = {
     "unprotected": NonPrivateEvent,
 }
 _KINDS = {kind: name for name, kind in _EVENTS.items()}
+_RUN = re.compile("[0-9a-f]{32}")
+_LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{_NO_CHAIN}"}}\n')
 _CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
@@ -79,7 +82,7 @@ class Head:
     def of(cls, fields: Mapping[str, Any]) -> "Head":
         """Return the head in a JSON object. Raises ValueError or TypeError if the fields are others."""
         head = cls(**fields)
-        if [type(value) for value in vars(head).values()] != [str, int, str]:
+        if [type(value) for value in vars(head).values()] != [str, int, str] or not _RUN.fullmatch(head.run):
             raise TypeError(fields)
         return head
 
@@ -150,7 +153,10 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
                 f"{known_head.lines - lines} were cut off its end, after line {lines}. {_CHANGED}"
             )
     if header is None:
-        raise UserError(f"`{path}` must begin with a ledger's header, got no complete line. Is it the right file?")
+        raise UserError(
+            f"`{path}` must begin with a ledger's header, got no complete line. If the run has just begun, wait for "
+            "its first round; otherwise, this is not the right file."
+        )
     check_lag(path, f"`{head_file(path).name}`", head, lines, len(header.delta))
     return Verified(header, Head(header.run, lines, chain), head, size, total - size)
 
@@ -205,15 +211,44 @@ def head_bytes(head: Head) -> bytes:
     return json.dumps(head.as_dict()).ljust(127).encode() + b"\n"
 
 
+def read_small(path: Path) -> bytes | None:
+    """Return the content of a file beside a ledger, None if there is none. Raises UserError if it is none to read."""
+    if not path.exists():
+        return None
+    require(path.is_file(), str(path), "be a regular file", "another kind", "Name the folder that holds the run.")
+    size = path.stat().st_size
+    require(size <= _LARGEST, str(path), f"hold at most {_LARGEST} bytes", size, "Use an unchanged copy.")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"`{path}` must be a file that can be read, got {error.strerror}. Check its rights.") from None
+
+
+def parsed(content: bytes) -> Any:
+    """Return the value of JSON text. Raises ValueError also for a repeated key, deep nesting, and half a character."""
+    try:
+        value = json.loads(content, object_pairs_hook=_distinct)
+        if b"\\u" in content:
+            json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a key is repeated")
+    return fields
+
+
 def read_head(path: Path) -> Head | None:
     """Return the head beside a ledger, None if it was never written. Raises UserError if it is damaged."""
-    content = b""
-    with contextlib.suppress(FileNotFoundError):
-        content = head_file(path).read_bytes()
-    if not content.strip(b"\0"):
+    content = read_small(head_file(path))
+    if content is None or not content.strip(b"\0"):
         return None
     try:
-        return Head.of(json.loads(content))
+        return Head.of(parsed(content))
     except (ValueError, TypeError):
         must = f"must hold the run, lines and chain of `{path.name}`"
         raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {_CHANGED}") from None
@@ -258,7 +293,7 @@ def _one_or_all(values: Sequence[float | None]) -> object:
 
 def _first(path: Path, line: bytes) -> Header:
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
         version = fields["ledger"]
         if version == VERSION:
             return _header(fields)
@@ -280,19 +315,22 @@ def _header(fields: dict[str, Any]) -> Header:
             raise ValueError(count)
     delta, epsilon = numbers["delta"], numbers["epsilon"]
     caveats, identity = tuple(map(str, fields["caveats"])), dict(fields["identity"])
+    if not (_RUN.fullmatch(texts["run"]) and all(text.isprintable() for text in (*texts.values(), *caveats))):
+        raise ValueError(texts)  # a terminal would obey control characters
     return Header(**texts, delta=delta, epsilon=epsilon, caveats=caveats, identity=identity)
 
 
 def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        charge = _charge_of(json.loads(line))
+        charge = _charge_of(parsed(line))
         fields = {**vars(charge), **vars(charge.event)}
         counts = [fields[key] for key in ("client", "round", "number", "steps", "count") if key in fields]
         texts = [fields[key] for key in ("purpose", "words") if key in fields]
         numbers = [fields[key] for key in ("sample_rate", "noise_multiplier", "epsilon") if key in fields]
         if (
             all(type(value) is int and 0 <= value < 2**63 for value in counts)
-            and all(type(value) is str for value in texts)
+            and all(type(value) is str and value.replace("\n", " ").isprintable() for value in texts)
+                and charge.purpose.isprintable()
             and all(type(value) in (int, float) for value in numbers)
             and charge.client < clients
         ):
@@ -337,7 +375,7 @@ def _what_happened(path: Path, number: int, head: Head | None) -> str:
 
 def _kind(line: bytes) -> str | None:
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
         if fields.get("ledger"):
             return "header"
         sealed = "chain" in fields

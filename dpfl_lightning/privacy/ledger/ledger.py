@@ -11,6 +11,7 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.events import Event
+from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
@@ -92,8 +93,7 @@ class Ledger:
         signed = signatures.read_signatures(self.path)
         known = {} if checkpoint is None else {"the checkpoint": checkpoint}
         verified = ledger_file.verify(self.path, self._remember, {**known, **signatures.signed_head(self.path, signed)})
-        identities = [{**h.identity, **vars(h), "run": None, "identity": None} for h in (verified.header, header)]
-        check_same(self.path.parent, *identities)
+        check_same(self.path.parent, _compared(verified.header), _compared(header))
         signatures.check_same_signers(self.path, signed, self._keys)
         signatures.check(self.path, signed, signatures.public_of(self._keys), verified)
         self.head = verified.end
@@ -169,6 +169,13 @@ def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: s
             return f"{prefix}{key} of client {client}", before[client], after[client]
         return f"{prefix}{key}", before, after
     return None
+
+
+def _compared(header: Header) -> dict[str, Any]:
+    """Return what must stay when a run is resumed, by the names of its options."""
+    caveats = [caveat for caveat in header.caveats if caveat != EXACT_TIMES]
+    changed = {"evaluation.exact_times": EXACT_TIMES in header.caveats, "caveats": caveats}
+    return {**header.identity, **vars(header), **changed, "run": None, "identity": None}
 
 
 def _short(value: object) -> str:

@@ -1,22 +1,31 @@
 """What the results beside a finished run's ledger state, compared with what the ledger says."""
 
-import json
+import contextlib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
-from dpfl_lightning.privacy.ledger.file import Head, Verified
+from dpfl_lightning.privacy.accounting.events import Event, NoisedEvent
+from dpfl_lightning.privacy.accounting.guarantee import (
+    FRESH_NOISE,
+    GPU_NOISE,
+    SIMULATED,
+    SIMULATED_NOISE,
+    Guarantee,
+    in_words,
+)
+from dpfl_lightning.privacy.ledger.file import Head, Header, Verified, parsed, read_small
+from dpfl_lightning.privacy.sampling import SAMPLINGS
 
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
 FILTER = "as a privacy filter: the whole budget is what holds"
 
 RESULTS = ("result.json", "guarantees.json")
-_EPSILONS = ("epsilon", "epsilon_spent")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 
@@ -51,100 +60,135 @@ def heads_of(path: Path, results: Mapping[str, dict[str, Any]]) -> dict[str, Hea
     return heads
 
 
-def check_results(
-    path: Path,
-    results: Mapping[str, dict[str, Any]],
-    verified: Verified,
-    accounts: Sequence[Account],
-    weakest: Guarantee,
-    guarantee_of: Callable[[int, float, str], Guarantee],
-) -> None:
-    """Raise UserError unless the results state what the ledger says, and the ledger ends where they say.
-
-    `guarantee_of(client, epsilon, method)` returns the guarantee of a client with a known epsilon.
-    """
-    for name, head in {**heads_of(path, results), **({"`ledger.head`": verified.head} if results else {})}.items():
+def check_finished(path: Path, heads: Mapping[str, Head], verified: Verified) -> None:
+    """Raise UserError unless a finished run's ledger ends where all of these heads, by name, say."""
+    for name, head in heads.items():
         must = f"end after the {head.lines} lines that {name} counts, because the run has finished"
         if head.lines != verified.end.lines:
             raise UserError(f"`{path}` must {must}, got {verified.end.lines} lines. {_DIFFERS}")
-    if results and verified.torn:
+    if verified.torn:
         must = "end with a complete line, because the run has finished"
         raise UserError(f"`{path}` must {must}, got {verified.torn} more bytes. {_DIFFERS}")
-    if (result := results.get("result.json")) is not None:
-        _check_rows(path, "result.json", result, [_row(verified, client, one) for client, one in enumerate(accounts)])
-        simulated = SIMULATED in verified.header.caveats
-        if result.get("simulated") is not simulated:
-            must = f"state simulated {simulated}, as the ledger does"
-            raise _differs(path, "result.json", must, result.get("simulated"))
-        words = _words(result, accounts, weakest)
-        if any(one.releases for one in accounts) and not str(result.get("guarantee")).startswith(words):
-            must = f"state the guarantee that the ledger gives, {words!r}"
-            raise _differs(path, "result.json", must, result.get("guarantee"))
-    if (result := results.get("guarantees.json")) is not None:
-        meaning = {"adjacency": weakest.adjacency, "caveats": list(weakest.caveats)}
-        rows = [{**meaning, "delta": one.delta, "epsilon": finite_or_none(one.epsilon)} for one in accounts]
-        _check_rows(path, "guarantees.json", result, rows)
-        whole = [
-            guarantee_of(i, _number(row["epsilon"]), row.get("accountant")) for i, row in enumerate(result["clients"])
-        ]
-        rows = [promise.as_dict() if one.steps else {} for promise, one in zip(whole, accounts, strict=True)]
-        _check_rows(path, "guarantees.json", result, rows)
 
 
-def _row(verified: Verified, client: int, account: Account) -> dict[str, Any]:
-    """Return what the ledger says about a client, by the keys of `result.json`."""
-    sizes = verified.header.identity.get("clients.num_records")  # one for all clients, or one for each
+def check_results(
+    path: Path,
+    results: Mapping[str, dict[str, Any]],
+    header: Header,
+    accounts: Sequence[Account],
+    events: Sequence[Sequence[Event]],
+    promises: Sequence[Guarantee],
+) -> None:
+    """Raise UserError unless the results state what the ledger says: account, events and guarantee of each client."""
+    for name, content in results.items():
+        rows = content.get("clients")
+        if not isinstance(rows, list) or [type(row) for row in rows] != [dict] * len(accounts):
+            raise _differs(path, name, f"hold {len(accounts)} clients, as the ledger does", rows)
+    whole = results.get("guarantees.json")
+    result = results.get("result.json")
+    if whole is not None:
+        texts = [f"{row.get('sampling')}, {row.get('accountant')}" for row in whole["clients"]]
+        epsilons = [row.get("epsilon") for row in whole["clients"]]
+    elif result is not None:
+        texts = [str(result.get("guarantee"))] * len(accounts)
+        epsilons = [row.get("epsilon_spent") for row in result["clients"]]
+    else:
+        return
+    drawn = SAMPLINGS.get(header.sampling, header.sampling)
+    promises = [_as_stated(*one, drawn) for one in zip(promises, accounts, epsilons, texts, strict=True)]
+    if result is not None:
+        simulated = SIMULATED in header.caveats
+        _check(path, "result.json", "", result, {"simulated": (simulated,)})
+        for client, account in enumerate(accounts):
+            values = _row(header, client, account, promises[client])
+            if result.get("rounds") == header.identity.get("rounds") and FILTER not in promises[client].accountant:
+                values |= _of_noise(events[client], values.get("num_records", (None,))[0])
+            _check(path, "result.json", f" of client {client}", result["clients"][client], values)
+        noise = (SIMULATED_NOISE,) if simulated else (FRESH_NOISE, GPU_NOISE)
+        _check(path, "result.json", "", result, {"noise": noise, "guarantee": (in_words(promises),)})
+    if whole is not None:
+        for client, (row, promise) in enumerate(zip(whole["clients"], promises, strict=True)):
+            values = {key: (value,) for key, value in promise.as_dict().items()}
+            _check(path, "guarantees.json", f" of client {client}", row, values)
+            _check_keys(path, "guarantees.json", row, values)
+        _check_keys(path, "guarantees.json", whole, ("ledger", "clients"))
+
+
+def _row(header: Header, client: int, account: Account, promise: Guarantee) -> dict[str, Sequence[Any]]:
+    """Return the values that the ledger allows for a client, by the keys of `result.json`."""
+    sizes = header.identity.get("clients.num_records")  # one for all clients, or one for each
     size = dict(enumerate(sizes)).get(client) if isinstance(sizes, list) else sizes
-    return {
-        "client": client,
-        **({} if sizes is None else {"num_records": size}),
-        "releases": sum(account.releases.values()),
-        "steps": account.steps,
-        "epsilon_budget": finite_or_none(account.epsilon_budget),
-        "delta": account.delta,
-        "epsilon_spent": finite_or_none(account.epsilon),
+    values: dict[str, Sequence[Any]] = {
+        "client": (client,),
+        "releases": (sum(account.releases.values()),),
+        "steps": (account.steps,),
+        "epsilon_budget": (finite_or_none(account.epsilon_budget),),
+        "delta": (account.delta,),
+        "epsilon_spent": (finite_or_none(promise.epsilon),),
     }
+    if sizes is not None:
+        values["num_records"] = (size,)
+    return values
 
 
-def _check_rows(path: Path, name: str, result: dict[str, Any], expected: Sequence[Mapping[str, Any]]) -> None:
-    rows = result.get("clients")
-    if not isinstance(rows, list) or [type(row) for row in rows] != [dict] * len(expected):
-        raise _differs(path, name, f"hold {len(expected)} clients, as the ledger does", rows)
-    for client, (row, values) in enumerate(zip(rows, expected, strict=True)):
-        filtered = FILTER in str(result.get("guarantee", row.get("accountant")))
-        for key, value in values.items():
-            stated = row.get(key)
-            if not (_same_epsilon(stated, value, filtered) if key in _EPSILONS else stated == value):
-                raise _differs(path, name, f"state {key} {value!r} of client {client}, as the ledger does", stated)
+def _of_noise(events: Sequence[Event], size: object) -> dict[str, Sequence[Any]]:
+    """Return the allowed noise and batch sizes of a client that has done all rounds: those of its releases.
+
+    They are those of the most frequent planned release, which a single release need not be.
+    """
+    noised = [event for event in events if isinstance(event, NoisedEvent)]
+    if len(noised) < 2:
+        return {}
+    sizes = [round(event.sample_rate * size) for event in noised] if isinstance(size, int) else []
+    values: dict[str, list[Any]] = {
+        "noise_multiplier": [event.noise_multiplier or 0.0 for event in noised],
+        "batch_size": sizes,
+    }
+    return {key: [*dict.fromkeys(allowed)] for key, allowed in values.items() if allowed}
 
 
-def _same_epsilon(stated: object, value: float | None, filtered: bool) -> bool:
-    """Whether an epsilon is that of the ledger, except for last digits, or at least that of a privacy filter."""
-    value, stated = _number(value), _number(stated)
-    return math.isclose(stated, value, rel_tol=1e-4, abs_tol=1e-6) or (filtered and stated >= value)
+def _as_stated(promise: Guarantee, account: Account, epsilon: object, text: str, drawn: str) -> Guarantee:
+    """Return the ledger's guarantee of a client with what the writer knew more exactly, or knew of the plan.
+
+    These are the last digits of epsilon, the budget of a privacy filter, and how batches are drawn that were planned
+    and never released. `text` is what the file states.
+    """
+    stated = _number(epsilon)
+    samplings = (promise.sampling, drawn, *(() if account.steps else ("full batches",)))
+    promise = replace(promise, sampling=next((one for one in samplings if one in text), promise.sampling))
+    same = math.isclose(stated, promise.epsilon, rel_tol=1e-6, abs_tol=2e-6)
+    if same or (FILTER in text and promise.epsilon <= stated <= account.epsilon_budget):
+        promise = replace(promise, epsilon=stated)
+    return replace(promise, accountant=f"{promise.accountant}, {FILTER}") if FILTER in text else promise
 
 
-def _words(result: Mapping[str, Any], accounts: Sequence[Account], weakest: Guarantee) -> str:
-    """Return the guarantee of the weakest client in words; that of a privacy filter states its whole budget."""
-    if FILTER in str(result.get("guarantee")):
-        spent = [_number(row.get("epsilon_spent")) for row in result["clients"]]
-        delta = accounts[spent.index(max(spent))].delta
-        weakest = replace(weakest, epsilon=max(spent), delta=delta, accountant=f"{weakest.accountant}, {FILTER}")
-    return weakest.words()
+def _check(path: Path, name: str, whose: str, stated: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
+    for key, values in allowed.items():
+        if (got := stated.get(key)) not in values:
+            if isinstance(got, str) and len(values) == 1 and isinstance(values[0], str):
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(got, values[0], strict=False))
+                start = max(0, len([*same]) - 20)  # a few letters before the difference
+                got, values = got[start:], [values[0][start:]]
+            must = " or ".join(map(repr, values[:5]))
+            raise _differs(path, name, f"state {key} {must}{whose}, as the ledger does", got)
 
 
-def _number(value: object) -> float:
+def _check_keys(path: Path, name: str, stated: Iterable[str], known: Iterable[str]) -> None:
+    if more := [key for key in stated if key not in known]:
+        raise _differs(path, name, "hold what a run writes only", more)
+
+
+def _number(value: Any) -> float:
     """Return the number in a JSON file, where null is infinite; nan for anything else."""
-    return math.inf if value is None else float(value) if isinstance(value, int | float) else math.nan
+    return math.inf if value is None else float(value) if type(value) in (int, float) else math.nan
 
 
 def _object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        content = None
+    raw, content = read_small(file) or b"", None
+    with contextlib.suppress(ValueError):
+        content = parsed(raw)
     if not isinstance(content, dict):
-        raise _differs(file, file.name, "be a JSON object", "no such content")
+        raise _differs(file, file.name, "be a JSON object with each key once", raw[:80])
     return content
 
 

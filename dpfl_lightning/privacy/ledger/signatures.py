@@ -1,6 +1,5 @@
 """Signatures of a ledger's head by the clients, so that only a holder of their keys can rewrite the ledger."""
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.privacy.ledger.file import Head, Verified, check_lag
+from dpfl_lightning.privacy.ledger.file import Head, Verified, check_lag, parsed, read_small
 from dpfl_lightning.runtime.files import write_atomically
 
 PrivateKeys = Mapping[int, Ed25519PrivateKey]
@@ -79,14 +78,14 @@ def write_signatures(path: Path, head: Head, keys: PrivateKeys) -> None:
 
 def read_signatures(path: Path) -> Signed | None:
     """Return the signatures beside a ledger, None if there is no such file. Raises UserError if it is damaged."""
-    content = b""
-    with contextlib.suppress(FileNotFoundError):
-        content = signature_file(path).read_bytes()
-    if not content:
+    content = read_small(signature_file(path))
+    if content is None:
         return None
     try:
-        fields = json.loads(content)
+        fields = parsed(content)
         signatures = {int(client): bytes.fromhex(text) for client, text in fields["signatures"].items()}
+        if not signatures:
+            raise ValueError("no signature")
         return Signed(Head.of(fields["head"]), signatures)
     except (ValueError, TypeError, KeyError, AttributeError):
         must = f"must hold a head and hexadecimal signatures of clients for `{path.name}`"
@@ -135,7 +134,8 @@ def _is_valid(key: Ed25519PublicKey, signed: Signed, client: int) -> bool:
 def _files(folder: Path, option: str, clients: int) -> dict[int, Path]:
     """Return the files of keys by client, in order."""
     advice = "Make keys by `openssl genpkey -algorithm ed25519 -out client-0.pem`."
-    require(folder.is_dir(), option, "be a folder with a key client-<number>.pem for each client", str(folder), advice)
+    must = "be a folder with a key client-<number>.pem for each client"
+    require(folder.is_dir(), option, must, str(folder.absolute()), f"Give its path if it was moved. {advice}")
     names = {f"client-{client}.pem": client for client in range(clients)}
     files = {path.name: path for path in folder.glob("*.pem")}
     require(bool(files), option, "hold at least one key client-<number>.pem", f"none in {folder}", advice)

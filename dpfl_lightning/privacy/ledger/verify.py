@@ -26,7 +26,7 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
-from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_results, heads_of, results_of
+from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_finished, check_results, heads_of, results_of
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.files import write_atomically
 from dpfl_lightning.runtime.text import columns
@@ -67,15 +67,16 @@ def ledger_of(folder: str | Path) -> Path:
 class VerifiedLedger:
     """A verified ledger with its clients' events, and what was found beside it.
 
-    `results` are the files of a finished run, `signed` the clients that signed the head, and `proven` those of them
-    whose signatures a public key proved.
+    `results` are the files of a finished run, `signed` the head that clients signed, and `proven` those of
+    them whose signatures a public key proved.
     """
 
     path: Path
     verified: Verified
-    charges: Mapping[int, Sequence[Charge]]
+    events: Mapping[int, Sequence[Event]]
+    releases: Mapping[int, Counter[str]]
     results: Mapping[str, dict[str, Any]]
-    signed: tuple[int, ...]
+    signed: signatures.Signed | None
     proven: tuple[int, ...]
 
 
@@ -107,7 +108,8 @@ class LedgerReport:
                     "sampling": one.verified.header.sampling,
                     "caveats": list(one.verified.header.caveats),
                     "compared_with": list(one.results),
-                    "signed_by": list(one.signed),
+                    "signed_by": [] if one.signed is None else list(one.signed.signatures),
+                    "signed_lines": 0 if one.signed is None else one.signed.head.lines,
                     "signatures_verified": list(one.proven),
                 }
                 for one in self.ledgers
@@ -118,11 +120,14 @@ class LedgerReport:
             "clients": rows,
         }
 
-    def guarantee_of(self, client: int, epsilon: float, method: str) -> Guarantee:
-        """Return the guarantee of a client of the first ledger with a known epsilon."""
+    def guarantees(self) -> list[Guarantee]:
+        """Return the guarantee of each client of one ledger, without overrides."""
         header = self.ledgers[0].verified.header
-        accountant = get_accountant(self.accountant, header.adjacency)
-        return _guarantee(self.events[client], self.accounts[client].delta, accountant, header, (epsilon, method))
+        accountant, known = get_accountant(header.accountant, header.adjacency), {}
+        for events, account in zip(self.events, self.accounts, strict=True):
+            if (id(events), account.delta) not in known:  # clients with equal events share them
+                known[id(events), account.delta] = _promise(events, account.delta, account.epsilon, accountant, header)
+        return [known[id(events), account.delta] for events, account in zip(self.events, self.accounts, strict=True)]
 
     def export(self, path: Path) -> None:
         """Write every client's events for dp_accounting to a new file."""
@@ -175,28 +180,43 @@ def read(
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     ledgers = [_verified(path, public_keys) for path in paths]
-    report = _composed(ledgers, accountant, delta)
+    try:
+        report = _composed(ledgers, accountant, delta)
+    except UserError as error:
+        if accountant is not None or delta is not None or len(paths) > 1:
+            raise
+        raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
     for ledger in ledgers:
         if ledger.results:
             alone = report if len(ledgers) == 1 and not report.overrides else _composed([ledger])
-            found = (ledger.verified, alone.accounts, alone.weakest, alone.guarantee_of)
-            check_results(ledger.path, ledger.results, *found)
+            stated = (alone.accounts, alone.events, alone.guarantees())
+            check_results(ledger.path, ledger.results, ledger.verified.header, *stated)
     return report
 
 
 def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
     """Verify one ledger against everything that lies beside it, without composing its events."""
-    charges: defaultdict[int, list[Charge]] = defaultdict(list)
+    kinds: dict[Event, Event] = {}  # one object for equal events: most are equal
+    events: defaultdict[int, list[Event]] = defaultdict(list)
+    releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+    def take(charge: Charge) -> None:
+        events[charge.client].append(kinds.setdefault(charge.event, charge.event))
+        releases[charge.client][charge.purpose] += 1
+
     for file in (path, head_file(path), signatures.signature_file(path), *(path.with_name(name) for name in RESULTS)):
         must, advice = "be a file in the run's folder", "Name the folder that holds the files of the run."
         require(not file.is_symlink(), str(file), must, f"a link to {file.resolve()}", advice)
+        require(file.is_file() or not file.exists(), str(file), must, "a folder or a device", advice)
     results, signed = results_of(path), signatures.read_signatures(path)
     known = {**heads_of(path, results), **signatures.signed_head(path, signed)}
-    verified = verify(path, lambda charge: charges[charge.client].append(charge), known)
+    verified = verify(path, take, known)
     clients = len(verified.header.delta)
     keys = {} if public_keys is None else signatures.public_keys(Path(public_keys), clients)
     signatures.check(path, signed, keys, verified)
-    return VerifiedLedger(path, verified, charges, results, tuple(signed.signatures if signed else ()), tuple(keys))
+    if results:
+        check_finished(path, {**known, "`ledger.head`": verified.head}, verified)
+    return VerifiedLedger(path, verified, events, releases, results, signed, tuple(keys))
 
 
 def _composed(
@@ -207,9 +227,9 @@ def _composed(
     events: defaultdict[int, list[int]] = defaultdict(list)  # client -> numbers of its events
     releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for ledger in ledgers:
-        for client, charges in ledger.charges.items():
-            events[client] += [kinds.setdefault(charge.event, len(kinds)) for charge in charges]
-            releases[client].update(charge.purpose for charge in charges)
+        for client, known in ledger.events.items():
+            events[client] += [kinds.setdefault(event, len(kinds)) for event in known]
+            releases[client].update(ledger.releases[client])
     header, known_events = _together([ledger.verified.header for ledger in ledgers], accountant), list(kinds)
     chosen = get_accountant(header.accountant, header.adjacency)
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
@@ -256,7 +276,9 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     )
 
 
-def _promise(events: list[Event], delta: float, epsilon: float, accountant: Accountant, header: Header) -> Guarantee:
+def _promise(
+    events: Sequence[Event], delta: float, epsilon: float, accountant: Accountant, header: Header
+) -> Guarantee:
     """Return the guarantee of events with known epsilon. For RDP, `bound` is avoided because it would import torch."""
     if type(accountant) is Rdp:
         pure = rounded_up(composed(events, delta).pure(accountant.sensitivity), 6)
@@ -286,9 +308,18 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
     )
     results = "There is no result.json beside it: the run has not finished, or this is a copy of its ledger."
     if ledger.results:
-        results = f"It agrees with {' and '.join(ledger.results)} beside it."
-    if ledger.proven:
-        signed = f"Its end was signed by the holders of the keys of client {', '.join(map(str, ledger.proven))}."
+        results = (
+            f"{' and '.join(ledger.results)} beside it state{'s' * (len(ledger.results) == 1)} its end, and the "
+            "budgets, deltas, epsilons, numbers of releases and guarantees that follow from it."
+        )
+    if ledger.signed and ledger.proven:
+        unsigned = end.lines - ledger.signed.head.lines
+        which = f"first {ledger.signed.head.lines} lines were" if unsigned else "end was"
+        signed = f"Its {which} signed by the holders of the keys of client {', '.join(map(str, ledger.proven))}."
+        if unsigned:
+            signed += (
+                f" The last {unsigned} are unsigned: a charge in progress, a crash, or lines that somebody appended."
+            )
     else:
         whether = "No client signed it" if not ledger.signed else "Its signatures were not verified (--public_keys)"
         signed = (
