@@ -122,7 +122,7 @@ def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypat
         for engine in engines:
             witness.forget()
             with tempfile.TemporaryDirectory() as folder:
-                privacy = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY)
+                privacy = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY, accountant="rdp")
                 clients = ClientOptions(batch_size=batches, local_epochs=local_epochs)
                 options = {"engine": ENGINES[engine](), "rounds": rounds, "output_dir": f"{folder}/run"}
                 loop = make_loop(population, ClientModule(small_net()), privacy, clients, **options)
@@ -137,7 +137,7 @@ def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypat
                 expected_draws[n, event.sample_rate] += steps
                 mechanism = Gaussian(1.0, event.noise_multiplier, event.sample_rate, event.sample_rate * n)
                 expected_noise[mechanism] += steps
-                spent = get_accountant("pld").epsilon(loop.clients.budgets.ledger.events(client), 1e-3)
+                spent = get_accountant("rdp").epsilon(loop.clients.budgets.ledger.events(client), 1e-3)
                 assert spent == loop.clients.budgets.guarantees()[client].epsilon <= 8.0
             assert witness.drawn == expected_draws, engine
             assert witness.noised == expected_noise, engine

@@ -134,7 +134,8 @@ def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
         assert copy.run(resume=True).finished
         assert len(read_ledger(copy.clients.folder.ledger_file)) == 4 * 4, "each copy pays for the round again"
     assert len(updates) == 8
-    assert not any(torch.isclose(one, other).any() for one, other in itertools.combinations(updates, 2))
+    for one, other in itertools.combinations(updates, 2):
+        assert torch.isclose(one, other).float().mean() < 0.05, "single numbers of two updates may be close by chance"
 
 
 def test_a_run_that_ended_early_stays_ended_and_asks_and_charges_nothing(make_loop):

@@ -85,7 +85,7 @@ def test_exact_times_are_an_option_that_every_guarantee_states(make_loop):
 def test_a_resumed_run_cannot_ask_for_exact_times(make_loop):
     loop = make_loop(privacy=PRIVACY, rounds=2)
     loop.run()
-    with pytest.raises(UserError, match="`caveats` must stay"):
+    with pytest.raises(UserError, match=r"`evaluation\.exact_times` must stay"):
         make_loop(privacy=PRIVACY, rounds=2, exact_times=True, output_dir=loop.output_dir).run(resume=True)
 
 

@@ -60,7 +60,8 @@ def pld_epsilon(releases: Composed, mu: float, delta: float, adjacency: str, rdp
     counts = [n for _, _, n in sampled] + [n for _, n in releases.laplace] + [n for _, n in releases.selection]
     tail = float(math.floor(math.log(delta) + math.log(_SHARE / (sum(counts) + 1))))
     reach = max((_reach(rate, sensitivity / noise, tail) for rate, noise, _ in sampled), default=0.0)
-    mesh = max(_mesh(scale, sum(counts) + 1, delta), reach / _MOST_CELLS)
+    bounded = bool(releases.laplace or releases.selection)  # losses with an end, which the grid rounds up
+    mesh = max(_mesh(scale, max(sum(counts) + 1, 500 if bounded else 20), delta), reach / _MOST_CELLS)
     sides: list[list[tuple[Loss, int]]] = [[], []]  # the record is in the first or the second data set
     for rate, noise, steps in sampled:
         for side, loss in zip(sides, _sampled_gaussian(rate, noise, adjacency, mesh, tail), strict=True):
@@ -97,7 +98,7 @@ def _scale(releases: Composed, mu: float, delta: float, sensitivity: int, rdp_ep
 def _mesh(scale: float, count: int, delta: float) -> float:
     """Return a grid's spacing. Rounding adds a variance of about mesh^2 / 4 to each of `count` losses."""
     epsilon = scale * math.sqrt(-2 * math.log(delta))
-    mesh = scale * min(0.07, 0.16 / math.sqrt(epsilon)) / math.sqrt(max(count, 500))
+    mesh = scale * min(0.07, 0.16 / math.sqrt(epsilon)) / math.sqrt(count)
     return 2.0 ** (math.floor(2 * math.log2(mesh)) / 2)  # few distinct spacings, so that losses can be reused
 
 

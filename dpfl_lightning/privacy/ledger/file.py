@@ -330,7 +330,7 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
         if (
             all(type(value) is int and 0 <= value < 2**63 for value in counts)
             and all(type(value) is str and value.replace("\n", " ").isprintable() for value in texts)
-                and charge.purpose.isprintable()
+            and charge.purpose.isprintable()
             and all(type(value) in (int, float) for value in numbers)
             and charge.client < clients
         ):
