@@ -236,7 +236,7 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("--epsilon 1 --first_round_noise_multiplier 5", "must be left out unless first_round is full, got 5.0. Add"),
         (f"{FULL} -1", "`first_round_noise_multiplier` must be at least 0 and finite, got -1.0"),
         (f"{FULL} 5 --participations 1", "must be left out for a client with one participation and a budget, got 5.0"),
-        (f"{FULL} 1", "`epsilon` must be above 3.80446, the cost of first_round with the given noise"),
+        (f"{FULL} 1", "the cost of first_round with the given noise at delta 0.0001, got 1. Raise it"),
         (f"{FULL} 0", "`epsilon` must be above the cost of first_round with the given noise, which is unbounded,"),
         ("--epsilon 1 --selections -1", "`selections` must be at least 0, got -1"),
         ("--epsilon 1 --selections 2", "`selection_epsilon` must be a number if selections is above 0, got None"),
