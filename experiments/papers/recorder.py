@@ -62,8 +62,9 @@ class NoiseRecorder(Recorder):
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         values = super()._values(view, result)
-        noise = fmean(client["noise_multiplier"] for client in result.clients)
-        return {**values, "accuracy": values.get("test_accuracy", values.get("accuracy")), "noise_multiplier": noise}
+        noises = [client["noise_multiplier"] for client in result.clients]
+        accuracy = values.get("test_accuracy", values.get("accuracy"))
+        return {**values, "accuracy": accuracy, "noise_multiplier": fmean(noise for noise in noises if noise)}
 
 
 class FirstRoundOnly(Strategy):
