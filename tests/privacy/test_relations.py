@@ -124,11 +124,11 @@ def test_both_directions_of_a_removal_are_composed(monkeypatch):
     """With the removed record left out, the value would still be right for this pair, and smaller."""
     from dpfl_lightning.privacy.accounting import pld
 
-    events, real = [GaussianEvent(0.3, 0.8, 5)], pld._sampled_gaussian
+    events, real = [GaussianEvent(0.3, 0.8, 5)], pld._gaussian
     both = Pld().epsilon(events, 1e-5)
     alone = []
     for side in (0, 1):
-        monkeypatch.setattr(pld, "_sampled_gaussian", lambda *args, side=side: (real(*args)[side],) * 2)
+        monkeypatch.setattr(pld, "_gaussian", lambda *args, side=side: (real(*args)[side],) * 2)
         alone.append(Pld().epsilon(events, 1e-5))
     assert both == alone[0] > alone[1]
 

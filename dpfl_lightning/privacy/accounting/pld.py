@@ -64,9 +64,9 @@ def pld_epsilon(releases: Composed, mu: float, delta: float, adjacency: str, rdp
     mesh = max(_mesh(scale, max(sum(counts) + 1, 500 if bounded else 20), delta), reach / _MOST_CELLS)
     sides: list[list[tuple[Loss, int]]] = [[], []]  # the record is in the first or the second data set
     for rate, noise, steps in sampled:
-        for side, loss in zip(sides, _sampled_gaussian(rate, noise, adjacency, mesh, tail), strict=True):
+        for side, loss in zip(sides, _gaussian(rate, noise, adjacency, mesh, tail), strict=True):
             side.append((loss, steps))
-    symmetric = [(_gaussian(mu, mesh, tail), 1)] if mu else []
+    symmetric = [(_gaussian(1.0, 1 / mu, "add_remove", mesh, tail)[0], 1)] if mu else []
     symmetric += [(_laplace(sensitivity / noise, mesh), steps) for noise, steps in releases.laplace]
     for epsilon, count in releases.selection:
         whole, rest = divmod(count, _TOGETHER)
@@ -103,7 +103,7 @@ def _mesh(scale: float, count: int, delta: float) -> float:
 
 
 @functools.lru_cache(maxsize=128)
-def _sampled_gaussian(rate: float, noise: float, adjacency: str, mesh: float, tail: float) -> tuple[Loss, Loss]:
+def _gaussian(rate: float, noise: float, adjacency: str, mesh: float, tail: float) -> tuple[Loss, Loss]:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -117,14 +117,6 @@ def _sampled_gaussian(rate: float, noise: float, adjacency: str, mesh: float, ta
         neighboring_relation=relation,
     )
     return _loss_of(loss._pmf_remove), _loss_of(loss._pmf_add)
-
-
-@functools.lru_cache(maxsize=128)
-def _gaussian(mu: float, mesh: float, tail: float) -> Loss:
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    loss = pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=mesh, log_mass_truncation_bound=tail)
-    return _loss_of(loss._pmf_remove)
 
 
 @functools.lru_cache(maxsize=128)
