@@ -11,12 +11,11 @@ from torch import Tensor
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent, SelectionEvent
 from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
-from dpfl_lightning.privacy.noise import RandomGenerator, device_noise, integer_noise
+from dpfl_lightning.privacy.noise import PIECE, RandomGenerator, device_noise, integer_noise, noised_on_grid
 
 #: the noise covers `clip_norm` times this: it adds twice the rounding of the sum, and the grid (at most 1/400)
 ENLARGED = 1 + 2 * SUM_ROUNDING + 1 / 400
 _FINEST, _COARSEST = 2.0**-18, 2.0**-40  # grid steps, relative to the scale of the noise
-_MOST = 2.0**61  # largest sum in grid steps, so that adding integer noise does not overflow
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Mechanism:
        cover this.
     3. Rounding moves each of the P coordinates by at most g / 2, so `g n` differs by at most `sensitivity(P)`, which is
        the bound above plus `g sqrt(P)` (L2) or `g P` (L1).
-    4. The integers are added without rounding, as int64.
+    4. Both integers are float64 numbers without rounding, and float64 adds them to within the last bit: the result is a
+       function of the exact sum (and is the exact sum below 2^53).
 
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
     """
@@ -69,7 +69,7 @@ class Mechanism:
         """Return the grid step g for a sum of P numbers: a power of two, at most 2^-18 of the noise's scale.
 
         It adds at most 1/400 to the sensitivity, unless `noise_multiplier` times the norm of P ones is above
-        2.7 * 10^9: then the grid is coarser, so that 64 bits hold the noise, which covers the added sensitivity.
+        2.7 * 10^9: then the grid is coarser, so that float64 holds the noise, which covers the added sensitivity.
         """
         scale = self.noise_multiplier * self.clip_norm
         finest = min(scale * _FINEST, self.clip_norm / (400 * self._spread(numbers)))
@@ -85,22 +85,25 @@ class Mechanism:
             return 0.0
         return self.noise_multiplier * max(self.clip_norm * ENLARGED, self.sensitivity(numbers))
 
-    def noised_integers(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
-        """Return the release: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum."""
-        numbers = clipped_sum.numel()
-        step = self.grid(numbers)
-        integers = on_grid(clipped_sum, step)
-        return integers.add_(integer_noise(generator, self.clip_order == 1, self.noise_scale(numbers) / step, integers))
-
     def privatise(self, clipped_sum: Tensor, generator: RandomGenerator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return `(clipped_sum + noise) / expected_batch_size` in `dtype`, shape `[G, P]` kept; see `noised_integers`.
+        """Return `(clipped_sum + noise) / expected_batch_size` in `dtype`, shape `[G, P]` kept.
 
         An empty batch is a zero sum and gets the same noise. Without noise the sum is only divided.
         """
         if self.noise_multiplier == 0:
             return (clipped_sum / self.expected_batch_size).to(dtype)
-        integers = self.noised_integers(clipped_sum, generator).double()
-        return integers.mul_(self.grid(clipped_sum.numel()) / self.expected_batch_size).to(clipped_sum.device, dtype)
+        numbers = clipped_sum.numel()
+        step, laplace = self.grid(numbers), self.clip_order == 1
+        scale, unit = self.noise_scale(numbers) / step, step / self.expected_batch_size
+        if clipped_sum.device.type != "cpu":
+            integers = on_grid(clipped_sum, step)
+            integers.add_(integer_noise(generator, laplace, scale, integers))
+            return integers.mul_(unit).to(clipped_sum.device, dtype)
+        exact = clipped_sum.double().contiguous()
+        released = torch.empty_like(exact, dtype=dtype if dtype == torch.float32 else torch.float64)
+        for sums, out in zip(exact.view(-1).split(PIECE), released.view(-1).split(PIECE), strict=True):
+            noised_on_grid(sums, integer_noise(generator, laplace, scale, sums), step, unit, out)
+        return released.to(dtype)
 
     def event(self, steps: int) -> NoisedEvent:
         """Return the accounting event of `steps` calls of `privatise`."""
@@ -116,10 +119,10 @@ class Mechanism:
 
 
 def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
-    """Return `round(clipped_sum / step)`, int64, on a device that has float64."""
+    """Return `round(clipped_sum / step)`, float64, on a device that has it."""
     values = clipped_sum.cpu() if clipped_sum.device.type == "mps" else clipped_sum
     step = step.to(values.device) if isinstance(step, Tensor) else step
-    return (values.double() / step).round_().clamp_(-_MOST, _MOST).long()
+    return (values.double() / step).round_()
 
 
 @dataclass(frozen=True)

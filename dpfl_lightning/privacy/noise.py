@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from dpfl_lightning.privacy.accounting.guarantee import FRESH_NOISE, GPU_NOISE, SIMULATED_NOISE
 
 _ZEROS = bytes(1 << 16)  # plain text of the cipher: its encryption is the key stream, 64 KiB at a time
+PIECE = 1 << 15  # numbers of a sum that get their noise at once on a CPU: they stay in the caches
 
 
 class RandomGenerator:
@@ -49,9 +51,9 @@ class RandomGenerator:
         return (self.words(count).astype(np.float64) + 0.5) * 2.0**-64
 
     def integer_normals(self, count: int, scale: float) -> np.ndarray:
-        """Return normal numbers of mean 0 and std `scale` < 2^58, rounded to integers, `[count]` int64."""
+        """Return normal numbers of mean 0 and std `scale`, rounded to integers, `[count]` float64."""
         (try_first, retry, layers), words = _ziggurat(), self.words(count)
-        noise, rejected, settled = np.empty(count, np.int64), np.empty(count, np.int64), 0
+        noise, rejected, settled = np.empty(count), np.empty(count, np.int64), 0
         rejected = rejected[: try_first(words, *layers, scale, noise, rejected)]
         while settled < len(rejected):
             spare = self.words(4 * (len(rejected) - settled) + 2)
@@ -59,8 +61,8 @@ class RandomGenerator:
         return noise
 
     def integer_laplace(self, count: int, scale: float) -> np.ndarray:
-        """Return Laplace numbers of scale `scale`, rounded to integers, `[count]` int64."""
-        sizes = np.rint(self.exponential(count) * scale).astype(np.int64)
+        """Return Laplace numbers of scale `scale`, rounded to integers, `[count]` float64."""
+        sizes = np.rint(self.exponential(count) * scale)
         return np.where(self.words(count) >> np.uint64(63), sizes, -sizes)
 
     def exponential(self, count: int) -> np.ndarray:
@@ -137,7 +139,7 @@ def stream_words(purpose: str, *numbers: int) -> list[int]:
 
 
 def integer_noise(generator: RandomGenerator, laplace: bool, scale: float, like: Tensor) -> Tensor:
-    """Return rounded normal or Laplace numbers, int64, with the shape and the device of `like`."""
+    """Return rounded normal or Laplace numbers, float64, with the shape and the device of `like`."""
     if like.device.type == "cuda":
         return device_noise(generator.on(like.device), laplace, scale, like)
     draw = generator.integer_laplace if laplace else generator.integer_normals
@@ -151,7 +153,15 @@ def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tenso
         noise.exponential_(generator=generator).sub_(torch.empty_like(noise).exponential_(generator=generator))
     else:
         noise.normal_(generator=generator)
-    return noise.mul_(scale).round_().long()
+    return noise.mul_(scale).round_()
+
+
+def noised_on_grid(sums: Tensor, noise: Tensor, step: float, unit: float, released: Tensor) -> None:
+    """Fill `released` with `(round(sums / step) + noise) * unit`, in one pass over vectors of float64 on a CPU.
+
+    `step` is a power of two, and `released` may be float32.
+    """
+    _compiled(_add_on_grid)(sums.numpy(), noise.numpy(), 1 / step, unit, released.numpy())
 
 
 def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
@@ -176,25 +186,33 @@ def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
 @cache
 def _ziggurat() -> tuple[Any, Any, tuple[np.ndarray, np.ndarray, np.ndarray, float]]:
     """Return the two compiled loops and their tables."""
+    return _compiled(_first_tries), _compiled(_other_tries), _layers()
+
+
+@cache
+def _compiled(loop: Callable[..., Any]) -> Any:
     from dpfl_lightning.kernels.compiled import compiled  # importing numba takes half a second
 
-    return compiled(_first_tries), compiled(_other_tries), _layers()
+    return compiled(loop)
+
+
+def _add_on_grid(sums, noise, steps, unit, released):  # type: ignore[no-untyped-def]
+    for i in range(len(sums)):
+        released[i] = (np.rint(sums[i] * steps) + noise[i]) * unit
 
 
 def _first_tries(words, ends, heights, inside, begin, scale, noise, left):  # type: ignore[no-untyped-def]
-    """Fill `noise` from one word each if that suffices (63 of 64); store the others in `left`, return their count.
+    """Fill `noise` from one word each; store those that need more (one of 64) in `left` and return their count.
 
     8 bits of a word choose the layer, the upper 54 the signed position in it.
     """
     rejected = 0
-    for i in range(len(words)):
+    for i in range(len(words)):  # without a branch, which the processor could not predict
         layer = words[i] & np.uint64(255)
         step = float(np.int64(words[i]) >> np.int64(10)) + 0.5  # of 2^53 on either side
-        if abs(step) < inside[layer]:
-            noise[i] = np.int64(np.rint(step * (ends[layer] * 2.0**-53) * scale))
-        else:
-            left[rejected] = i
-            rejected += 1
+        noise[i] = np.rint(step * (ends[layer] * 2.0**-53) * scale)
+        left[rejected] = i
+        rejected += abs(step) >= inside[layer]
     return rejected
 
 
@@ -221,6 +239,6 @@ def _other_tries(words, left, spare, ends, heights, inside, begin, scale, noise,
             words[i] = spare[used + 1]
             used += 2
         if accepted:
-            noise[i] = np.int64(np.rint(x * scale))
+            noise[i] = np.rint(x * scale)
             settled += 1
     return settled

@@ -90,15 +90,22 @@ def test_noise_covers_the_sensitivity_also_where_the_grid_cannot_be_fine():
             assert mechanism.noise_scale(count) / mechanism.grid(count) < 2.0**55, "integers of 64 bits hold its tails"
 
 
-def test_noise_is_added_to_the_rounded_sum_exactly():
-    """The noise does not depend on the sum: two releases under one key differ by the rounded sums, bit for bit."""
+@pytest.mark.parametrize("piece", [200, 64])
+def test_noise_is_added_to_the_rounded_sum_exactly(piece, monkeypatch):
+    """The noise does not depend on the sum: two releases under one key differ by the rounded sums, bit for bit.
+
+    Pieces of a sum share the grid of the whole sum, and no noise is used in two of them.
+    """
+    monkeypatch.setattr("dpfl_lightning.privacy.mechanism.PIECE", piece)
     for kind, clip, z, _ in CASES[::3]:
         mechanism = kind(clip, z, 1.0, 32.0)
         sums = clip * torch.randn(5, 40, generator=torch.Generator().manual_seed(2)).double()
         sums[0, 0], sums[1, 1], step = 1e6 * clip, -1e-20 * clip, mechanism.grid(200)
-        added = mechanism.noised_integers(sums, rng(2)) - mechanism.noised_integers(torch.zeros_like(sums), rng(2))
-        assert torch.equal(added, (sums / step).round().long())
-        assert mechanism.noised_integers(sums.float(), rng(2)).dtype == torch.int64
+        noisy, noise = (mechanism.privatise(one, rng(2), torch.float64) for one in (sums, torch.zeros_like(sums)))
+        assert torch.equal((noisy - noise) / (step / 32.0), (sums / step).round())
+        assert len(noise.unique()) == noise.numel()
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(mechanism.privatise(sums, rng(2), dtype), noisy.to(dtype))
 
 
 def test_neighbours_on_the_grid_are_no_further_apart_than_the_sensitivity():
