@@ -227,12 +227,36 @@ class EmptyDraws(Streams):
         return generator
 
 
-@pytest.mark.parametrize("engine", ["fast", "stacked"])
-def test_an_engine_refuses_what_it_would_not_run(engine, make_loop):
-    for hook in ("training_step", "configure_optimizers"):
-        changed = type("Changed", (ClientModule,), {hook: lambda self, *args: None})
-        with pytest.raises(UserError, match=f"`{hook}`, got '{engine}'"):
-            make_loop(engine=ENGINES[engine](), module=changed(small_net())).run()
+class Adam(ClientModule):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.trainable, lr=self.task.learning_rate)
+
+
+class HalfSteps(ClientModule):
+    def training_step(self, batch, batch_idx):
+        before = self.flat
+        super().training_step(batch, batch_idx)
+        for parameter, value in zip(self.trainable, self.unflatten((before + self.flat) / 2).values(), strict=True):
+            parameter.data.copy_(value)
+
+
+@pytest.mark.parametrize("module", [Adam, HalfSteps])
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_engines_run_the_hooks_of_a_module(engine, module, batch_size, make_loop):
+    options = {"clients": ClientOptions(count=4, batch_size=batch_size, learning_rate=0.3)}
+    ours, reference, sgd = (
+        released(name, make_loop, module=kind(small_net()), **options)
+        for name, kind in ((engine, module), ("serial", module), ("serial", ClientModule))
+    )
+    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(reference, sgd, rtol=1e-2)
+
+
+def test_stacks_refuse_a_module_with_such_hooks(make_loop):
+    for module in (Adam, HalfSteps):
+        with pytest.raises(UserError, match="`configure_optimizers` or `training_step`, got 'stacked'"):
+            make_loop(engine=ENGINES["stacked"](), module=module(small_net())).run()
 
 
 def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):

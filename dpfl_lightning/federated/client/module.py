@@ -55,8 +55,8 @@ class ClientModule(Model, L.LightningModule):
     """The local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
 
     Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to `[B, num_classes]` (or `[B, 1]`, a regression).
-    To change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (engines `serial` and
-    `trainer`), or set `personal` to the names of parameters that stay with each client. Raises as `Model`.
+    To change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
+    `stacked`), or set `personal` to the names of parameters that stay with each client. Raises as `Model`.
 
     **Privacy** One `training_step` is one step of `task.mechanism`, which was charged beforehand. It adds noise before
     any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger and is
@@ -67,6 +67,12 @@ class ClientModule(Model, L.LightningModule):
         super().__init__(net)
         self.automatic_optimization = False
         self.task: LocalTask | None = None
+
+    @property
+    def plain_sgd(self) -> bool:
+        """Whether a step is plain SGD, which engines may compute in other ways: neither hook below is overridden."""
+        hooks = ("configure_optimizers", "training_step")
+        return all(getattr(type(self), hook) is getattr(ClientModule, hook) for hook in hooks)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD over the net; it sees noised gradients only, so any optimiser is post-processing."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 class FastEngine(SerialEngine):
     """Trains `workers` clients at the same time (None: one a core, one on a GPU), by plain SGD on one flat vector.
+
+    A module that overrides `configure_optimizers` or `training_step` is trained by these instead.
 
     Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else `vmap(grad)`; `description`
     says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
@@ -118,6 +120,8 @@ class FastEngine(SerialEngine):
                 task.cancel()
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+        if not self.module.plain_sgd:
+            return super().local_training(task, start, batches)
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
         for x, y in batches:
@@ -129,13 +133,7 @@ class FastEngine(SerialEngine):
 
 
 def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
-    """The clipped sum for the engine's module, and why; UserError if the module overrides a hook that is not called."""
+    """Return the clipped sum for the engine's module, and why."""
     module = engine.module
-    for hook in ("training_step", "configure_optimizers"):
-        if getattr(type(module), hook) is not getattr(ClientModule, hook):
-            raise UserError(
-                f"`engine.name` must be serial or trainer for a module that overrides `{hook}`, got {engine.name!r}, "
-                f"which never calls it. Use `engine: {{name: serial}}`."
-            )
     x, y = dummy_batch(engine.population, records=4, device=module.device)
     return clipped_sum_for(module.net, module.sample_loss, x, y)

@@ -18,7 +18,7 @@ MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
 def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
-    """Groups of rows of the plan that form one batch: one step, the same start and clip norm, few records.
+    """Groups of rows of the plan that form one batch: one SGD step, the same start and clip norm, few records.
 
     Groups follow from the clients' numbers, the size of the module and the job. The bits of a release therefore depend
     neither on workers and memory nor on other groups.
@@ -27,7 +27,8 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     alike = defaultdict(list)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
-        fits = plan.steps[row] == 1 and not module.personal and mechanism.expected_batch_size <= FEW_RECORDS
+        alone = plan.steps[row] > 1 or bool(module.personal) or not module.plain_sgd
+        fits = not alone and mechanism.expected_batch_size <= FEW_RECORDS
         block = client // most if fits else -1 - client  # a negative number is unique: a group of one
         alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
     return list(alike.values())

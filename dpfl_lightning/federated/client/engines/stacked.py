@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.engine import count_outcomes
@@ -58,6 +58,11 @@ class StackedEngine(SerialEngine):
         self.description = f"vmap over clients and records, gradients of {self.bytes >> 20} MiB at once"
 
     def choose_clipped_sum(self) -> ClippedSum:
+        must, advice = (
+            "be fast for a module that overrides `configure_optimizers` or `training_step`",
+            "Stacks use SGD.",
+        )
+        require(self.module.plain_sgd, "engine.name", must, self.name, advice)
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
