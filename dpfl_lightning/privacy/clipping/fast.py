@@ -359,7 +359,10 @@ def clipped_sum_for(
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
-    """Return the layers whose dropout is switched off: where a unit has no rule for it, it stays on and fails the check."""
+    """Return the layers whose dropout to switch off. Where no rule of a unit covers it, it stays on and fails the check.
+
+    A tapped forward pass draws dropout for each record.
+    """
     units = [unit.module for _, unit in _units(net)]
     inside = {id(m) for module in units for m in module.modules()}
     layers = [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]

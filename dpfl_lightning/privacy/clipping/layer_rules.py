@@ -323,8 +323,11 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
 
 def _scale_and_shift(params: Params, dy: Tensor, normalised: Tensor, shape: tuple[int, ...], dim: int) -> ByName:
     """Return `dgamma_j`, `dbeta_j`: sums over a dimension of the tensors viewed in this shape."""
-    weight = lambda: Dense((dy * normalised).reshape(shape).sum(dim))
-    return _only(params, weight=weight, bias=lambda: Dense(dy.reshape(shape).sum(dim)))
+
+    def summed(terms: Tensor) -> Grads:
+        return Dense(terms.reshape(shape).sum(dim))
+
+    return _only(params, weight=lambda: summed(dy * normalised), bias=lambda: summed(dy))
 
 
 def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:

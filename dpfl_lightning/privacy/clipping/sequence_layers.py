@@ -22,7 +22,6 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Rule,
     Unsupported,
     linear_gradients,
-    linear_rule,
 )
 from dpfl_lightning.privacy.clipping.reference import Params
 
@@ -74,13 +73,18 @@ def lstm_recurrence(
     layer: nn.Module, tap: Tap, suffix: str, x: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, State]:
     """Run one direction of one layer over x `[B, T, I]`; return outputs `[B, T, H]` and the last state."""
-    w_ih, w_hh, b_ih, b_hh = (getattr(layer, name + suffix, None) for name in _RECURRENT)
+    w_ih, w_hh, b_ih, b_hh = _weights(layer, suffix)
     gates = _time_major_linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
-    hiddens, cells = _lstm_steps(gates.detach(), w_hh, hidden, cell)
+    hiddens, cells, tanhs = _lstm_steps(gates.detach(), w_hh, hidden, cell)
     rule = functools.partial(_lstm_rule, suffix=suffix)
     gates = tap(suffix.lstrip("_"), rule, (x, hiddens[:-1].transpose(0, 1)), gates.transpose(0, 1))
-    output, hidden, cell = _LSTMBackward.apply(gates, hidden, cell, w_hh, hiddens, cells)
+    output, hidden, cell = _LSTMBackward.apply(gates, hidden, cell, w_hh, hiddens, cells, tanhs)
     return output, (hidden, cell)
+
+
+def _weights(layer: nn.Module, suffix: str) -> tuple[Any, ...]:
+    """Return both weights, and both biases or None, of one direction of one layer."""
+    return tuple(getattr(layer, name + suffix, None) for name in _RECURRENT)
 
 
 def _time_major_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,24 +101,26 @@ def _lstm_rule(layer: nn.Module, params: Params, inputs: Inputs, dgates: Tensor,
     )
 
 
-def _lstm_steps(gates: Tensor, w_hh: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all hidden states and cells `[T + 1, B, H]`.
+def _lstm_steps(gates: Tensor, w_hh: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all hidden states and cells `[T + 1, B, H]`, and the tangents of the cells after each step `[T, B, H]`.
 
     `gates` `[T, B, 4 H]` holds the inputs' part of the gates i, f, g, o, and afterwards the activated gates.
     """
     steps, size = len(gates), hidden.shape[1]
     hiddens, cells = (first.new_empty(steps + 1, *first.shape) for first in (hidden, cell))
     hiddens[0], cells[0] = hidden.detach(), cell.detach()
+    tanhs = torch.empty_like(cells[1:])
     h, c, recurrent = hiddens.unbind(), cells.unbind(), w_hh.detach().mT
-    for t, step in enumerate(gates.unbind()):
+    i, f, g, o = (gate.unbind() for gate in gates.chunk(4, dim=2))
+    i_and_f = gates[:, :, : 2 * size].unbind()
+    for t, (step, tanh) in enumerate(zip(gates.unbind(), tanhs.unbind(), strict=True)):
         step.addmm_(h[t], recurrent)
-        step[:, : 2 * size].sigmoid_()
-        step[:, 2 * size : 3 * size].tanh_()
-        step[:, 3 * size :].sigmoid_()
-        i, f, g, o = step.chunk(4, dim=1)
-        torch.mul(f, c[t], out=c[t + 1]).addcmul_(i, g)
-        torch.mul(o, c[t + 1].tanh(), out=h[t + 1])
-    return hiddens, cells
+        i_and_f[t].sigmoid_()
+        g[t].tanh_()
+        o[t].sigmoid_()
+        torch.mul(f[t], c[t], out=c[t + 1]).addcmul_(i[t], g[t])
+        torch.mul(o[t], torch.tanh(c[t + 1], out=tanh), out=h[t + 1])
+    return hiddens, cells, tanhs
 
 
 class _LSTMBackward(torch.autograd.Function):
@@ -122,35 +128,39 @@ class _LSTMBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, hidden: Tensor, cell: Tensor, w_hh: Tensor, hiddens: Tensor, cells: Tensor
+        ctx: Any, gates: Tensor, hidden: Tensor, cell: Tensor, w_hh: Tensor, hiddens: Tensor, *cells_and_tanhs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(gates, w_hh, cells)
-        return hiddens[1:].transpose(0, 1).clone(), hiddens[-1].clone(), cells[-1].clone()
+        ctx.save_for_backward(gates, w_hh, *cells_and_tanhs)
+        return hiddens[1:].transpose(0, 1).clone(), hiddens[-1].clone(), cells_and_tanhs[0][-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, doutput: Tensor, dhidden: Tensor, dcell: Tensor) -> tuple[Tensor | None, ...]:
-        gates, w_hh, cells = ctx.saved_tensors
+        gates, w_hh, cells, tanhs = ctx.saved_tensors
         i, f, g, o = gates.transpose(0, 1).chunk(4, dim=2)
-        tanh = cells[1:].tanh()
-        to_cell = o * (1 - tanh * tanh)
-        dgates = torch.stack(  # first the derivatives of cell and output by the gates
-            (g * i * (1 - i), cells[:-1] * f * (1 - f), i * (1 - g * g), tanh * o * (1 - o)), dim=2
-        )
-        dh, dc = dhidden, dcell.clone()
+        dgates = tanhs.new_empty(*tanhs.shape[:2], 4, tanhs.shape[2])
+        # at first the derivatives of the cell by its three gates, and of the output by the last one
+        to_i, to_f, to_g, to_o = dgates.unbind(2)
+        torch.addcmul(i, i, i, value=-1, out=to_i).mul_(g)
+        torch.addcmul(f, f, f, value=-1, out=to_f).mul_(cells[:-1])
+        torch.addcmul(i, i * g, g, value=-1, out=to_g)
+        torch.addcmul(o, o, o, value=-1, out=to_o).mul_(tanhs)
+        to_cell = torch.addcmul(o, o * tanhs, tanhs, value=-1).unbind()
+        of_cell, of_output, flat = dgates[:, :, :3].unbind(), to_o.unbind(), dgates.flatten(2).unbind()
+        dh, dc, f, doutputs = dhidden, dcell.clone(), f.unbind(), doutput.unbind(1)
         for t in reversed(range(len(dgates))):
-            dh = dh + doutput[:, t]
+            dh = dh + doutputs[t]
             dc.addcmul_(dh, to_cell[t])
-            dgates[t, :, :3].mul_(dc[:, None])
-            dgates[t, :, 3].mul_(dh)
+            of_cell[t].mul_(dc[:, None])
+            of_output[t].mul_(dh)
             dc.mul_(f[t])
-            dh = dgates[t].flatten(1) @ w_hh
-        return dgates.flatten(2).transpose(0, 1), dh, dc, None, None, None
+            dh = flat[t] @ w_hh
+        return dgates.flatten(2).transpose(0, 1), dh, dc, None, None, None, None
 
 
 def gru_recurrence(layer: nn.Module, tap: Tap, suffix: str, x: Tensor, hidden: Tensor) -> tuple[Tensor, State]:
     """Run one direction of one layer over x `[B, T, I]`; return outputs `[B, T, H]` and the last state."""
-    w_ih, w_hh, b_ih, b_hh = (getattr(layer, name + suffix, None) for name in _RECURRENT)
+    w_ih, w_hh, b_ih, b_hh = _weights(layer, suffix)
     gates = _time_major_linear(x, w_ih, b_ih)
     hiddens, candidates = _gru_steps(gates.detach(), w_hh, b_hh, hidden)
     reset = gates.detach()[:, :, : hidden.shape[1]].transpose(0, 1)
@@ -176,19 +186,18 @@ def _gru_steps(gates: Tensor, w_hh: Tensor, b_hh: Tensor | None, hidden: Tensor)
 
     `gates` `[T, B, 3 H]` holds the inputs' part of the gates r, z, n, and afterwards the activated gates.
     """
-    steps, size = len(gates), hidden.shape[1]
-    hiddens = hidden.new_empty(steps + 1, *hidden.shape)
-    hiddens[0] = hidden.detach()
-    candidates = torch.empty_like(hiddens[1:])
-    h, weight = hiddens.unbind(), w_hh.detach().mT
+    size, weight = hidden.shape[1], w_hh.detach().mT
     bias = w_hh.new_zeros(3 * size) if b_hh is None else b_hh.detach()
-    for t, step in enumerate(gates.unbind()):
-        recurrent = torch.addmm(bias, h[t], weight)
-        step[:, : 2 * size].add_(recurrent[:, : 2 * size]).sigmoid_()
-        r, z, n = step.chunk(3, dim=1)
-        candidates[t] = recurrent[:, 2 * size :]
-        n.addcmul_(r, candidates[t]).tanh_()
-        torch.lerp(n, h[t], z, out=h[t + 1])
+    hiddens, recurrent = hidden.new_empty(len(gates) + 1, *hidden.shape), torch.empty_like(gates)
+    hiddens[0] = hidden.detach()
+    h, r, z, n = hiddens.unbind(), *(gate.unbind() for gate in gates.chunk(3, dim=2))
+    r_and_z, from_h = (part[:, :, : 2 * size].unbind() for part in (gates, recurrent))
+    candidates = recurrent[:, :, 2 * size :]
+    for t, (step, candidate) in enumerate(zip(recurrent.unbind(), candidates.unbind(), strict=True)):
+        torch.addmm(bias, h[t], weight, out=step)
+        r_and_z[t].add_(from_h[t]).sigmoid_()
+        n[t].addcmul_(r[t], candidate).tanh_()
+        torch.lerp(n[t], h[t], z[t], out=h[t + 1])
     return hiddens, candidates
 
 
@@ -207,16 +216,23 @@ class _GRUBackward(torch.autograd.Function):
     def backward(ctx: Any, doutput: Tensor, dhidden: Tensor) -> tuple[Tensor | None, ...]:
         gates, w_hh, hiddens, candidates = ctx.saved_tensors
         r, z, n = gates.transpose(0, 1).chunk(3, dim=2)
-        to_new = (1 - z) * (1 - n * n)
-        drecurrent = torch.stack(  # first the derivatives of the hidden state by the hidden part of the gates
-            (to_new * candidates * r * (1 - r), (hiddens[:-1] - n) * z * (1 - z), to_new * r), dim=2
-        )
-        dh, dhiddens = dhidden, torch.empty_like(candidates)
-        for t in reversed(range(len(dhiddens))):
-            torch.add(dh, doutput[:, t], out=dhiddens[t])
-            drecurrent[t].mul_(dhiddens[t][:, None])
-            dh = torch.addmm(dhiddens[t] * z[t], drecurrent[t].flatten(1), w_hh)
-        drecurrent[:, :, 2] = to_new * dhiddens  # the inputs' part of the last gate is not reset
+        dhiddens = torch.empty_like(hiddens[1:])
+        drecurrent = dhiddens.new_empty(*dhiddens.shape[:2], 3, dhiddens.shape[2])
+        # at first the derivatives of the hidden state by the hidden part of the gates
+        to_r, to_z, to_n = drecurrent.unbind(2)
+        to_new = torch.addcmul(1 - z, (1 - z).mul_(n), n, value=-1)
+        torch.mul(to_new, r, out=to_n)
+        torch.addcmul(to_n, to_n, r, value=-1, out=to_r).mul_(candidates)
+        torch.addcmul(z, z, z, value=-1, out=to_z).mul_(hiddens[:-1] - n)
+        flat, z, doutputs = drecurrent.flatten(2).unbind(), z.unbind(), doutput.unbind(1)
+        steps = list(zip(dhiddens.unbind(), drecurrent.unbind(), strict=True))
+        dh = dhidden
+        for t in reversed(range(len(steps))):
+            total, parts = steps[t]
+            torch.add(dh, doutputs[t], out=total)
+            parts.mul_(total[:, None])
+            dh = torch.addmm(total * z[t], flat[t], w_hh)
+        torch.mul(to_new, dhiddens, out=to_n)  # the inputs' part of the last gate is not reset
         return drecurrent.flatten(2).transpose(0, 1), dh, None, None, None
 
 
