@@ -318,6 +318,50 @@ def test_model_equals_reference(name, dtype):
     assert_equals_reference(net, x, channels_last=name != "viewing", dtype=dtype)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer and a trainable product of low rank, which are layers or parameters of the module."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down = nn.Linear(4, 2, bias=False) if layers else nn.Parameter(torch.randn(2, 4))
+        self.up = nn.Linear(2, 4, bias=False) if layers else nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        if isinstance(self.up, nn.Linear):
+            return self.base(x) + self.up(self.down(x))
+        return F.linear(x, self.base.weight, self.base.bias) + x @ (self.up @ self.down).mT
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_adapters_of_low_rank_equal_reference(layers):
+    net = nn.Sequential(Adapted(layers), nn.Tanh(), Adapted(layers), nn.Flatten())
+    for dtype in TOLERANCE:
+        assert_equals_reference(net, torch.randn(5, 3, 4), dtype)
+    reason = clipped_sum_for(net, None, torch.empty(0, 3, 4), LABELS)[1]
+    vmapped = "but vmap for `0` (Adapted), `2` (Adapted)"
+    assert reason == f"fast: exact rules {'for all layers' if layers else vmapped}"
+
+
+def test_frozen_parameters_of_recurrent_layers_and_attention_are_left_out():
+    frozen = {
+        reading(nn.LSTM(1, 3, batch_first=True)): ["read.weight_ih_l0", "read.bias_hh_l0"],
+        reading(nn.GRU(1, 3, batch_first=True)): ["read.weight_hh_l0", "read.bias_ih_l0"],
+        sentences().eval(): ["1.layers.0.self_attn.in_proj_weight", "1.layers.1.self_attn.out_proj.bias"],
+    }
+    for net, names in frozen.items():
+        for name in names:
+            net.get_parameter(name).requires_grad_(False)
+        assert_equals_reference(net, torch.randint(7, (3, 4)) if names[0][0] == "1" else IMAGES[:3, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_rules_compute_nothing_for_frozen_parameters(name):
+    x, y = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 4, 4)
+    for layer in (nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(4)):
+        assert list(RULES[type(layer)](layer, {name: getattr(layer, name)}, (x,), y)) == [name]
+
+
 def test_frozen_parameters_and_subsets_are_left_out():
     net = cnn().eval()
     net[0].requires_grad_(False)

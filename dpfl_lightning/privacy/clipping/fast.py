@@ -258,7 +258,9 @@ class FastClippedSum:
         def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
             if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
                 raise Unsupported(f"`{name}` does not map tensors to one tensor")
-            note(name, unit, RULES.get(type(module), any_module_rule), inputs)
+            note(
+                name, unit, RULES.get(type(module)) or functools.partial(any_module_rule, fixed=_state(module)), inputs
+            )
             if output.device.type != "cpu" or not has_special_backward(module):
                 return watch(name, output)
             weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
@@ -298,6 +300,11 @@ class _Replaced:
 
     def remove(self) -> None:
         del self._module.forward
+
+
+def _state(module: nn.Module) -> Params:
+    """Return all parameters and buffers, which `functional_call` may swap out again."""
+    return {name: t.detach() for tensors in (module.named_parameters(), module.named_buffers()) for name, t in tensors}
 
 
 def _has_rule(module: nn.Module) -> bool:
@@ -359,9 +366,9 @@ def clipped_sum_for(
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
-    """Return the layers whose dropout to switch off. Where no rule of a unit covers it, it stays on and fails the check.
+    """Return the layers whose dropout is switched off, also the tapped ones, which draw it for each record.
 
-    A tapped forward pass draws dropout for each record.
+    No rule covers the dropout of other units: it stays on and fails the check.
     """
     units = [unit.module for _, unit in _units(net)]
     inside = {id(m) for module in units for m in module.modules()}

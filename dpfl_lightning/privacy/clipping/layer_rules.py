@@ -341,11 +341,14 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
     return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
 
 
-def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`."""
+def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor, fixed: Params) -> ByName:
+    """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`.
+
+    `fixed` are the other parameters and the buffers of the module in its forward pass.
+    """
 
     def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
-        pulled = vjp(lambda p: functional_call(module, p, tuple(a[None] for a in inputs)), dict(params))
+        pulled = vjp(lambda p: functional_call(module, {**fixed, **p}, tuple(a[None] for a in inputs)), dict(params))
         return pulled[1](dy[None])[0]
 
     return {name: Dense(grads) for name, grads in vmap(pull_back)(dy, *inputs).items()}
