@@ -91,7 +91,13 @@ def _rate(value: float, unit: str) -> str:
 
 
 def _work(name: str, found: Mapping[str, Any]) -> str:
-    shape = {"cnn_small": "random data of Fashion-MNIST's shape", "resnet18": "random data of CIFAR-10's shape"}
+    sequences = "random sequences of 32 words"
+    shape = {
+        "cnn_small": "random data of Fashion-MNIST's shape",
+        "resnet18": "random data of CIFAR-10's shape",
+        "lstm": sequences,
+        "transformer": sequences,
+    }
     repeats = len(found["seconds_per_round"]["ours"])
     return (
         f"- {name}: {found['clients']} clients x {found['records']:,} records, {shape[found['model']]}; "
