@@ -15,10 +15,10 @@ from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings
 from dpfl_lightning.algorithms.robust_pca import robust_pca as pca
-from experiments.speed import class_gradients, matching, measure, memory, peers, robust_pca
+from experiments.speed import class_gradients, layers, matching, measure, memory, peers, robust_pca
 from experiments.speed.__main__ import main
 from experiments.speed.baselines import build_net, contestants
-from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER
+from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES
 from experiments.speed.measure import startup
 from experiments.speed.peers import Peer
 from experiments.speed.report import report, write_page
@@ -106,11 +106,11 @@ def test_a_mistake_is_one_line_and_costs_no_time(argv, words, capsys, monkeypatc
 
 @contextmanager
 def counted_records():
-    """Records that reach a net's one linear layer."""
+    """Records that reach a net's last linear layer."""
     counts: list[int] = []
 
     def count(layer, inputs):
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, torch.nn.Linear) and layer.out_features == NUM_CLASSES:
             counts.append(len(inputs[0]))
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
@@ -119,7 +119,9 @@ def counted_records():
 
 
 @pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
-@pytest.mark.parametrize(("name", "changed"), [("common", {"records": 640}), ("small_clients", {})])
+@pytest.mark.parametrize(
+    ("name", "changed"), [("common", {"records": 640}), ("small_clients", {}), ("lstm", {}), ("transformer", {})]
+)
 def test_every_contestant_does_the_same_work(name, changed):
     """Each takes its records once, in expectation where batches are Poisson's, and the private ones are noised."""
     case = dataclasses.replace(CASES[name], clients=2, **changed)
@@ -216,6 +218,32 @@ def test_the_loops_class_gradients_are_ours():
     x, y = class_gradients.records(16, torch.device("cpu"))
     ours, theirs = (make(4, x, y)() for make in (class_gradients.ours, class_gradients.loop))
     assert ours.shape == theirs.shape and (ours - theirs).norm() < 1e-3 * theirs.norm()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("name", layers.LAYERS)
+def test_the_sums_over_a_layer_are_the_same(name):
+    """The same parameters stand in another order in Opacus' layers, so that norms are compared.
+
+    With `batch_first`, Opacus' attention (1.6) views heads as places: it is as much work, but another function.
+    """
+    build, build_for_opacus, _ = layers.LAYERS[name]
+    layer, other, x = build(), build_for_opacus(), layers.records(name, 3)
+    first, second = (getattr(module, "layer", module) for module in (layer, other))
+    second.load_state_dict(first.state_dict())
+    ours, theirs = layers.ours(layer, x)(), layers.opacus(other, x)()
+    assert ours.numel() == theirs.numel() and ours.norm() > 0
+    if name != "MultiheadAttention":
+        assert float(ours.norm()) == pytest.approx(float(theirs.norm()), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_layers_are_timed_beside_opacus(bench, monkeypatch):
+    monkeypatch.setattr(layers, "LAYERS", {name: layers.LAYERS[name] for name in ("LayerNorm", "GRU")})
+    out, err, results = bench("--cases", "layers", "--repeats", "2")
+    assert list(results["layers"]) == ["LayerNorm", "GRU"] and list(results["layers"]["GRU"]) == ["16", "64"]
+    assert all(times["ratio_vs_opacus"] > 0 for times in results["layers"]["GRU"].values())
+    assert "| GRU " in out and "GRU, batch 64: opacus, 2 of 2" in err
 
 
 @pytest.mark.slow

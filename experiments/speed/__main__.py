@@ -18,7 +18,7 @@ from experiments.speed.report import PAGE, report, write_page
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "startup", "memory")
+_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startup", "memory")
 
 
 @command
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from experiments.speed.class_gradients import class_gradient_times
+    from experiments.speed.layers import layer_times
     from experiments.speed.matching import matching_times
     from experiments.speed.measure import machine, measure, startup
     from experiments.speed.memory import peak_memory
@@ -63,6 +64,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             results[name] = matching_times(options.repeats, device, _say)
         elif name == "class_gradients":
             results[name] = class_gradient_times(options.repeats, device, _say)
+        elif name == "layers":
+            results[name] = layer_times(options.repeats, device, _say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -100,8 +103,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m experiments.speed",
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
-        "gradient matching, and a client's gradients of each class without privacy, beside plain loops; start-up; peak "
-        "memory for more and more clients (Fashion-MNIST). Takes minutes; tells its progress on stderr.",
+        "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
+        "over each kind of layer beside Opacus; start-up; peak memory for more and more clients (Fashion-MNIST). Takes "
+        "minutes; tells its progress on stderr.",
         exit_on_error=False,
         allow_abbrev=False,
     )

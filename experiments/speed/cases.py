@@ -18,7 +18,7 @@ HEAVY = ("torch", "lightning", "mlflow", "optuna", "matplotlib")
 class Case:
     """One round: every client takes one local epoch on its records, and the mean is the new model.
 
-    `unit` is what is counted a second, records or clients.
+    `unit` is what is counted a second, records or clients. Records are sequences of that many `words`, or numbers.
     """
 
     model: str
@@ -27,6 +27,7 @@ class Case:
     records: int
     batch_size: int
     unit: str = "records"
+    words: int = 0
 
     @property
     def work(self) -> int:
@@ -45,4 +46,6 @@ CASES = {
     "common": Case("cnn_small", (1, 28, 28), clients=20, records=2400, batch_size=64),
     "small_clients": Case("cnn_small", (1, 28, 28), clients=500, records=24, batch_size=24, unit="clients"),
     "resnet18": Case("resnet18", (3, 32, 32), clients=4, records=64, batch_size=32),
+    "lstm": Case("lstm", (32,), clients=4, records=256, batch_size=32, words=1000),
+    "transformer": Case("transformer", (32,), clients=4, records=256, batch_size=32, words=1000),
 }

@@ -100,23 +100,25 @@ def loop(width: int, device: torch.device) -> Step:
     return step
 
 
-def in_turns(name: str, ours: Step, loop: Step, repeats: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of a step, ours and the loop's, in turns of `steps` steps, after a warm-up, and their ratios."""
-    found: dict[str, list[float]] = {"seconds": [], "loop_seconds": []}
+def in_turns(
+    name: str, ours: Step, theirs: Step, repeats: int, steps: int, say: Callable[[str], None], rival: str = "loop"
+) -> dict[str, Any]:
+    """Seconds of a step, ours and the rival's, in turns of `steps` steps, after a warm-up, and their ratios."""
+    found: dict[str, list[float]] = {"seconds": [], f"{rival}_seconds": []}
     for repeat in range(repeats + 1):
-        for who, step, times in zip(("ours", "loop"), (ours, loop), found.values(), strict=True):
+        for who, step, times in zip(("ours", rival), (ours, theirs), found.values(), strict=True):
             begun = time.perf_counter()
             for _ in range(steps):
                 done = step()
             float(done.sum())  # waits for a GPU
             took = (time.perf_counter() - begun) / steps
             if repeat:
-                times.append(round(took, 4))
+                times.append(round(took, 6))
             say(f"{name}: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
-    ratios = [theirs / ours for ours, theirs in zip(*found.values(), strict=True)]
+    ratios = [b / a for a, b in zip(*found.values(), strict=True)]
     return {
-        "ratio_vs_loop": round(median(ratios), 3),
-        "range_vs_loop": [round(min(ratios), 3), round(max(ratios), 3)],
+        f"ratio_vs_{rival}": round(median(ratios), 3),
+        f"range_vs_{rival}": [round(min(ratios), 3), round(max(ratios), 3)],
         "threads": torch.get_num_threads(),
         **found,
     }

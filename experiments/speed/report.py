@@ -46,6 +46,8 @@ def report(results: Mapping[str, Any]) -> str:
         parts += _share_of_a_round(results)
     loops = [_beside_a_loop(words, results[name]) for name, words in _STEPS.items() if name in results]
     parts += ["\n".join(loops)] if loops else []
+    if "layers" in results:
+        parts += [_layers(results["layers"])]
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "memory" in results:
@@ -89,7 +91,13 @@ def _rate(value: float, unit: str) -> str:
 
 
 def _work(name: str, found: Mapping[str, Any]) -> str:
-    shape = {"cnn_small": "random data of Fashion-MNIST's shape", "resnet18": "random data of CIFAR-10's shape"}
+    sequences = "random sequences of 32 words"
+    shape = {
+        "cnn_small": "random data of Fashion-MNIST's shape",
+        "resnet18": "random data of CIFAR-10's shape",
+        "lstm": sequences,
+        "transformer": sequences,
+    }
     repeats = len(found["seconds_per_round"]["ours"])
     return (
         f"- {name}: {found['clients']} clients x {found['records']:,} records, {shape[found['model']]}; "
@@ -134,6 +142,19 @@ def _beside_a_loop(words: str, found: Mapping[str, Any]) -> str:
         f"{len(found['seconds'])}); a plain loop over the classes takes {theirs:,.0f} ms, "
         f"**{found['ratio_vs_loop']:.2f} times** as long "
         f"({found['range_vs_loop'][0]:.2f} to {found['range_vs_loop'][1]:.2f}; {found['threads']} threads)."
+    )
+
+
+def _layers(found: Mapping[str, Any]) -> str:
+    rows = []
+    for layer, batches in found.items():
+        for batch, times in batches.items():
+            ours, theirs = (1e6 * median(times[key]) / int(batch) for key in ("seconds", "opacus_seconds"))
+            ratio = f"**{times['ratio_vs_opacus']:.1f} x**", "{:.1f} to {:.1f}".format(*times["range_vs_opacus"])
+            rows.append([layer, batch, f"{ours:,.0f} us", f"{theirs:,.0f} us", *ratio])
+    return (
+        "Per record, one clipped sum over one layer beside the same sum of Opacus' per-record gradients, on one "
+        "thread:\n\n" + markdown(["layer", "batch", "ours", "Opacus", "ours is", "over repeats"], rows)
     )
 
 

@@ -1,5 +1,7 @@
 """One planted record moves no engine's sum by more than the clip norm, by whatever layer rule."""
 
+import itertools
+
 import mutants
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.layer_rules import RULES
+from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
 ENGINES = ("fast", "serial", "stacked")  # a Trainer's sums are the serial engine's: `test_mutants.py` runs it
 
@@ -29,7 +32,23 @@ class Tokens(nn.Module):
         return self.out(self.words(x.nan_to_num().abs().flatten(1).long() % 7).mean(dim=1))
 
 
+class Rows(nn.Module):
+    """Reads an image row by row."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(8 * layer.hidden_size if hasattr(layer, "hidden_size") else 64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0]
+        attends = isinstance(self.layer, nn.MultiheadAttention)
+        return self.out((self.layer(rows, rows, rows) if attends else self.layer(rows))[0].flatten(1))
+
+
 NETS = {
+    nn.LSTM: lambda: Rows(nn.LSTM(8, 4, batch_first=True)),
+    nn.GRU: lambda: Rows(nn.GRU(8, 4, batch_first=True)),
+    nn.MultiheadAttention: lambda: Rows(nn.MultiheadAttention(8, 2, batch_first=True)),
     nn.Linear: lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3)),
     nn.Conv2d: lambda: nn.Sequential(
         *(nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
@@ -65,13 +84,21 @@ def moves(net: nn.Module, engine: str) -> exact.Finding:
 
 
 def test_every_rule_has_a_net():
-    assert set(RULES) <= set(NETS)
+    assert {*RULES, *TAPPED} <= set(NETS)
+
+
+def slow(kind, engine) -> bool:
+    return engine == "stacked" or (engine == "serial" and kind in TAPPED)
 
 
 @pytest.mark.parametrize(
-    "engine", [one if one in ("fast", "serial") else pytest.param(one, marks=pytest.mark.e2e) for one in ENGINES]
+    ("kind", "engine"),
+    [
+        pytest.param(kind, engine, marks=[pytest.mark.e2e] * slow(kind, engine))
+        for kind, engine in itertools.product(NETS, ENGINES)
+    ],
+    ids=lambda one: getattr(one, "__name__", one),
 )
-@pytest.mark.parametrize("kind", NETS, ids=lambda kind: getattr(kind, "__name__", kind))
 def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monkeypatch):
     torch.manual_seed(0)
     net = NETS[kind]()

@@ -20,6 +20,7 @@ from dpfl_lightning.privacy.clipping import layer_rules
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Unsupported
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # norms hold what rounding may have taken
 
@@ -124,7 +125,51 @@ def embeddings(draw, batch):
     return nn.Embedding(4, 3, padding_idx=padding), tokens
 
 
+def recurrent(kind):
+    @st.composite
+    def layers(draw, batch):
+        depth = draw(st.integers(1, 2))
+        options = {"num_layers": depth, "bidirectional": draw(st.booleans()), "bias": draw(st.booleans())}
+        given_state, inputs = draw(st.booleans()), draw(st.integers(1, 3))
+        layer = kind(inputs, 4, batch_first=True, **options)
+
+        def forward(net, x):
+            directions = depth * (1 + options["bidirectional"])
+            state = x.mean(1)[:, :1].expand(len(x), 4).repeat(directions, 1, 1)  # it depends on the record
+            hx = (state, state.sin()) if kind is nn.LSTM else state
+            out, last = net.layer(x, hx if given_state else None)
+            states = last if isinstance(last, tuple) else (last,)
+            return torch.cat([out.flatten(1), *(state.transpose(0, 1).flatten(1) for state in states)], dim=1)
+
+        return Net(forward, layer=layer), torch.randn(batch, draw(st.integers(1, 5)), inputs)
+
+    return layers
+
+
+@st.composite
+def attentions(draw, batch):
+    """Self-attention behind a layer; the first place may always be read, so that no score is undefined."""
+    heads, places = draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    weights, causal, padded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    boolean = draw(st.booleans())
+
+    def forward(net, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(places).to(x.dtype) if causal else None
+        padding = (x[:, :, 0] > 0.5).index_fill(1, torch.tensor([0]), False) if padded else None
+        if padded and not boolean:
+            padding = torch.zeros_like(x[:, :, 0]).masked_fill(padding, -math.inf)
+        y = net.first(x)
+        out, scores = net.layer(y, y, y, key_padding_mask=padding, need_weights=weights, attn_mask=mask)
+        return torch.cat([out.flatten(1), scores.flatten(1)], dim=1) if weights else out
+
+    layer = nn.MultiheadAttention(4, heads, bias=draw(st.booleans()), batch_first=True)
+    return Net(forward, first=nn.Linear(4, 4), layer=layer), torch.randn(batch, places, 4)
+
+
 CASES = {
+    nn.LSTM: recurrent(nn.LSTM),
+    nn.GRU: recurrent(nn.GRU),
+    nn.MultiheadAttention: attentions,
     nn.Linear: linears,
     nn.Conv2d: convolutions,
     nn.GroupNorm: group_norms,
@@ -135,11 +180,25 @@ CASES = {
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("layer_type", CASES, ids=lambda t: getattr(t, "__name__", t))
+@pytest.mark.parametrize(
+    "layer_type", [kind for kind in CASES if kind not in TAPPED], ids=lambda t: getattr(t, "__name__", t)
+)
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_rule_equals_reference(layer_type, dtype, data):
-    assert set(CASES) == {*RULES, "convolution behind another"}, "every rule has a case"
+    assert set(CASES) == {*RULES, *TAPPED, "convolution behind another"}, "every rule has a case"
+    equals_reference(layer_type, dtype, data)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layer_type", TAPPED, ids=lambda t: t.__name__)
+@settings(max_examples=12, deadline=None, derandomize=True)  # the reference is slow
+@given(data=st.data())
+def test_tapped_layer_equals_reference(layer_type, dtype, data):
+    equals_reference(layer_type, dtype, data)
+
+
+def equals_reference(layer_type, dtype, data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))  # what hypothesis draws decides the tensors, too
     layer, x = data.draw(CASES[layer_type](data.draw(st.sampled_from([0, 1, 2, 5]))))
     assert_equals_reference(layer, x, dtype=dtype)
@@ -220,21 +279,34 @@ def tied():
     return net
 
 
-def attending():
+def attending(batch_first):
     def forward(net, x):
-        x = x[:, None]
-        return net.attend(x, x, x)[0].flatten(1)
+        x = x[:, None] if batch_first else x[None]
+        return net.attend(x, 1 * x, x)[0].view(-1, 3)
 
-    return Net(forward, attend=nn.MultiheadAttention(3, 1, batch_first=True))
+    return Net(forward, attend=nn.MultiheadAttention(3, 1, batch_first=batch_first))
+
+
+def reading(layer):
+    return Net(lambda net, x: net.read(x[:, :, None])[0].sum(1), read=layer)
 
 
 IMAGES, LABELS = torch.randn(7, 1, 8, 8), torch.arange(7) % 3
 ONE = nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1))
+
+
+def sentences():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(7, 8), encoder, nn.Flatten(), nn.Linear(32, 3))
+
+
 MODELS = {
     "cnn": cnn(),
     "residual": Net(residual, stem=nn.Conv2d(1, 8, 3, padding=1, bias=False), one=ONE, head=nn.Linear(8, 3)),
     "viewing": Net(viewing, conv=nn.Conv2d(1, 4, 3), pool=nn.MaxPool2d(2), head=nn.Linear(4 * 9, 3)),
     "tokens": Net(tokens, embed=nn.Embedding(7, 8), norm=nn.LayerNorm(8), mix=nn.Linear(8, 8), head=nn.Linear(8, 3)),
+    "sentences": sentences(),
 }
 
 
@@ -242,8 +314,52 @@ MODELS = {
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_model_equals_reference(name, dtype):
     net = copy.deepcopy(MODELS[name]).eval()  # dropout draws differ between two passes
-    x = torch.randint(0, 7, (5, 4)) if name == "tokens" else IMAGES
+    x = torch.randint(0, 7, (5, 4)) if name in ("tokens", "sentences") else IMAGES
     assert_equals_reference(net, x, channels_last=name != "viewing", dtype=dtype)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trainable product of low rank, which are layers or parameters of the module."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down = nn.Linear(4, 2, bias=False) if layers else nn.Parameter(torch.randn(2, 4))
+        self.up = nn.Linear(2, 4, bias=False) if layers else nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        if isinstance(self.up, nn.Linear):
+            return self.base(x) + self.up(self.down(x))
+        return F.linear(x, self.base.weight, self.base.bias) + x @ (self.up @ self.down).mT
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_adapters_of_low_rank_equal_reference(layers):
+    net = nn.Sequential(Adapted(layers), nn.Tanh(), Adapted(layers), nn.Flatten())
+    for dtype in TOLERANCE:
+        assert_equals_reference(net, torch.randn(5, 3, 4), dtype)
+    reason = clipped_sum_for(net, None, torch.empty(0, 3, 4), LABELS)[1]
+    vmapped = "but vmap for `0` (Adapted), `2` (Adapted)"
+    assert reason == f"fast: exact rules {'for all layers' if layers else vmapped}"
+
+
+def test_frozen_parameters_of_recurrent_layers_and_attention_are_left_out():
+    frozen = {
+        reading(nn.LSTM(1, 3, batch_first=True)): ["read.weight_ih_l0", "read.bias_hh_l0"],
+        reading(nn.GRU(1, 3, batch_first=True)): ["read.weight_hh_l0", "read.bias_ih_l0"],
+        sentences().eval(): ["1.layers.0.self_attn.in_proj_weight", "1.layers.1.self_attn.out_proj.bias"],
+    }
+    for net, names in frozen.items():
+        for name in names:
+            net.get_parameter(name).requires_grad_(False)
+        assert_equals_reference(net, torch.randint(7, (3, 4)) if names[0][0] == "1" else IMAGES[:3, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_rules_compute_nothing_for_frozen_parameters(name):
+    x, y = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 4, 4)
+    for layer in (nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(4)):
+        assert list(RULES[type(layer)](layer, {name: getattr(layer, name)}, (x,), y)) == [name]
 
 
 def test_frozen_parameters_and_subsets_are_left_out():
@@ -256,6 +372,10 @@ def test_frozen_parameters_and_subsets_are_left_out():
     torch.testing.assert_close(summed(FastClippedSum(net), some, *args), expected)
     with pytest.raises(Unsupported, match=r"0\.bias"):
         summed(FastClippedSum(net), params, *args)
+
+
+def test_dropout_of_an_encoder_is_no_obstacle():
+    assert clipped_sum_for(sentences(), None, torch.empty(0, 4).long(), LABELS)[1] == "fast: exact rules for all layers"
 
 
 @pytest.mark.parametrize("name", ["cnn", "residual", "viewing"])
@@ -281,7 +401,12 @@ REASONS = [
     (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), DIFFERS.format("first")),
     # mixes records: what one contributes depends on the others, so no sum over a batch is per record
     (linear_of_3(lambda net, x: net.layer(x - x.mean(0))), DIFFERS.format("layer")),
-    (attending(), "vmap: `attend` does not map tensors to one tensor"),
+    (attending(batch_first=False), "vmap: `attend` does not map tensors to one tensor"),
+    (attending(batch_first=True), "vmap: MultiheadAttention attends to something else than its query [B, T, E]"),
+    (reading(nn.RNN(1, 3, batch_first=True)), "vmap: `read` does not map tensors to one tensor"),
+    (reading(nn.LSTM(1, 4, proj_size=3, batch_first=True)), "vmap: `read` does not map tensors to one tensor"),
+    # dropout between layers and within attention is drawn for each record
+    (reading(nn.GRU(1, 3, 2, dropout=0.5, batch_first=True)), "fast: exact rules for all layers"),
 ]
 
 

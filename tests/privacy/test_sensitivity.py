@@ -58,6 +58,9 @@ NETS = {
     "group norm": (nn.GroupNorm(2, 4), (4, 3)),
     "layer norm": (nn.LayerNorm(6), (2, 6)),
     "embedding": (nn.Embedding(7, 3), (5,)),
+    "lstm": (Net(lambda net, x: net.read(x)[0], read=nn.LSTM(3, 4, batch_first=True)), (5, 3)),
+    "gru": (Net(lambda net, x: net.read(x)[0], read=nn.GRU(3, 4, batch_first=True)), (5, 3)),
+    "attention": (Net(lambda net, x: net.read(x, x, x)[0], read=nn.MultiheadAttention(4, 2, batch_first=True)), (3, 4)),
     "a module without a rule": (nn.Conv1d(2, 3, 2), (2, 5)),
 }
 

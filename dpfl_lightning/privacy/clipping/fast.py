@@ -26,6 +26,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     RULES,
     ByName,
     Inputs,
+    Rule,
     Unsupported,
     any_module_rule,
     conv2d_backward,
@@ -45,6 +46,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
     require_proved,
 )
+from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 
 CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
 CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -52,8 +54,6 @@ ACCELERATOR_CHUNK = 512  # records: few, large kernels; reduce it if memory runs
 CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 FEWEST_IN_A_CROWD = 24
 
-Calls = dict[str, Inputs]  # unit -> its inputs
-Edges = dict[str, GradientEdge]  # unit -> the edge of its output in the graph
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
 
@@ -64,9 +64,26 @@ class Unit:
     module: nn.Module
     names: dict[str, str]  # trainable parameters: name in the module -> name in the net
 
-    def in_net(self, by_name: ByName, params: Params) -> ByName:
-        """Select the gradients of `params` by local name, and return them under their names in the net."""
-        return {full: by_name[local] for local, full in self.names.items() if full in params}
+    def in_net(self, by_name: ByName) -> ByName:
+        """Return the gradients under the parameters' names in the net."""
+        return {self.names[local]: grads for local, grads in by_name.items()}
+
+    def local(self, params: Params) -> Params:
+        """Select those of `params` that are the unit's, under their local names."""
+        return {local: params[full] for local, full in self.names.items() if full in params}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rule reads of a unit's forward pass, or of a linear map in it."""
+
+    unit: Unit
+    rule: Rule
+    inputs: Inputs  # each `[B, ...]`
+
+
+Calls = dict[str, Call]  # by the name of the unit, or of the linear map in it
+Edges = dict[str, GradientEdge]  # of the outputs in the graph, by the same names
 
 
 def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
@@ -134,8 +151,8 @@ class FastClippedSum:
 
     def under_vmap(self) -> list[str]:
         """Describe the modules without a rule."""
-        others = {name: type(unit.module) for name, unit in self._units.items() if type(unit.module) not in RULES}
-        return [f"`{name or 'net'}` ({kind.__name__})" for name, kind in others.items()]
+        others = {name: unit.module for name, unit in self._units.items() if not _has_rule(unit.module)}
+        return [f"`{name or 'net'}` ({type(module).__name__})" for name, module in others.items()]
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
     def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
@@ -168,7 +185,7 @@ class FastClippedSum:
         """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
         with torch.no_grad():
             calls, dys, _ = self._pass(params, x, y, {})
-        return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
+        return {name: [*call.inputs, *([dys[name]] if name in dys else [])] for name, call in calls.items()}
 
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
@@ -180,16 +197,15 @@ class FastClippedSum:
         """Return the largest number of values that enter a unit for one record, at least 1."""
         with self._watched({}, {}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
-        return max(1, *(a[0].numel() for inputs in calls.values() for a in inputs))
+        return max(1, *(a[0].numel() for call in calls.values() for a in call.inputs))
 
     def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
         """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
         calls, dys, grads = self._pass(params, x, y, wanted)
         for name, dy in dys.items():
-            unit = self._units[name]
-            if unit_params := {local: wanted[full] for local, full in unit.names.items() if full in wanted}:
-                rule = RULES.get(type(unit.module), any_module_rule)
-                grads |= unit.in_net(rule(unit.module, unit_params, calls[name], dy), wanted)
+            call = calls[name]
+            if params_of_unit := call.unit.local(wanted):
+                grads |= call.unit.in_net(call.rule(call.unit.module, params_of_unit, call.inputs, dy))
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
@@ -208,8 +224,8 @@ class FastClippedSum:
         outputs: list[Any] = [*edges.values(), anchor]
         *output_grads, _ = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
         dys.update({name: dy for name, dy in zip(edges, output_grads, strict=True) if dy is not None})
-        for name, inputs in calls.items():
-            if any(a.shape[:1] != (len(x),) for a in (*inputs, *([dys[name]] if name in dys else []))):
+        for name, call in calls.items():
+            if any(a.shape[:1] != (len(x),) for a in (*call.inputs, *([dys[name]] if name in dys else []))):
                 raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
         return calls, dys, grads
 
@@ -217,41 +233,82 @@ class FastClippedSum:
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph, which begins behind an anchor.
 
-        A convolution on a CPU gets a special backward pass instead, which fills `grads`, or `dys` if none is wanted.
+        A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, which
+        fills `grads`, or `dys` if none is wanted.
         """
         calls: Calls = {}
         edges: Edges = {}
         anchor = torch.zeros((), requires_grad=True)
 
-        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        def note(name: str, unit: Unit, rule: Rule, inputs: Inputs) -> None:
             if name in calls:
                 raise Unsupported(f"`{name}` is used twice in one forward pass")
-            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
-                raise Unsupported(f"`{name}` does not map tensors to one tensor")
-            calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
-            if output.device.type == "cpu" and has_special_backward(module):
-                weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
+            calls[name] = Call(unit, rule, tuple(a.detach() for a in inputs))  # the graph would cause a reference cycle
 
-                def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                    if not wanted:
-                        dys[name] = dy
-                        return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
-                    by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
-                    grads.update(unit.in_net(by_name, wanted))
-                    return (dx,)
-
-                return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
+        def watch(name: str, output: Tensor) -> Tensor:
             entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
             edges[name] = get_gradient_edge(entered)
             return entered
 
-        handles = [u.module.register_forward_hook(functools.partial(hook, name, u)) for name, u in self._units.items()]
-        handles += [pool.register_forward_hook(_keep_format) for pool in self._pools]
+        def tap(unit_name: str, unit: Unit, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
+            name = f"{unit_name}.{part}" if unit_name else part
+            note(name, unit, rule, inputs)
+            return watch(name, output)
+
+        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
+                raise Unsupported(f"`{name}` does not map tensors to one tensor")
+            note(
+                name, unit, RULES.get(type(module)) or functools.partial(any_module_rule, fixed=_state(module)), inputs
+            )
+            if output.device.type != "cpu" or not has_special_backward(module):
+                return watch(name, output)
+            weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
+            x = calls[name].inputs[0]
+
+            def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                if not wanted:
+                    dys[name] = dy
+                    return (conv2d_dx(module, weight, x, dy) if needs[0] else None,)
+                by_name, dx = conv2d_backward(module, unit.local(wanted), weight, x, dy, needs[0], name in self.sparse)
+                grads.update(unit.in_net(by_name))
+                return (dx,)
+
+            return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
+
+        handles: list[Any] = [pool.register_forward_hook(_keep_format) for pool in self._pools]
+        for name, unit in self._units.items():
+            if forward := tapped_forward(unit.module):
+                handles.append(
+                    _Replaced(unit.module, functools.partial(forward, unit.module, functools.partial(tap, name, unit)))
+                )
+            else:
+                handles.append(unit.module.register_forward_hook(functools.partial(hook, name, unit)))
         try:
             yield calls, edges, anchor
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Replaced:
+    """Replaces the forward pass of a module until it is removed."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        module.forward = forward  # of this instance, which torch prefers to that of its class
+
+    def remove(self) -> None:
+        del self._module.forward
+
+
+def _state(module: nn.Module) -> Params:
+    """Return all parameters and buffers, which `functional_call` may swap out again."""
+    return {name: t.detach() for tensors in (module.named_parameters(), module.named_buffers()) for name, t in tensors}
+
+
+def _has_rule(module: nn.Module) -> bool:
+    return type(module) in RULES or tapped_forward(module) is not None
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -309,9 +366,14 @@ def clipped_sum_for(
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
-    """Return the dropout layers to switch off. No rule covers dropout in a unit: it stays on and fails the check."""
-    inside = {id(m) for _, unit in _units(net) for m in unit.module.modules()}
-    return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
+    """Return the layers whose dropout is switched off, also the tapped ones, which draw it for each record.
+
+    No rule covers the dropout of other units: it stays on and fails the check.
+    """
+    units = [unit.module for _, unit in _units(net)]
+    inside = {id(m) for module in units for m in module.modules()}
+    layers = [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
+    return layers + [module for module in units if tapped_forward(module)]
 
 
 def _reference_answers(

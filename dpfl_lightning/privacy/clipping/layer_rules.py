@@ -22,6 +22,8 @@ from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summin
 from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
 
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
+#: on a CPU, numbers of a gradient that are formed, measured and summed as fast as one position is summed in float64
+FORMED = 12_000
 
 
 class Unsupported(Exception):
@@ -195,11 +197,26 @@ def _never_form(steps: int, p: int, d: int) -> bool:
     return steps**2 * (p + d) < 32 * p * d
 
 
+def _only(params: Params, **forms: Callable[[], Grads]) -> ByName:
+    """Compute the gradients of the parameters that are wanted."""
+    return {name: form() for name, form in forms.items() if name in params}
+
+
+def linear_gradients(params: Params, x: Tensor, dy: Tensor, weight: str = "weight", bias: str = "bias") -> ByName:
+    """Return those of a linear map by these names: `dW_j = sum_t dy_jt x_jt^T`, `db_j = sum_t dy_jt`.
+
+    x is `[B, ..., d]`, and dy, the gradient of the output, `[B, ..., p]`.
+    """
+    x, dy = (a.reshape(len(a), math.prod(a.shape[1:-1]), a.shape[-1]) for a in (x, dy))
+    steps, p, d = dy.shape[1], dy.shape[2], x.shape[2]
+    factored = steps == 1 or (FORMED * steps < p * d if dy.device.type == "cpu" else _never_form(steps, p, d))
+    forms = {weight: lambda: Outer(dy, x) if factored else Dense(torch.bmm(dy.mT, x)), bias: lambda: Dense(dy.sum(1))}
+    return _only(params, **forms)
+
+
 def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dW_j = sum_t dy_jt x_jt^T`, `db_j = sum_t dy_jt`, for x `[B, ..., d]` and dy `[B, ..., p]`."""
-    x, dy = (a.reshape(len(a), math.prod(a.shape[1:-1]), a.shape[-1]) for a in (inputs[0], dy))
-    factored = _never_form(dy.shape[1], dy.shape[2], x.shape[2])
-    return {"weight": Outer(dy, x) if factored else Dense(torch.bmm(dy.mT, x)), "bias": Dense(dy.sum(1))}
+    """Return the gradients of `linear_gradients`."""
+    return linear_gradients(params, inputs[0], dy)
 
 
 def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
@@ -209,20 +226,22 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
     groups are the records; or a matmul over patches, for few input channels and on accelerators.
     """
     assert isinstance(layer, nn.Conv2d)
-    (x,) = inputs
+    forms = {"weight": lambda: _conv2d_weight_grads(layer, inputs[0], dy), "bias": lambda: Dense(dy.sum(dim=(2, 3)))}
+    return _only(params, **forms)
+
+
+def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Grads:
     out, positions, depth = layer.out_channels, dy.shape[2] * dy.shape[3], layer.weight[0].numel()
     window = (*layer.kernel_size, layer.in_channels)
     if layer.groups == 1 and _never_form(positions, out, depth):
-        weight: Grads = Outer(dy.flatten(2).mT, _patches(layer, x, dy).mT, (out, *window), (0, 1, 4, 2, 3))
-    elif layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
-        weight = Dense(_grouped_weight_grads(layer, x, dy))
-    elif out >= LANES:
+        return Outer(dy.flatten(2).mT, _patches(layer, x, dy).mT, (out, *window), (0, 1, 4, 2, 3))
+    if layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
+        return Dense(_grouped_weight_grads(layer, x, dy))
+    if out >= LANES:
         product = torch.bmm(_patches(layer, x, dy), dy.flatten(2).mT)
-        weight = Dense(product.view(-1, *window, out), (0, 4, 3, 1, 2))
-    else:
-        product = torch.bmm(dy.flatten(2), _patches(layer, x, dy).mT)
-        weight = Dense(product.view(-1, out, *window), (0, 1, 4, 2, 3))
-    return {"weight": weight, "bias": Dense(dy.sum(dim=(2, 3)))}
+        return Dense(product.view(-1, *window, out), (0, 4, 3, 1, 2))
+    product = torch.bmm(dy.flatten(2), _patches(layer, x, dy).mT)
+    return Dense(product.view(-1, out, *window), (0, 1, 4, 2, 3))
 
 
 def has_special_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -231,7 +250,7 @@ def has_special_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def conv2d_backward(
-    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, sparse: bool
+    layer: nn.Conv2d, params: Params, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, sparse: bool
 ) -> tuple[ByName, Tensor | None]:
     """Return the result of `conv2d_rule`, and the gradient of the input.
 
@@ -239,8 +258,8 @@ def conv2d_backward(
     """
     if sparse and sparse_conv.suits(layer, x):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
-        return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(db)}, dx
-    return conv2d_rule(layer, {}, (x,), dy), conv2d_dx(layer, weight, x, dy) if need_dx else None
+        return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
+    return conv2d_rule(layer, params, (x,), dy), conv2d_dx(layer, weight, x, dy) if need_dx else None
 
 
 def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
@@ -291,8 +310,7 @@ def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
     """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^` the normalised input."""
     assert isinstance(layer, nn.GroupNorm)
     normalised = F.group_norm(inputs[0], layer.num_groups, eps=layer.eps)
-    shape = (*dy.shape[:2], -1)
-    return {"weight": Dense((dy * normalised).reshape(shape).sum(2)), "bias": Dense(dy.reshape(shape).sum(2))}
+    return _scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
 
 
 def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
@@ -300,8 +318,16 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
     assert isinstance(layer, nn.LayerNorm)
     (x,) = inputs
     normalised = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-    shape = (len(x), -1, *layer.normalized_shape)
-    return {"weight": Dense((dy * normalised).reshape(shape).sum(1)), "bias": Dense(dy.reshape(shape).sum(1))}
+    return _scale_and_shift(params, dy, normalised, (len(x), -1, *layer.normalized_shape), dim=1)
+
+
+def _scale_and_shift(params: Params, dy: Tensor, normalised: Tensor, shape: tuple[int, ...], dim: int) -> ByName:
+    """Return `dgamma_j`, `dbeta_j`: sums over a dimension of the tensors viewed in this shape."""
+
+    def summed(terms: Tensor) -> Grads:
+        return Dense(terms.reshape(shape).sum(dim))
+
+    return _only(params, weight=lambda: summed(dy * normalised), bias=lambda: summed(dy))
 
 
 def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
@@ -315,11 +341,14 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
     return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
 
 
-def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`."""
+def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor, fixed: Params) -> ByName:
+    """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`.
+
+    `fixed` are the other parameters and the buffers of the module in its forward pass.
+    """
 
     def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
-        pulled = vjp(lambda p: functional_call(module, p, tuple(a[None] for a in inputs)), dict(params))
+        pulled = vjp(lambda p: functional_call(module, {**fixed, **p}, tuple(a[None] for a in inputs)), dict(params))
         return pulled[1](dy[None])[0]
 
     return {name: Dense(grads) for name, grads in vmap(pull_back)(dy, *inputs).items()}

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, summing_dtype
@@ -150,11 +151,24 @@ def chunks_of(num_records: int, chunk: int) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
+class _StatesOfRecords(TorchFunctionMode):
+    """Gives every record its own initial state of recurrent layers, which torch's kernels need under `vmap`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu) and isinstance(args[2], (list, tuple)):
+            x, states, *rest = args  # `args[2]` are the weights: there are no packed sequences
+            zero = x.new_zeros(())
+            states = [state + zero for state in states] if isinstance(states, (list, tuple)) else states + zero
+            args = (x, states, *rest)
+        return func(*args, **(kwargs or {}))
+
+
 def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tensor], dict[str, Tensor]]:
     """Return a function for every record's gradient by parameter name, `[B, *shape]`: `vmap(grad(sample_loss))`."""
 
     def one_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
-        losses = sample_loss(params, x[None], y[None])
+        with _StatesOfRecords():
+            losses = sample_loss(params, x[None], y[None])
         require(losses.shape == (1,), "sample_loss", "return one loss for each record, shape (B,)", tuple(losses.shape))
         return losses[0]
 

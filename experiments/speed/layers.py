@@ -1,0 +1,125 @@
+"""One clipped sum over a single layer, beside the same sum of Opacus' per-record gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from experiments.speed.cases import CLIP_NORM
+from experiments.speed.matching import Step, in_turns
+
+BATCHES = (16, 64)
+WORDS, STEPS, WIDTH = 1000, 32, 128  # of sequences
+
+
+class Attention(nn.Module):
+    """Self-attention without weights."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    """The outputs of all steps of a recurrent layer."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trainable adapter of rank 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+SEQUENCE, IMAGE = (STEPS, WIDTH), (32, 16, 16)
+#: layer, its equivalent in Opacus, and the shape of a record
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(512, 256), lambda: nn.Linear(512, 256), (512,)),
+    "Linear at 32 positions": (lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.Linear(WIDTH, WIDTH), SEQUENCE),
+    "Conv2d": (lambda: nn.Conv2d(32, 32, 3, padding=1), lambda: nn.Conv2d(32, 32, 3, padding=1), IMAGE),
+    "Embedding": (lambda: nn.Embedding(WORDS, WIDTH), lambda: nn.Embedding(WORDS, WIDTH), (STEPS,)),
+    "LayerNorm": (lambda: nn.LayerNorm(WIDTH), lambda: nn.LayerNorm(WIDTH), SEQUENCE),
+    "GroupNorm": (lambda: nn.GroupNorm(4, 32), lambda: nn.GroupNorm(4, 32), IMAGE),
+    "LSTM": (lambda: Recurrent(nn.LSTM), lambda: Recurrent(DPLSTM), SEQUENCE),
+    "GRU": (lambda: Recurrent(nn.GRU), lambda: Recurrent(DPGRU), SEQUENCE),
+    "MultiheadAttention": (lambda: Attention(nn.MultiheadAttention), lambda: Attention(DPMultiheadAttention), SEQUENCE),
+    "Linear with an adapter of rank 8": (LowRank, LowRank, SEQUENCE),
+}
+
+
+def layer_times(repeats: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    """For every layer and batch, as `in_turns` beside Opacus, on one thread: `{layer: {batch: times}}`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    try:
+        return {name: {str(batch): _times(name, batch, repeats, device, say) for batch in BATCHES} for name in LAYERS}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _times(name: str, batch: int, repeats: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    build, build_for_opacus, _ = LAYERS[name]
+    x = records(name, batch).to(device)
+    contestants = ours(build().to(device), x), opacus(build_for_opacus().to(device), x)
+    return in_turns(f"{name}, batch {batch}", *contestants, repeats, steps=5, say=say, rival="opacus")
+
+
+def records(name: str, batch: int) -> Tensor:
+    """Random records `[batch, *shape]`, the same every time."""
+    generator, shape = torch.Generator().manual_seed(0), (batch, *LAYERS[name][2])
+    if name == "Embedding":
+        return torch.randint(WORDS, shape, generator=generator)
+    return torch.randn(shape, generator=generator)
+
+
+def ours(layer: nn.Module, x: Tensor) -> Step:
+    """The clipped sum `[1, P]`."""
+    labels = torch.zeros(len(x), device=x.device)
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return _losses(functional_call(layer, dict(params), (x,)))
+
+    params = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
+    clipped_sum = clipped_sum_for(layer, loss, x[:0], labels[:0])[0]
+    return lambda: clipped_sum(params, x, labels, ClipRequest(CLIP_NORM))[0]
+
+
+def opacus(layer: nn.Module, x: Tensor) -> Step:
+    """The clipped sum `[P]`, as Opacus' optimizer computes it."""
+    private = GradSampleModule(layer, loss_reduction="sum")
+    params = [p for p in private.parameters() if p.requires_grad]
+
+    def step() -> Tensor:
+        private.zero_grad()
+        _losses(private(x)).sum().backward()
+        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in params], dim=1).norm(dim=1)
+        factors = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0)
+        return torch.cat([torch.einsum("i,i...", factors, p.grad_sample).flatten() for p in params])
+
+    return step
+
+
+def _losses(outputs: Tensor) -> Tensor:
+    return outputs.flatten(1).square().mean(dim=1)
