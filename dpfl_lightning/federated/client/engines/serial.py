@@ -20,6 +20,7 @@ from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
+from dpfl_lightning.runtime.devices import use_exact_products
 
 
 class SerialEngine:
@@ -32,6 +33,8 @@ class SerialEngine:
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
+        if module.device.type == "cuda":
+            use_exact_products()
         self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
