@@ -77,9 +77,13 @@ class StackedEngine(SerialEngine):
         if isinstance(plan.job, ClassGradients):  # one pass over many records: no launches to save
             yield from ((row, self.release(plan, row, models, charge_numbers[row])) for row in alone)
             return
-        widths = [padded_width(plan.mechanism_of[row], self.population.num_records[plan.clients[row]]) for row in alone]
-        for layout in stacks(plan, alone, widths, self.most_gradients()):
+        for layout in self.layouts(plan, alone):
             yield from zip(layout.rows, self.stack_releases(plan, layout, models, charge_numbers), strict=True)
+
+    def layouts(self, plan: RoundPlan, rows: Sequence[int]) -> Iterator[Layout]:
+        """Yield the stacks in which these rows of the plan are trained."""
+        widths = [padded_width(plan.mechanism_of[row], self.population.num_records[plan.clients[row]]) for row in rows]
+        return stacks(plan, rows, widths, self.most_gradients())
 
     def most_gradients(self) -> int:
         """Per-record gradients of a pass at most, by memory and by `CUDA_GRID`: each record is a group under `vmap`."""
