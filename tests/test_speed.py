@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings
 from dpfl_lightning.algorithms.robust_pca import robust_pca as pca
+from dpfl_lightning.federated.client.engines.fast import FastEngine
 from experiments.speed import class_gradients, layers, matching, measure, memory, peers, robust_pca
 from experiments.speed.__main__ import main
 from experiments.speed.baselines import build_net, contestants
@@ -128,7 +129,7 @@ def test_every_contestant_does_the_same_work(name, changed):
     start = parameters_to_vector(build_net(case).parameters()).detach()
     steps = -(-case.records // case.batch_size)
     noise = LEARNING_RATE * NOISE_MULTIPLIER * CLIP_NORM / case.batch_size * (steps * len(start) / case.clients) ** 0.5
-    for contestant in contestants(case, torch.device("cpu"), workers=1):
+    for contestant in contestants(case, torch.device("cpu"), FastEngine(1)):
         with counted_records() as counts:
             moved = (contestant.round() - start).norm()
         assert torch.isfinite(moved) and moved > 0

@@ -15,6 +15,7 @@ from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.errors import UserNotice, require, require_one_of
+from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side
 
 _BLOCK = 150_000  # numbers of a matrix in a block, so that it stays in a CPU's caches
@@ -155,7 +156,7 @@ def _prepared(deltas: Tensor, settings: PcpSettings) -> tuple[Tensor, Tensor]:
     matrix = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     sizes = torch.stack([vector_norm(row, 1, dtype=torch.float64) for row in matrix])
     mean = float(sizes.sum()) / matrix.numel()
-    float32_suffices = not settings.double and 1e-12 < mean < 1e9 and torch.get_float32_matmul_precision() == "highest"
+    float32_suffices = not settings.double and 1e-12 < mean < 1e9 and products() == "highest"
     dtype = torch.promote_types(matrix.dtype, torch.float32) if float32_suffices else torch.float64
     return matrix.to(dtype), sizes.cpu()
 

@@ -10,6 +10,12 @@ from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.clipping.reference import Params
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
+DEVICE_FORWARD_CHUNK = 1000  # on other devices than a CPU: few, large kernels
+
+
+def forward_chunk(device: torch.device) -> int:
+    """Return the number of records of a forward pass of an evaluation."""
+    return FORWARD_CHUNK if device.type == "cpu" else DEVICE_FORWARD_CHUNK
 
 
 class Model(nn.Module):

@@ -23,7 +23,12 @@ _NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startu
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["gpu"]:
+        from experiments.speed.gpu import check
+
+        return check(words[1:], _device)
+    options = _parse(words)
     results = _saved(options.load) if options.load else bench(options)
     print(report(results))
     if options.save:
@@ -41,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
+    from dpfl_lightning.federated.client.engines.fast import FastEngine
     from experiments.speed.class_gradients import class_gradient_times
     from experiments.speed.layers import layer_times
     from experiments.speed.matching import matching_times
@@ -69,7 +75,9 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
-            results[name] = measure(name, case, options.repeats, device, options.workers, _say, peers_python)
+            results[name] = measure(
+                name, case, options.repeats, device, FastEngine(options.workers), _say, peers_python
+            )
     return {**results, "machine": before, "date": datetime.date.today().isoformat()}
 
 
@@ -105,7 +113,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
         "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
         "over each kind of layer beside Opacus; start-up; peak memory for more and more clients (Fashion-MNIST). Takes "
-        "minutes; tells its progress on stderr.",
+        "minutes; tells its progress on stderr. `gpu` as the first word checks a GPU instead.",
         exit_on_error=False,
         allow_abbrev=False,
     )

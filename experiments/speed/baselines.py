@@ -28,7 +28,7 @@ from dpfl_lightning import models
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.server.view import ServerState
@@ -51,19 +51,17 @@ class Contestant:
     round: Callable[[], Tensor | None]
 
 
-def contestants(case: Case, device: torch.device, workers: int | None) -> list[Contestant]:
-    """All three, set up, for the same net and records; `workers` are those of our engine."""
+def contestants(case: Case, device: torch.device, engine: SerialEngine) -> list[Contestant]:
+    """All three, set up, for the same net and records; `engine` is ours."""
     default = torch.get_num_threads()
     net, pairs = build_net(case), random_records(case)
-    ours = our_round(case, net, pairs, device, workers)
+    ours = our_round(case, net, pairs, device, engine)
     chosen = torch.get_num_threads()  # the engine's choice is for the whole process
     torch.set_num_threads(default)
     there = [(x.to(device), y.to(device)) for x, y in pairs]
-    plain = rivals_round(net.to(device), there, lambda local, x, y: plain_epoch(local, x, y, case.batch_size))
+    plain = rivals_round(net.to(device), there, case.sizes, plain_epoch)
     # its loader collates on the CPU, record by record, so that is where its records lie
-    opacus = rivals_round(
-        ModuleValidator.fix(net), pairs, lambda local, x, y: opacus_epoch(local, x, y, case.batch_size)
-    )
+    opacus = rivals_round(ModuleValidator.fix(net), pairs, case.sizes, opacus_epoch)
     return [
         Contestant("ours", chosen, ours),
         Contestant("nonprivate", default, plain),
@@ -94,41 +92,56 @@ def random_records(case: Case) -> list[Pair]:
     return [(inputs(), torch.randint(NUM_CLASSES, (case.records,), generator=generator)) for _ in range(case.clients)]
 
 
-def our_round(
-    case: Case, net: nn.Module, pairs: Sequence[Pair], device: torch.device, workers: int | None
-) -> Callable[[], Tensor]:
-    """A whole round of the fast engine."""
+def our_loop(
+    case: Case,
+    net: nn.Module,
+    pairs: Sequence[Pair],
+    device: torch.device,
+    engine: SerialEngine,
+    noise_multiplier: float = NOISE_MULTIPLIER,
+) -> tuple[FederatedLoop, ServerState]:
+    """A loop with a planned round, whose engine is not set up yet, and the state before the round."""
     loop = FederatedLoop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES),
         ClientModule(copy.deepcopy(net)),
         rounds=1,
-        clients=ClientOptions(count=case.clients, batch_size=case.batch_size, learning_rate=LEARNING_RATE),
-        privacy=PrivacyOptions(noise_multiplier=NOISE_MULTIPLIER, clip_norm=CLIP_NORM),
-        engine=FastEngine(workers),
+        clients=ClientOptions(count=case.clients, batch_size=list(case.sizes), learning_rate=LEARNING_RATE),
+        privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM),
+        engine=engine,
         device=device.type,
     )
     loop.plan_schedule()
-    loop.clients.engine.setup(loop.module, loop.population, Streams(), "poisson")
-    state = ServerState(loop.module.flat[None], (0,) * case.clients)
+    return loop, ServerState(loop.module.flat[None], (0,) * case.clients)
+
+
+def our_round(
+    case: Case, net: nn.Module, pairs: Sequence[Pair], device: torch.device, engine: SerialEngine
+) -> Callable[[], Tensor]:
+    """A whole round of the engine."""
+    loop, state = our_loop(case, net, pairs, device, engine)
+    engine.setup(loop.module, loop.population, Streams(), "poisson")
 
     def one_round() -> Tensor:
         alike = torch.ones(1, case.clients)  # the mean
-        updates = loop.clients.engine.train(loop.view(state).plan(), state.models, [0] * case.clients, alike)
+        updates = engine.train(loop.view(state).plan(), state.models, [0] * case.clients, alike)
         return aggregate.step(state, aggregate.combine(alike, updates)).models[0]
 
     return one_round
 
 
 def rivals_round(
-    net: nn.Module, pairs: Sequence[Pair], train: Callable[[nn.Module, Tensor, Tensor], None]
+    net: nn.Module,
+    pairs: Sequence[Pair],
+    batch_sizes: Sequence[int],
+    train: Callable[[nn.Module, Tensor, Tensor, int], None],
 ) -> Callable[[], Tensor]:
-    """`train(copy of net, x, y)` for one client after the other, and the mean of the copies' parameters."""
+    """`train(copy of net, x, y, batch size)` for one client after the other; the mean of the copies' parameters."""
 
     def one_round() -> Tensor:
         total = torch.zeros_like(parameters_to_vector(net.parameters()).detach())
-        for x, y in pairs:
+        for (x, y), batch_size in zip(pairs, batch_sizes, strict=True):
             local = copy.deepcopy(net)
-            train(local, x, y)
+            train(local, x, y, batch_size)
             total += parameters_to_vector(local.parameters()).detach()
         return total / len(pairs)
 

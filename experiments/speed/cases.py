@@ -18,7 +18,8 @@ HEAVY = ("torch", "lightning", "mlflow", "optuna", "matplotlib")
 class Case:
     """One round: every client takes one local epoch on its records, and the mean is the new model.
 
-    `unit` is what is counted a second, records or clients. Records are sequences of that many `words`, or numbers.
+    `unit` is what is counted a second, records or clients. `batch_sizes` has one for each client; if it is empty, all
+    have `batch_size`. Records are sequences of that many `words`, or numbers.
     """
 
     model: str
@@ -28,6 +29,12 @@ class Case:
     batch_size: int
     unit: str = "records"
     words: int = 0
+    batch_sizes: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch size of each client."""
+        return self.batch_sizes or (self.batch_size,) * self.clients
 
     @property
     def work(self) -> int:

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.runtime.threads import cores
 from experiments.speed.baselines import Contestant, build_net, contestants
 from experiments.speed.cases import HEAVY, Case
@@ -28,7 +30,7 @@ def measure(
     case: Case,
     repeats: int,
     device: torch.device,
-    workers: int | None,
+    engine: SerialEngine,
     say: Callable[[str], None],
     peers_python: str | None = None,
 ) -> dict[str, Any]:
@@ -40,14 +42,14 @@ def measure(
     with warnings.catch_warnings():
         for words in ("Secure RNG turned off", "Full backward hook is firing"):  # Opacus, for every client
             warnings.filterwarnings("ignore", message=words)
-        everyone = contestants(case, device, workers)
+        everyone = contestants(case, device, engine)
         turns, gpu = take_turns(name, everyone, repeats, device, say)
     found: dict[str, Any] = {
         "model": case.model,
         "parameters": sum(parameter.numel() for parameter in build_net(case).parameters()),
         "clients": case.clients,
         "records": case.records,
-        "batch_size": case.batch_size,
+        "batch_size": " to ".join(map(str, sorted({min(case.sizes), max(case.sizes)}))),
         f"{case.unit}_per_second": {"ours": per_second(case, turns["ours"])},
         "seconds_per_round": {"ours": turns["ours"]},
         **({"gpu": gpu} if device.type == "cuda" else {}),
@@ -115,18 +117,25 @@ def timed(contestant: Contestant, device: torch.device) -> tuple[float, dict[str
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
     contestant.round()
-    use = gpu_use() if device.type == "cuda" else {}
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     took = time.perf_counter() - begun
+    use = gpu_use() if device.type == "cuda" else {}
     torch.set_num_threads(before)
     return took, use
 
 
 def gpu_use() -> dict[str, float]:
-    """Waits for the GPU; peak memory in MiB of tensors, and with pynvml the last utilisation in %."""
-    torch.cuda.synchronize()
+    """Peak memory in MiB of tensors, and the last utilisation in % by pynvml or nvidia-smi, if there is one."""
     use: dict[str, float] = {"peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20)}
     if importlib.util.find_spec("pynvml"):
         use["utilisation_percent"] = torch.cuda.utilization()
+    elif shutil.which("nvidia-smi"):
+        properties: Any = torch.cuda.get_device_properties()
+        query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+        ask = ["nvidia-smi", f"--id=GPU-{properties.uuid}", *query]
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.strip()
+        use |= {"utilisation_percent": int(told)} if told.isdigit() else {}
     return use
 
 

@@ -19,6 +19,8 @@ RIVALS = {
     "pfl": "pfl-research without privacy",
 }
 
+COLUMNS = ["ours is", "over repeats", "round", "compared with", "ours", "theirs"]
+
 #: what was done beside a loop over classes
 _STEPS = {
     "matching": "a step of gradient matching, {images} images of 10 classes",
@@ -38,9 +40,9 @@ def report(results: Mapping[str, Any]) -> str:
     measured = {name: results[name] for name in CASES if name in results}
     parts = []
     if measured:
-        rows = [row for name, found in measured.items() for row in _rows(name, found)]
-        parts += [markdown(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
-        parts += ["\n".join(_work(name, found) for name, found in measured.items())]
+        rows = [row for name, found in measured.items() for row in rows_of(name, found)]
+        parts += [markdown(COLUMNS, rows)]
+        parts += ["\n".join(work_of(name, found) for name, found in measured.items())]
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
         parts += _share_of_a_round(results)
@@ -69,8 +71,8 @@ def write_page(path: Path, results: Mapping[str, Any]) -> None:
     fill_page(path, PAGE, report(results))
 
 
-def _rows(name: str, found: Mapping[str, Any]) -> list[list[str]]:
-    unit = CASES[name].unit
+def rows_of(name: str, found: Mapping[str, Any]) -> list[list[str]]:
+    (unit,) = (key.removesuffix("_per_second") for key in found if key.endswith("_per_second"))
     rates = found[f"{unit}_per_second"]
     return [
         [
@@ -90,17 +92,17 @@ def _rate(value: float, unit: str) -> str:
     return f"{value:,.{0 if value >= 100 else 1}f} {unit}/s"
 
 
-def _work(name: str, found: Mapping[str, Any]) -> str:
-    sequences = "random sequences of 32 words"
-    shape = {
-        "cnn_small": "random data of Fashion-MNIST's shape",
-        "resnet18": "random data of CIFAR-10's shape",
-        "lstm": sequences,
-        "transformer": sequences,
+def work_of(name: str, found: Mapping[str, Any]) -> str:
+    shapes = {
+        "resnet": "random data of CIFAR-10's shape",
+        "lstm": "random sequences of 32 words",
+        "transformer": "random sequences of 32 words",
     }
+    found_shapes = (shape for kind, shape in shapes.items() if found["model"].startswith(kind))
+    shape = next(found_shapes, "random data of Fashion-MNIST's shape")
     repeats = len(found["seconds_per_round"]["ours"])
     return (
-        f"- {name}: {found['clients']} clients x {found['records']:,} records, {shape[found['model']]}; "
+        f"- {name}: {found['clients']} clients x {found['records']:,} records, {shape}; "
         f"{found['model']} ({found['parameters']:,} parameters), one local epoch, batch {found['batch_size']}, "
         f"clip {CLIP_NORM:g}, noise multiplier {NOISE_MULTIPLIER:g}; median of {repeats}"
         + "".join(f"; {who}: {_gpu(use)}" for who, use in found.get("gpu", {}).items())

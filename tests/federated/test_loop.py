@@ -11,6 +11,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages import update
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -229,7 +230,9 @@ class ReadsUpdates(Strategy):
 
 @pytest.mark.usefixtures("one_noise")
 @pytest.mark.parametrize("parts", [[], [ReadsUpdates()]], ids=["streamed", "kept"])
-def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts):
+@pytest.mark.parametrize("read_at_once", [{"cpu"}, set()], ids=["cpu", "as on a GPU"])
+def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts, read_at_once, monkeypatch):
+    monkeypatch.setattr(update, "_READ_AT_ONCE", read_at_once)
     loop = make_loop(rounds=1, parts=parts)
     without = a_strategy(plan_round=lambda self, plan, view: plan.only(lambda client: client != 1))
     only = make_loop(rounds=1, parts=[*parts, without])
@@ -249,7 +252,9 @@ def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts):
     torch.testing.assert_close(loop.state.models, only.state.models, rtol=1e-6, atol=1e-7)
 
 
-def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop):
+@pytest.mark.parametrize("read_at_once", [{"cpu"}, set()], ids=["cpu", "as on a GPU"])
+def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop, read_at_once, monkeypatch):
+    monkeypatch.setattr(update, "_READ_AT_ONCE", read_at_once)
     loop = make_loop(rounds=1)
     start = loop.module.flat
     loop.clients.engine.releases = lambda plan, *_: ((row, start * float("inf")) for row in range(len(plan.clients)))

@@ -227,6 +227,15 @@ def test_every_way_of_a_convolution_equals_reference(narrow, never, out, monkeyp
         assert_equals_reference(layer, torch.randn(4, 3, 8, 9), channels_last=channels_last)
 
 
+def test_a_convolution_of_many_groups_may_be_split():
+    """As CUDA limits grids; the convolution of all records at once is held to the reference above."""
+    layer, x, dy = nn.Conv2d(4, 6, 3, groups=2), torch.randn(5, 4, 8, 9), torch.randn(5, 6, 6, 7)
+    with torch.no_grad():
+        whole, split = (layer_rules._grouped_weight_grads(layer, x, dy, at_once) for at_once in (5, 2))
+    assert whole.shape == (5, *layer.weight.shape)
+    torch.testing.assert_close(split, whole)
+
+
 @pytest.mark.parametrize("module", [nn.Conv1d(2, 3, 3), nn.PReLU(2), nn.ConvTranspose1d(2, 2, 2)], ids=repr)
 def test_module_without_rule_equals_reference(module):
     fast = FastClippedSum(nn.Sequential(nn.Linear(6, 6), module))
@@ -382,7 +391,8 @@ def test_dropout_of_an_encoder_is_no_obstacle():
 def test_fast_is_chosen_and_leaves_no_trace(name):
     net = MODELS[name]
     before, state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
-    clipped_sum, reason = clipped_sum_for(net, None, IMAGES, LABELS)
+    with torch.set_grad_enabled(name != "residual"):
+        clipped_sum, reason = clipped_sum_for(net, None, IMAGES, LABELS)
     assert isinstance(clipped_sum, FastClippedSum), reason
     assert clipped_sum.channels_last == (name == "cnn")  # pooled, and without .view
     assert reason == "fast: exact rules for all layers"

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpfl_lightning.algorithms import robust_pca as module
 from dpfl_lightning.algorithms.robust_pca import PRESETS, PcpSettings, robust_pca, shrinkage
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.runtime.devices import products
 
 FAST = PRESETS["fast"]
 
@@ -229,12 +230,21 @@ def test_no_more_than_two_arrays_are_made_beside_the_updates(monkeypatch):
     assert made - {deltas.data_ptr()} == {split._arrays[1].data_ptr(), split._arrays[2].data_ptr()}
 
 
-def test_coarse_products_are_not_used():
-    torch.set_float32_matmul_precision("medium")
+@pytest.mark.parametrize("newer", [False, True])
+def test_coarse_products_are_not_used(newer):
+    """Also if they were chosen by the newer setting, after which torch refuses to read the older one."""
+    if newer and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch is older")
     try:
+        if newer:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("medium")
+        assert products() == ("mixed" if newer else "medium")
         assert robust_pca(quiet_and_loud(params=500).float()).dual.dtype == torch.float64
     finally:
         torch.set_float32_matmul_precision("highest")
+    assert products() == "highest"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -18,6 +18,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
 _OF_A_ROUND = ("task", "local_optimizer", "net")  # attributes of a `ClientModule` that are no settings
@@ -87,7 +88,7 @@ def equal_ranks(engine: Engine, population: Population, module: ClientModule) ->
     **Privacy** Private: contains a plain digest of all records.
     """
     libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
-    settings = f"threads {torch.get_num_threads()} products {torch.get_float32_matmul_precision()}"
+    settings = f"threads {torch.get_num_threads()} products {products()}"
     code = hashlib.sha256(f"{libraries} {settings}".encode())
     for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
         code.update(source.read_bytes())

@@ -66,7 +66,8 @@ class LocalClients:
 
     @property
     def description(self) -> str:
-        return f"{self.engine.name} ({self.engine.description})"
+        precision = ", without TF32" if self.device.type == "cuda" else ""
+        return f"{self.engine.name} ({self.engine.description}{precision})"
 
     @property
     def noise(self) -> str:

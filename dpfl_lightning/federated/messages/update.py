@@ -12,7 +12,9 @@ from torch import Tensor
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.mechanism import Mechanism
 
-_BLOCK = 1 << 16  # numbers that are added at once, so that intermediate results stay in the cache
+_BLOCK = 1 << 16  # numbers that are added at once on a CPU, so that intermediate results stay in the cache
+
+_READ_AT_ONCE = frozenset({"cpu"})  # devices for whose results nothing waits
 
 
 class WeightedSum:
@@ -64,7 +66,8 @@ class WeightedSum:
 
     def _add(self, row: int, value: Tensor, weight: float = 1.0) -> None:
         assert self.pair is not None
-        blocks = [one.reshape(-1).split(_BLOCK) for one in (self.pair[0, row], self.pair[1, row], value)]
+        block = _BLOCK if value.device.type == "cpu" else max(1, value.numel())
+        blocks = [one.reshape(-1).split(block) for one in (self.pair[0, row], self.pair[1, row], value)]
         for high, low, part in zip(*blocks, strict=True):
             part = part.double() * weight
             total = high + part
@@ -120,12 +123,16 @@ class UpdateBuffer:
         self.plan = plan
         self.total = None if weights is None else WeightedSum(weights)
         self.deltas: Tensor | None = None
-        self.lost: list[int] = []
+        self._lost: list[int] = []
+        self._finite: dict[int, Tensor] = {}
 
     def take(self, row: int, delta: Tensor) -> None:
-        if not bool(delta.isfinite().all()):  # 0 x NaN is NaN, so a zero weight would not be enough
-            self.lost.append(row)
-        elif self.total is not None:
+        self._finite[row] = finite = delta.isfinite().all()
+        if delta.device.type not in _READ_AT_ONCE:
+            delta = torch.where(finite, delta, 0.0)  # adds nothing
+        elif not finite:  # 0 x NaN is NaN, so a zero weight would not be enough
+            return
+        if self.total is not None:
             self.total.add(row, delta)
         else:
             if self.deltas is None:
@@ -135,7 +142,7 @@ class UpdateBuffer:
     def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
         """Add the updates of another process; its sum is for all models, or for those at rows `models`."""
         row_of = {client: row for row, client in enumerate(self.plan.clients)}
-        self.lost += [row_of[client] for client in part.lost]
+        self._lost += [row_of[client] for client in part.lost]
         if part.total is not None and self.total is not None:
             self.total.merge(part.total, models)
         elif part.deltas is not None:
@@ -143,9 +150,11 @@ class UpdateBuffer:
                 self.take(row_of[client], delta)
 
     def updates(self) -> ClientUpdates:
-        lost = tuple(sorted(self.plan.clients[row] for row in self.lost))
+        finite = torch.stack(list(self._finite.values())).tolist() if self._finite else []
+        lost_rows = {*self._lost, *(row for row, found in zip(self._finite, finite, strict=True) if not found)}
+        lost = tuple(sorted(self.plan.clients[row] for row in lost_rows))
         kept = self.plan.only(lambda client: client not in lost)
         deltas = self.deltas
         if deltas is not None and lost:
-            deltas = deltas[[row for row in range(len(self.plan.clients)) if row not in self.lost]]
+            deltas = deltas[[row for row in range(len(self.plan.clients)) if row not in lost_rows]]
         return dataclasses.replace(ClientUpdates.announced(kept), deltas=deltas, total=self.total, lost=lost)

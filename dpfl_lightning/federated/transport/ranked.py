@@ -19,7 +19,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.federated.transport.ranks import Ranks
-from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.noise import Streams
 
 STEP = 16  # a step takes as long, beside its gradients, as the gradients of so many records
@@ -140,8 +140,9 @@ class RankedEngine:
         return {client: answers[client] for client in query.clients}
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        chunks = -(-len(rows) // FORWARD_CHUNK)
-        parts = rows.split(-(-chunks // self.ranks.size) * FORWARD_CHUNK)
+        chunk = forward_chunk(model.device)
+        chunks = -(-len(rows) // chunk)
+        parts = rows.split(-(-chunks // self.ranks.size) * chunk)
         if len(parts) == 1:
             return self.inner.outputs(model, rows)
         model_copy = model.clone()  # a message with a view would contain the whole memory behind it

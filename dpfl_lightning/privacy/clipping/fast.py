@@ -195,7 +195,7 @@ class FastClippedSum:
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
-        with self._watched({}, {}, {}) as (calls, _, _):
+        with torch.enable_grad(), self._watched({}, {}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
         return max(1, *(a[0].numel() for call in calls.values() for a in call.inputs))
 

@@ -24,6 +24,8 @@ from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 #: on a CPU, numbers of a gradient that are formed, measured and summed as fast as one position is summed in float64
 FORMED = 12_000
+#: CUDA's largest second or third dimension of a grid, by which kernels may number the channels of a convolution
+CUDA_GRID = 65_535
 
 
 class Unsupported(Exception):
@@ -236,7 +238,8 @@ def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Grads:
     if layer.groups == 1 and _never_form(positions, out, depth):
         return Outer(dy.flatten(2).mT, _patches(layer, x, dy).mT, (out, *window), (0, 1, 4, 2, 3))
     if layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
-        return Dense(_grouped_weight_grads(layer, x, dy))
+        at_once = len(x) if x.device.type == "cpu" else CUDA_GRID // max(layer.in_channels, out)
+        return Dense(_grouped_weight_grads(layer, x, dy, max(1, at_once)))
     if out >= LANES:
         product = torch.bmm(_patches(layer, x, dy), dy.flatten(2).mT)
         return Dense(product.view(-1, *window, out), (0, 4, 3, 1, 2))
@@ -292,8 +295,14 @@ def _patches(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
     return windows.reshape(len(x), -1, positions)
 
 
-def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradients `[B, O, C / groups, kh, kw]`, computed as one convolution with B times the groups."""
+def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor, at_once: int) -> Tensor:
+    """Return the gradients `[B, O, C / groups, kh, kw]`: those of `at_once` records are a convolution with more groups.
+
+    It has a group for each record and group of the layer.
+    """
+    if len(x) > at_once:
+        parts = zip(x.split(at_once), dy.split(at_once), strict=True)
+        return torch.cat([_grouped_weight_grads(layer, *part, at_once) for part in parts])
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         x, padding = _padded(layer, x), (0, 0)

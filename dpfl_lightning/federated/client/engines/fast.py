@@ -20,7 +20,7 @@ from dpfl_lightning.federated.client.engines.unclipped import quicker_without_cl
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
-from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
 from dpfl_lightning.privacy.noise import Streams
@@ -89,7 +89,8 @@ class FastEngine(SerialEngine):
         return {query.clients[row]: answer for row, answer in sorted(done, key=itemgetter(0))}
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))
+        chunk = forward_chunk(model.device)
+        parts = rows.split(-(-len(rows) // (self.workers or 1) // chunk) * chunk or len(rows))
         done = self._side_by_side(lambda seat, part: SerialEngine.outputs(seat, model, parts[part]), range(len(parts)))
         return torch.cat([output for _, output in sorted(done, key=itemgetter(0))])
 

@@ -11,6 +11,7 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.runtime.devices import sent
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
 FEW_RECORDS = 128  # expected of a client: a client with more fills a pass alone
@@ -46,7 +47,8 @@ def releases(
     )
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
     x, y, num_rows, job = torch.cat(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
-    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys])).to(y.device)
+    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys]))
+    owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])
     clip_norm, group, parameters = plan.clip_norm(rows[0]), owner, None
     if isinstance(job, ClassGradients):
@@ -54,7 +56,7 @@ def releases(
     request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)
     sums, norms = engine.clipped_sum(params, x, y, request)
     clients = [plan.clients[row] for row in rows]
-    engine.counts.index_add_(0, torch.tensor(clients, device=y.device)[owner], count_outcomes(norms, clip_norm))
+    engine.counts.index_add_(0, sent(torch.tensor(clients), y.device)[owner], count_outcomes(norms, clip_norm))
     parts = zip(tasks, starts, sums.split(num_rows), ys, clients, strict=True)
     if isinstance(job, ClassGradients):
         return [

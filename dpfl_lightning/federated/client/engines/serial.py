@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -16,10 +18,11 @@ from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
-from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
+from dpfl_lightning.runtime.devices import sent, use_exact_products
 
 
 class SerialEngine:
@@ -32,6 +35,8 @@ class SerialEngine:
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
+        if module.device.type == "cuda":
+            use_exact_products()
         self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
@@ -67,7 +72,7 @@ class SerialEngine:
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         params, parts = self.module.unflatten(model), []
         with evaluating(self.module.net):
-            for chunk in rows.split(FORWARD_CHUNK):
+            for chunk in rows.split(forward_chunk(model.device)):
                 x = self.clipped_sum.enter(self.population.x[chunk])
                 parts.append(functional_call(self.module.net, params, (x,)))
         return torch.cat(parts)
@@ -154,8 +159,16 @@ class DrawnBatches:
     def __len__(self) -> int:
         return len(self.draws)
 
+    @cached_property
+    def _rows(self) -> tuple[Tensor, ...]:
+        """Rows of the population, for each batch; all drawn numbers go to the device together."""
+        drawn = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *self.draws]))
+        rows = self.population.train_of[self.client][sent(drawn, self.population.x.device)]
+        return rows.split([len(draw) for draw in self.draws])
+
     def __getitem__(self, index: int) -> Batch:
-        return self.population.records(self.client, torch.from_numpy(self.draws[index]))
+        rows = self._rows[index]
+        return self.population.x[rows], self.population.y[rows]
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))

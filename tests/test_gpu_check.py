@@ -1,0 +1,72 @@
+"""The check of a GPU: its report, its sections as processes, and all of it on a CPU."""
+
+import json
+import sys
+
+import pytest
+
+from experiments.speed.__main__ import main
+from experiments.speed.gpu import SECTIONS, gpu_report, in_process, status
+
+EXACT = {"fast, cnn_small, batches 9": 2e-6, "products": "highest", "cudnn_tf32": False, "noise_scale": "1.0001"}
+MEASURED = {
+    "model": "cnn_small",
+    "parameters": 28938,
+    "clients": 20,
+    "records": 2400,
+    "batch_size": "16 to 128",
+    "records_per_second": {"ours": 100.0, "nonprivate": 50.0},
+    "seconds_per_round": {"ours": [1.0], "nonprivate": [2.0]},
+    "ratio_vs_nonprivate": 2.0,
+    "range_vs_nonprivate": [1.5, 2.5],
+    "gpu": {"ours": {"peak_memory_mib": 1234, "utilisation_percent": 56}},
+    "useful_share": 0.5,
+}
+
+
+def test_the_report_shows_every_section_and_only_wrong_results_count():
+    results = {name: EXACT if name.startswith("correct") else MEASURED for name in SECTIONS}
+    results |= {"machine": {"device": "a GPU", "torch": "2.13"}, "tiny": False, "seconds": 400.0}
+    results["common"] = {"failed": "not done after 80 s"}
+    text = gpu_report(results)
+    for words in (
+        "- correct: passed, 1 distances of at most 2e-06; products highest, TF32 of cuDNN off",
+        "- common: FAILED, not done after 80 s",
+        "1,234 MiB of GPU memory, 56 % busy; 50% of the places hold records",
+        "| **2.00 x** | 1.50 to 2.50 | mixed_stacked  | plain SGD without privacy | 100 records/s | 50.0 records/s |",
+        "On a GPU, torch 2.13, 400.0 s.",
+    ):
+        assert words in text, (words, text)
+    assert status(results) == 0
+    results["correct_stacked"] = {**EXACT, "failed": "ArithmeticError: 0.1 is above 0.0001"}
+    assert status(results) == 1 and "- correct_stacked: FAILED, ArithmeticError: 0.1" in gpu_report(results)
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [
+        ("", None),
+        ("time.sleep(60)", "not done after 1 s"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+        ("sys.exit(3)", "ended with status 3"),
+    ],
+)
+def test_a_section_keeps_what_it_found_before_it_failed(code, failed):
+    code = f"import os, signal, sys, time; print('{{\"a\": 1}}'); print('{{\"a\": 2}}', flush=True); {code}"
+    found = in_process([sys.executable, "-c", code], seconds=1.0 if failed and "1 s" in failed else 30.0)
+    assert found == {"a": 2, **({"failed": failed} if failed else {})}
+
+
+def test_the_stages_take_less_than_eight_minutes():
+    assert sum(seconds for seconds, _ in SECTIONS.values()) < 480
+
+
+@pytest.mark.e2e
+def test_all_of_it_runs_on_a_cpu(capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["gpu", "--device", "cpu", "--tiny"]) == 0
+    out, err = capfd.readouterr()
+    results = json.loads(out.splitlines()[-1])
+    assert set(SECTIONS) < set(results) and not [name for name in SECTIONS if "failed" in results[name]], results
+    assert results["mixed_stacked"]["useful_share"] > 0.4 and "section mixed_stacked, at most" in err
+    assert "Tiny rounds test the check" in out
