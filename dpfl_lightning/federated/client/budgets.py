@@ -177,10 +177,10 @@ class Budgets:
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee; clients with equal schedules that have released the same share one object."""
         schedules, place_of = numbered(self.schedule.clients)
-        kinds, kind_of = numbered([(place, *self.ledger.events(client)) for client, place in enumerate(place_of)])
-        composed = [([*events, *self.caveats], schedules[place].delta) for place, *events in kinds]
+        kinds, kind_of = numbered([(place, tuple(self.ledger.events(i))) for i, place in enumerate(place_of)])
+        composed = [([*events, *self.caveats], schedules[place].delta) for place, events in kinds]
         promises = []
-        for (place, *_), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
+        for (place, _), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
             planned = [line.event for line in schedules[place].planned]  # also before the first release
             words, bound = sampling_words(planned, self.sampling), self._filtered(schedules[place], bound)
             promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=bound))

@@ -149,7 +149,8 @@ class RunResult:
 class RunTotals:
     """Sums over rounds, metrics of the last round, and `noise_std` `[N]` of the last updates. Checkpoints contain them.
 
-    `noise_std` is NaN for clients that have sent no update. `seconds` is the time of the run before this process, `records` the expected number of records of all releases.
+    `noise_std` is NaN for clients that have sent no update. `seconds` is the time of the run before this process,
+    `records` the expected number of records of all releases.
     """
 
     noise_std: Tensor
