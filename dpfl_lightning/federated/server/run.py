@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -223,7 +224,7 @@ class Run:
         self.state = state
         self.snapshot = {
             "models": state.models,
-            "model_of": torch.tensor(state.model_of),
+            "model_of": torch.from_numpy(np.array(state.model_of, dtype=np.int64)),
             "round": state.round,
             "callbacks": {name: part.state_dict() for name, part in self._named_parts()},
             "clients": self.clients.state_dict(),
