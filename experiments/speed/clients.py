@@ -1,5 +1,6 @@
 """Whole runs with more and more clients, each in a separate process: time of their parts, and peak memory."""
 
+import datetime
 import json
 import resource
 import subprocess
@@ -41,7 +42,8 @@ def client_times(
             raise UserError(f"`--cases` can hold clients only where runs with {count} clients work, got: {last}")
         found[str(count)] = json.loads(done.stdout.splitlines()[-1])
         say(f"clients: {count}, {found[str(count)]['round']:.2f} s a round, {found[str(count)]['peak_mib']} MiB")
-    return {"of": found, "cohort": cohort, "records": RECORDS, "data": data}
+    today = datetime.date.today().isoformat()
+    return {"of": found, "cohort": cohort, "records": RECORDS, "data": data, "date": today}
 
 
 def _measured(count: int, cohort: int | None, data: str, rounds: int) -> dict[str, float]:

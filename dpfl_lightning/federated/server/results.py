@@ -177,4 +177,5 @@ class RunTotals:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunTotals:
-        return cls(**copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)}))
+        fields = copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)})
+        return cls(**{**fields, "noise_std": fields["noise_std"].cpu()})

@@ -168,4 +168,4 @@ class QuotaSelection(Strategy, Callback):
         return {"taken": torch.from_numpy(self._taken.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._taken = state["taken"].numpy().copy()
+        self._taken = state["taken"].cpu().numpy().copy()
