@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def client_times(
 
     `cohort` None trains all clients in each round.
     """
-    found = {}
+    found, load = {}, os.getloadavg()[0]
     for count in clients:
         options = {"count": count, "cohort": cohort and min(cohort, count), "data": data, "rounds": rounds}
         words = [sys.executable, "-m", __name__, json.dumps(options)]
@@ -42,8 +43,8 @@ def client_times(
             raise UserError(f"`--cases` can hold clients only where runs with {count} clients work, got: {last}")
         found[str(count)] = json.loads(done.stdout.splitlines()[-1])
         say(f"clients: {count}, {found[str(count)]['round']:.2f} s a round, {found[str(count)]['peak_mib']} MiB")
-    today = datetime.date.today().isoformat()
-    return {"of": found, "cohort": cohort, "records": RECORDS, "data": data, "date": today}
+    measured = f"{datetime.date.today().isoformat()}, load {load:.1f} before"
+    return {"of": found, "cohort": cohort, "records": RECORDS, "data": data, "measured": measured}
 
 
 def _measured(count: int, cohort: int | None, data: str, rounds: int) -> dict[str, float]:

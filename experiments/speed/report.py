@@ -157,7 +157,7 @@ def _clients(found: Mapping[str, Any]) -> str:
     return (
         f"{markdown(['clients', *PARTS.values(), 'peak memory'], rows)}\n\n"
         f"Runs with many clients, {found['cohort']} of them in each round: CPU seconds, without imports "
-        f"({found['date']}; {found['data']}, logistic regression, {found['records']} records a client, overlapping "
+        f"({found['measured']}; {found['data']}, logistic regression, {found['records']} records a client, overlapping "
         "draws, given noise multiplier). The end evaluates every client and writes results and guarantees.\n\n"
         "![CPU time over clients](clients.svg)"
     )
