@@ -20,6 +20,7 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.file import Header, head_file
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
+from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -99,11 +100,11 @@ def test_recomputed_is_live(accountant, make_loop, report):
     loop.run()
     text, computed = report(loop.output_dir)
     result = json.loads((loop.output_dir / "result.json").read_text())
-    guarantees = json.loads((loop.output_dir / "guarantees.json").read_text())
+    guarantees = guarantee_of_each(json.loads((loop.output_dir / "guarantees.json").read_text()))
     for key in ("epsilon_budget", "delta", "steps"):
         assert column(computed["clients"], key) == column(result["clients"], key), key
     epsilons = column(computed["clients"], "epsilon")
-    assert epsilons == column(result["clients"], "epsilon_spent") == column(guarantees["clients"], "epsilon")
+    assert epsilons == column(result["clients"], "epsilon_spent") == column(guarantees, "epsilon")
     assert len(set(epsilons)) == 4 and computed["accountant"] == accountant
     assert epsilons == pytest.approx(asks._live, abs=2e-6)
     assert computed["clients"][0]["releases"] == {"first": 1, "select": 2, "train": 2}

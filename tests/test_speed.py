@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector
 from dpfl_lightning.algorithms.robust_pca import PcpSettings
 from dpfl_lightning.algorithms.robust_pca import robust_pca as pca
 from dpfl_lightning.federated.client.engines.fast import FastEngine
-from experiments.speed import class_gradients, layers, matching, measure, memory, peers, robust_pca
+from experiments.speed import class_gradients, clients, layers, matching, measure, peers, robust_pca
 from experiments.speed.__main__ import main
 from experiments.speed.baselines import build_net, contestants
 from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES
@@ -149,20 +149,23 @@ def test_start_up_is_quick_and_imports_little():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_memory_of_whole_runs_is_measured_and_drawn(bench, page, tmp_path, monkeypatch):
+def test_runs_with_many_clients_are_measured_and_drawn(bench, page, tmp_path, monkeypatch):
     """Hardly more memory for eight times the clients; slow tests take thousands."""
-    real = memory.peak_memory
-    monkeypatch.setattr(memory, "peak_memory", lambda log: real(log, clients=(20, 160), data="digits"))
-    peaks = bench("--cases", "memory", "--page", str(page))[2]["memory"]
-    assert set(peaks["peak_mib"]) == {"20", "160"} and min(peaks["peak_mib"].values()) > 50 and peaks["growth"] < 0.1
-    assert "memory.svg" in page.read_text() and "</svg>" in (tmp_path / "memory.svg").read_text()
+    real = clients.client_times
+    monkeypatch.setattr(clients, "client_times", lambda log: real(log, clients=(20, 160), cohort=20, rounds=3))
+    out, _, results = bench("--cases", "clients", "--page", str(page))
+    few, many = results["clients"]["of"].values()
+    assert few["round"] > 0 and few["end"] > 0 and few["setup"] > 0
+    assert 50 < few["peak_mib"] < many["peak_mib"] * 1.1 and many["peak_mib"] < few["peak_mib"] * 1.1
+    assert "| 160     |" in out and "20 of them in each round" in out
+    assert "clients.svg" in page.read_text() and "</svg>" in (tmp_path / "clients.svg").read_text()
 
 
 def test_a_run_that_fails_is_an_error(monkeypatch, capsys):
-    real = memory.peak_memory
-    monkeypatch.setattr(memory, "peak_memory", lambda log: real(log, clients=(20,), data="digitz"))
-    assert main(["--cases", "memory"]) == 2
-    assert "20 clients, got: " in capsys.readouterr().err
+    real = clients.client_times
+    monkeypatch.setattr(clients, "client_times", lambda log: real(log, clients=(20,), data="digitz"))
+    assert main(["--cases", "clients"]) == 2
+    assert "20 clients work, got: " in capsys.readouterr().err
 
 
 # ---- parts beside plain forms

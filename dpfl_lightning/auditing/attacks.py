@@ -34,6 +34,7 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
 
@@ -249,7 +250,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
             device=loop.clients.device.type,
         ).run()
         charges = [charge.purpose for charge in read_ledger(Path(folder) / "run" / "ledger.jsonl")]
-        promises = json.loads((Path(folder) / "run" / "guarantees.json").read_text())["clients"]
+        promises = guarantee_of_each(json.loads((Path(folder) / "run" / "guarantees.json").read_text()))
     first, second = strategy._answers
     if charges.count("loss") != 4:
         problems.append(f"two equal questions to two clients cause {charges.count('loss')} charges")

@@ -74,13 +74,14 @@ def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = f
         require(len(value) == num_clients, key, must, len(value), advice)
         values = value
     else:
-        values = [value] * num_clients
+        values = [value]
     bound = _BOUNDS.get(key.rpartition(".")[2], _POSITIVE)
     for client, one in enumerate(values):
         advice = f"It is the value of client {client}." if one_each else ""
         _check_number(key, one, kind, advice)
         require(bound.holds(one), key, bound.words, one, advice)
-    return tuple(kind(one) for one in values)
+    resolved = tuple(kind(one) for one in values)
+    return resolved if one_each else resolved * num_clients
 
 
 class _Draw(NamedTuple):

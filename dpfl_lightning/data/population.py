@@ -60,6 +60,10 @@ class Population:
     def num_records(self) -> tuple[int, ...]:
         return tuple(map(len, self.train_of))
 
+    @functools.cached_property
+    def num_held_out(self) -> tuple[int, ...]:
+        return tuple(map(len, self.held_out_of))
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.x.shape[1:])

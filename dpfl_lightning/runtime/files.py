@@ -1,6 +1,8 @@
 """Files that a crash cannot leave half written, and the folder of data that can be downloaded or computed again."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,22 @@ def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
     os.replace(partial, path)
     sync_folder(path.parent)
     return path
+
+
+def write_json(path: Path, content: Mapping[str, Any], private: bool = False) -> Path:
+    """Write a JSON object: each entry begins a line, and so does each row of a list of objects.
+
+    With many rows this is several times faster and smaller than the indentation of `json.dumps`.
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
+            return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+        return json.dumps(value)
+
+    lines = (f"  {json.dumps(key)}: {text(value)}" for key, value in content.items())
+    whole = "{\n" + ",\n".join(lines) + "\n}\n"
+    return write_atomically(path, lambda partial: partial.write_text(whole), private)
 
 
 def sync_folder(folder: Path) -> None:

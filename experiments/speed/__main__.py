@@ -18,7 +18,7 @@ from experiments.speed.report import PAGE, report, write_page
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startup", "memory")
+_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startup", "clients")
 
 
 @command
@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
         write_page(Path(options.page), results)
-        if "memory" in results:
-            from experiments.speed.memory import draw_memory
+        if "clients" in results:
+            from experiments.speed.clients import draw_clients
 
-            draw_memory(results["memory"]["peak_mib"], Path(options.page).with_name("memory.svg"))
+            draw_clients(results["clients"]["of"], Path(options.page).with_name("clients.svg"))
     if options.json:
         print(json.dumps(results))
     return 0
@@ -48,10 +48,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from dpfl_lightning.federated.client.engines.fast import FastEngine
     from experiments.speed.class_gradients import class_gradient_times
+    from experiments.speed.clients import client_times
     from experiments.speed.layers import layer_times
     from experiments.speed.matching import matching_times
     from experiments.speed.measure import machine, measure, startup
-    from experiments.speed.memory import peak_memory
     from experiments.speed.robust_pca import robust_pca_times
 
     device = _device(options.device)
@@ -62,8 +62,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.cases:
         if name == "startup":
             results[name] = startup(options.repeats)
-        elif name == "memory":
-            results[name] = peak_memory(_say)
+        elif name == "clients":
+            results[name] = client_times(_say)
         elif name == "robust_pca":
             results[name] = robust_pca_times(options.scale, options.repeats, _say)
         elif name == "matching":
@@ -112,7 +112,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
         "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
-        "over each kind of layer beside Opacus; start-up; peak memory for more and more clients (Fashion-MNIST). Takes "
+        "over each kind of layer beside Opacus; start-up; time and peak memory of runs with more and more clients. Takes "
         "minutes; tells its progress on stderr. `gpu` as the first word checks a GPU instead.",
         exit_on_error=False,
         allow_abbrev=False,

@@ -8,6 +8,7 @@ from typing import Any
 from dpfl_lightning.runtime.text import markdown
 from experiments.pages import fill_page
 from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
+from experiments.speed.clients import PARTS
 
 #: the name of the marks of its page
 PAGE = "bench"
@@ -52,8 +53,8 @@ def report(results: Mapping[str, Any]) -> str:
         parts += [_layers(results["layers"])]
     if "startup" in results:
         parts.append(_startup(results["startup"]))
-    if "memory" in results:
-        parts.append(_memory(results["memory"]))
+    if "clients" in results:
+        parts.append(_clients(results["clients"]))
     missing = [reason for found in measured.values() for reason in found.get("not_measured", {}).values()]
     parts += [f"Not measured: {reason}." for reason in missing]
     parts.append(_machine(results))
@@ -171,11 +172,17 @@ def _startup(found: Mapping[str, Any]) -> str:
     )
 
 
-def _memory(found: Mapping[str, Any]) -> str:
-    peaks = ", ".join(f"{peak:,} MiB with {int(count):,} clients" for count, peak in found["peak_mib"].items())
+def _clients(found: Mapping[str, Any]) -> str:
+    rows = [
+        [f"{int(count):,}", *(f"{row[part]:.2f} s" for part in PARTS), f"{row['peak_mib']:,} MiB"]
+        for count, row in found["of"].items()
+    ]
     return (
-        f"Peak memory of a whole run ({found['data']}, {found['records']} records a client, overlapping draws): "
-        f"{peaks}; between the least and the most {found['growth']:.1%}.\n\n![Peak memory over clients](memory.svg)"
+        f"{markdown(['clients', *PARTS.values(), 'peak memory'], rows)}\n\n"
+        f"Runs with many clients, {found['cohort']} of them in each round: CPU seconds, without imports "
+        f"({found['measured']}; {found['data']}, logistic regression, {found['records']} records a client, overlapping "
+        "draws, given noise multiplier). The end evaluates every client and writes results and guarantees.\n\n"
+        "![CPU time over clients](clients.svg)"
     )
 
 

@@ -58,7 +58,11 @@ class Evidence:
         (self.run / name).write_text(json.dumps(content))
 
     def edit_row(self, name, client, **fields):
-        self.edit(name, lambda content: content["clients"][client].update(fields))
+        def change(content):
+            place = content["clients"][client]
+            (content["guarantees"][place] if name == "guarantees.json" else place).update(fields)
+
+        self.edit(name, change)
 
     def forge(self, change, *sealed):
         """Change the fields of all lines, compute the chain again, and write the new head into these files."""
@@ -394,6 +398,22 @@ MANIPULATIONS = {
     "guarantee's covers edited": (
         lambda run: run.edit_row("guarantees.json", 3, covers=["everything"]),
         r"guarantees.json` must state covers .* of client 3, as the ledger does, got \['everything'\]",
+    ),
+    "clients' guarantees exchanged": (
+        lambda run: run.edit("guarantees.json", lambda content: content["clients"].__setitem__(slice(2, 4), [3, 2])),
+        r"guarantees.json` must state epsilon [\d.]+ of client 2, as the ledger does",
+    ),
+    "a guarantee of no client": (
+        lambda run: run.edit("guarantees.json", lambda content: content["guarantees"].append({"words": "Perfect."})),
+        r"guarantees.json` must hold the guarantees of its clients only, 5, got \[0, 1, 2, 3\]",
+    ),
+    "a client without a guarantee": (
+        lambda run: run.edit("guarantees.json", lambda content: content["clients"].pop()),
+        r"guarantees.json` must hold 4 clients, as the ledger does, got \[0, 1, 2\]",
+    ),
+    "a place counted from the end": (
+        lambda run: run.edit("guarantees.json", lambda content: content["clients"].__setitem__(3, -1)),
+        r"guarantees.json` must hold the guarantees of its clients only, 4, got \[-1, 0, 1, 2\]",
     ),
     "result's clients exchanged": (
         lambda run: run.edit("result.json", lambda content: content["clients"].reverse()),

@@ -24,6 +24,7 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.sampling import draw_steps
 from dpfl_lightning.reporting.progress import Progress
 
@@ -247,7 +248,7 @@ def test_with_diagnostics_no_epsilon_is_claimed_anywhere(make_loop):
     assert watcher._before == [math.inf] * 4, "before anything is shown, too"
     assert all(report.epsilon_spent == (math.inf,) * 4 for report in watcher._reports)
     assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.startswith(WORDS)
-    saved = json.loads((loop.output_dir / "guarantees.json").read_text())["clients"]
+    saved = guarantee_of_each(json.loads((loop.output_dir / "guarantees.json").read_text()))
     assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
     report = ledger_report.read([loop.clients.folder.ledger_file])  # from the file alone
     assert all(math.isinf(account.epsilon) for account in report.accounts) and report.weakest.words().startswith(WORDS)

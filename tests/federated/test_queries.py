@@ -37,6 +37,7 @@ from dpfl_lightning.privacy.accounting.events import (
 )
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
+from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.reporting.mlflow.run import _round_values
@@ -369,10 +370,11 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
         return {client for client, value in enumerate(values) if value is None or math.isinf(value)}
 
     folder, last = loop.output_dir, live._reports[-1]
+    promises = guarantee_of_each(json.loads((folder / "guarantees.json").read_text()))
     page, ledger = (folder / "guarantee.html").read_text(), json.loads(report.splitlines()[-1])
     for place, epsilons in {
         "result": [one["epsilon_spent"] for one in json.loads((folder / "result.json").read_text())["clients"]],
-        "guarantees": [one["epsilon"] for one in json.loads((folder / "guarantees.json").read_text())["clients"]],
+        "guarantees": [one["epsilon"] for one in promises],
         "ledger": [one["epsilon"] for one in ledger["clients"]],
         "account": [one.epsilon for one in loop.clients.budgets.guarantees()],
         "live": last.epsilon_spent,

@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.ledger.results import FILTER
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
@@ -69,9 +69,9 @@ class Budgets:
         self._changed = False
         self._check_fits(schedule)
         clients = range(len(schedule.clients))
-        self._spent, self._paid = [0.0 for _ in clients], set(clients)  # at the last call of `spent`; payers since then
         shown, uncharged = map(NonPrivateEvent, unprotected), [i for i in clients if not ledger.used(i, _SHOWN)]
         ledger.charge([Charge(client, 0, _SHOWN, event) for event in shown for client in uncharged])
+        self._spent, self._paid = [0.0 for _ in clients], ledger.payers()  # at the last call of `spent`; payers since
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """Charge the clients that can pay. Returns their part of the plan, and the number of each client's charge."""
@@ -134,14 +134,14 @@ class Budgets:
 
     def _check_fits(self, schedule: RunSchedule) -> None:
         """Check that the releases of each client, those without protection apart, fit its budget."""
-        plans = list(dict.fromkeys(client.protected for client in schedule.clients))
+        protected = once_each(lambda client: client.protected, schedule.clients)
+        plans = list(dict.fromkeys(protected))
         epsilons = self.accountant.search([(plan.events(), plan.delta) for plan in plans])
         costs = dict(zip(plans, epsilons.tolist(), strict=True))
-        for client, client_schedule in enumerate(schedule.clients):
-            cost, budget = costs[client_schedule.protected], client_schedule.target_epsilon
-            must = f"plan releases of client {client} that cost at most its budget {budget:g}"
-            within = cost <= budget * (1 + 1e-6) + 2e-6  # the last digit is rounded
-            require(within, "plan_run", must, cost, "Solve the noise with `view.solve`.")
+        for client, (cost, plan) in enumerate(zip(once_each(costs.__getitem__, protected), protected, strict=True)):
+            if not cost <= plan.target_epsilon * (1 + 1e-6) + 2e-6:  # the last digit is rounded
+                must = f"plan releases of client {client} that cost at most its budget {plan.target_epsilon:g}"
+                require(False, "plan_run", must, cost, "Solve the noise with `view.solve`.")
 
     def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
         planned = {line.purpose: line for line in schedule.planned}
@@ -175,16 +175,16 @@ class Budgets:
         return tuple(self._spent)
 
     def guarantees(self) -> tuple[Guarantee, ...]:
-        schedules = self.schedule.clients
-        composed = [
-            ([*self.ledger.events(client), *self.caveats], schedule.delta) for client, schedule in enumerate(schedules)
-        ]
-        bounds = map(self._filtered, schedules, self.accountant.bounds(composed))
-        planned = [[line.event for line in schedule.planned] for schedule in schedules]  # also before the first release
-        return tuple(
-            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), bound=bound)
-            for (events, delta), lines, bound in zip(composed, planned, bounds, strict=True)
-        )
+        """Each client's guarantee; clients with equal schedules that have released the same share one object."""
+        schedules, place_of = numbered(self.schedule.clients)
+        kinds, kind_of = numbered([(place, tuple(self.ledger.events(i))) for i, place in enumerate(place_of)])
+        composed = [([*events, *self.caveats], schedules[place].delta) for place, events in kinds]
+        promises = []
+        for (place, _), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
+            planned = [line.event for line in schedules[place].planned]  # also before the first release
+            words, bound = sampling_words(planned, self.sampling), self._filtered(schedules[place], bound)
+            promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=bound))
+        return tuple(promises[kind] for kind in kind_of)
 
     def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:
         """The composed bound, or the budget if later noise was chosen from earlier releases."""

@@ -27,11 +27,14 @@ def evaluate(module: ClientModule, population: Population, final_models: ClientM
     clients, tests = [_NOTHING] * population.num_clients, [_NOTHING] * population.num_clients
     for group in groups.values():
         model = engine.personalised(final_models.models[final_models.model_of[group[0]]], group[0])
-        held_out = [population.held_out_of[client] for client in group]
-        test = population.test if population.test is not None else held_out[0][:0]
+        scored = [client for client in group if population.num_held_out[client]]
+        held_out = [population.held_out_of[client] for client in scored]
+        test = population.test if population.test is not None else population.held_out_of[group[0]][:0]
         on_test, *on_held_out = _scores(module, model, population, [test, *held_out], engine)
-        for client, score in zip(group, on_held_out, strict=True):
-            clients[client], tests[client] = score, on_test
+        for client in group:
+            tests[client] = on_test
+        for client, score in zip(scored, on_held_out, strict=True):
+            clients[client] = score
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
 
 

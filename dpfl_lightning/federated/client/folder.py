@@ -1,6 +1,5 @@
 """The files of a run that belong to the clients: their ledger, their notes and the key of the digests of records."""
 
-import json
 import secrets
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from dpfl_lightning.errors import NEW_RUN, UserError
 from dpfl_lightning.federated.client.engines.engine import COUNTED
 from dpfl_lightning.privacy.ledger.file import Header, read_header
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_atomically, write_json
 
 _ABOUT_NOTES = (
     "Exact counts over the run of the gradients of each client's records: all (one a record and step), those that were "
@@ -56,5 +55,4 @@ class ClientFolder:
         """Write `private.json` from all clients' counts of gradients `[N, 3]`."""
         columns = ("client", *COUNTED)
         clients = [dict(zip(columns, (client, *row), strict=True)) for client, row in enumerate(counts.tolist())]
-        text = json.dumps({"about": _ABOUT_NOTES, "clients": clients}, indent=2) + "\n"
-        write_atomically(self.path / "private.json", lambda partial: partial.write_text(text), private=True)
+        write_json(self.path / "private.json", {"about": _ABOUT_NOTES, "clients": clients}, private=True)

@@ -18,6 +18,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.privacy.accounting.planned import once_each
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
@@ -71,7 +72,7 @@ def identity(
     **Privacy** A plain digest of the records would confirm a guess of them. The digests mean nothing without
     `data_key`, which stays with the client.
     """
-    lines = [[repr(line) for line in client.planned] for client in plan.schedule.clients]
+    lines = once_each(lambda client: [repr(line) for line in client.planned], plan.schedule.clients)
     return {
         **configuration(plan, privacy),
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",

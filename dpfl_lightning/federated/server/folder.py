@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import NEW_RUN, UserError
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.model import Model
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_atomically, write_json
 
 
 class RunFolder:
@@ -70,9 +69,8 @@ class RunFolder:
                 f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. {NEW_RUN}"
             ) from None
 
-    def save_json(self, name: str, content: object) -> None:
-        text = json.dumps(content, indent=2) + "\n"
-        write_atomically(self.path / name, lambda partial: partial.write_text(text))
+    def save_json(self, name: str, content: Mapping[str, Any]) -> None:
+        write_json(self.path / name, content)
 
     def save_models(self, module: Model, final_models: ClientModels) -> None:
         """Write the state dict of the net with the model: `model.pt`, or `model_<k>.pt` for each of several."""

@@ -82,7 +82,7 @@ class ServerLoop(Run):
         """Plan, charge, train, weigh, combine, step. Every line calls one hook, or sends one message to the clients."""
         self._replan(state)
         view = self.view(state)
-        plan = _if_enough(fold(self.strategies, "plan_round", view.plan(self.first_purpose), view))
+        plan = _if_enough(fold(self.strategies, "plan_round", self.plan_of_all(view), view))
         plan = _if_enough(self.clients.accept(plan))  # charged: a crash never under-reports
         if not plan.clients:
             return self._unmoved(state, plan)
@@ -92,7 +92,7 @@ class ServerLoop(Run):
         if not arrived.clients:
             return self._unmoved(state, plan)
         plan = arrived
-        self.totals.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
+        self.totals.noise_std[list(updates.clients)] = torch.tensor(updates.noise_std, dtype=torch.float64)
         if raw_weights is None:
             raw_weights = aggregate.raw_weights(self.strategies, plan, updates, view)  # [K, C]
         weights = aggregate.normalised(raw_weights)  # a row of zeros leaves its model unchanged

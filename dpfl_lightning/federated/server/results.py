@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
@@ -138,25 +140,32 @@ class RunResult:
     interrupted: bool = False
 
     def as_dict(self) -> dict:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "interrupted"}
+        fields = {name: value for name, value in vars(self).items() if name != "interrupted"}
+        embedding = self.client_embedding
+        return {**fields, "client_embedding": None if embedding is None else dataclasses.asdict(embedding)}
 
 
 @dataclass
 class RunTotals:
-    """Sums over rounds, and metrics and clients' `noise_std` of the last round. Checkpoints contain them.
+    """Sums over rounds, metrics of the last round, and `noise_std` `[N]` of the last updates. Checkpoints contain them.
 
-    `seconds` is the time of the run before this process, `records` the expected number of records of all releases.
+    `noise_std` is NaN for clients that have sent no update. `seconds` is the time of the run before this process,
+    `records` the expected number of records of all releases.
     """
 
+    noise_std: Tensor
     seconds: float = 0.0
     records: int = 0
     training_seconds: float = 0.0
     client_seconds: float = 0.0
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
-    noise_std: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._began = time.perf_counter() - self.seconds
+
+    @classmethod
+    def start(cls, num_clients: int) -> RunTotals:
+        return cls(torch.full((num_clients,), math.nan, dtype=torch.float64))
 
     @property
     def wall_seconds(self) -> float:
@@ -168,4 +177,5 @@ class RunTotals:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunTotals:
-        return cls(**copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)}))
+        fields = copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)})
+        return cls(**{**fields, "noise_std": fields["noise_std"].cpu()})

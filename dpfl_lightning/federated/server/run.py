@@ -1,6 +1,7 @@
 """The state of a run at the server: what strategies see of it, what a checkpoint keeps, what it reports."""
 
 import copy
+import dataclasses
 import functools
 import math
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,7 @@ from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee, in_words
+from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.runtime.text import rounded_up_duration
 
 T = TypeVar("T")
@@ -69,6 +72,8 @@ class Run:
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
         self.clients, self.facts, self.settings, self.privacy = clients, facts, settings, privacy
         self.strategies, self.callbacks = list(strategies), list(callbacks)
+        self._clip_norm = tuple(client.clip_norm for client in settings)
+        self._learning_rate = tuple(client.learning_rate for client in settings)
         self.model = copy.deepcopy(model)  # strategies may overwrite its parameters
         self._initial = model.flat
         self.rounds, self.last_round, self.seed, self.evaluate_every = rounds, rounds, seed, evaluate_every
@@ -79,7 +84,7 @@ class Run:
         self.caveats = (*clients.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ()))
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network, len(settings), seed))
-        self.totals, self.strategy_notes = RunTotals(), tuple[str, ...]()
+        self.totals, self.strategy_notes = RunTotals.start(len(settings)), tuple[str, ...]()
         self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
         self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
@@ -98,8 +103,8 @@ class Run:
             module=self.model,
             schedule=self.schedule,
             run=self.info,
-            clip_norm=tuple(client.clip_norm for client in self.settings),
-            learning_rate=tuple(client.learning_rate for client in self.settings),
+            clip_norm=self._clip_norm,
+            learning_rate=self._learning_rate,
             seed=self.seed,
             guarantees=self.clients.guarantees,
             ask=self._ask,
@@ -141,7 +146,14 @@ class Run:
         self.schedule = fold(self.strategies, "plan_run", self.schedule, self.view(self._one_model()))
         self.schedule = solved(self.schedule, self.accountant)
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
+        self._plan_of_all: RoundPlan | None = None
         return self.schedule
+
+    def plan_of_all(self, view: View) -> RoundPlan:
+        """The default plan of a round of all clients; all but round and models stays as long as the schedule does."""
+        if self._plan_of_all is None:
+            self._plan_of_all = view.plan(self.first_purpose)
+        return dataclasses.replace(self._plan_of_all, round=view.round, model_of=tuple(view.state.model_of))
 
     def run_plan(self) -> RunPlan:
         """The whole run as it is proposed to the clients; call `plan_schedule` first."""
@@ -157,7 +169,7 @@ class Run:
         """Let strategies change the schedule of what is left."""
         changed = fold(self.strategies, "replan", self.schedule, self.view(state))
         if changed is not self.schedule:
-            self.schedule = solved(changed, self.accountant)
+            self.schedule, self._plan_of_all = solved(changed, self.accountant), None
             self.clients.change(self.schedule)
 
     def _one_model(self) -> ServerState:
@@ -185,14 +197,14 @@ class Run:
         return saved
 
     def _begin(self) -> ServerState:
-        self.totals = RunTotals()
+        self.totals = RunTotals.start(len(self.settings))
         self.info = self._info(first_round=1, measured=True)
         state = self._one_model()
         self._remember(sole_answer(self.strategies, "initialise", state, self.view(state)) or state)
         return self.state
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
-        self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
+        self.state = state = ServerState(saved["models"], tuple(saved["model_of"].tolist()), saved["round"])
         for name, part in self._named_parts():
             if name in saved["callbacks"]:
                 part.load_state_dict(saved["callbacks"][name])
@@ -212,7 +224,7 @@ class Run:
         self.state = state
         self.snapshot = {
             "models": state.models,
-            "model_of": list(state.model_of),
+            "model_of": torch.from_numpy(np.array(state.model_of, dtype=np.int64)),
             "round": state.round,
             "callbacks": {name: part.state_dict() for name, part in self._named_parts()},
             "clients": self.clients.state_dict(),
@@ -238,8 +250,10 @@ class Run:
         result = self._result(reason, interrupted, guarantees, final_models)
         if final_models is not None:
             self.folder.save_models(self.model, final_models)
-            rows = [guarantee.as_dict() for guarantee in guarantees]
-            self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": rows})
+            different, places = numbered(guarantees)  # usually few: `clients` has the place of each client's
+            statements = [guarantee.as_dict() for guarantee in different]
+            rows = {"ledger": result.ledger, "guarantees": statements, "clients": places}
+            self.folder.save_json("guarantees.json", rows)
             self.folder.save_json("result.json", result.as_dict())
         self.clients.end(finished)
         notify(self.watching, "on_fit_end", self.view(self.state), result)
@@ -327,6 +341,8 @@ class Run:
     ) -> tuple[dict[str, Any], ...]:
         """The `clients` of the result."""
         groups, rows = true_groups(self.facts), []
+        noise_multipliers = once_each(summary.noise_multiplier, self.schedule.clients)
+        noise_stds = [None if math.isnan(std) else std for std in self.totals.noise_std.tolist()]
         for client, settings in enumerate(self.settings):
             schedule, account = self.schedule.clients[client], self.clients.account(client)
             score = Score(None, math.nan) if scores is None else scores.clients[client]
@@ -335,8 +351,8 @@ class Run:
                 "epsilon_spent": finite_or_none(guarantees[client].epsilon),
                 "epsilon_budget": finite_or_none(settings.epsilon),
                 "delta": schedule.delta,
-                "noise_multiplier": summary.noise_multiplier(schedule),
-                "noise_std": self.totals.noise_std.get(client),
+                "noise_multiplier": noise_multipliers[client],
+                "noise_std": noise_stds[client],
                 "batch_size": schedule.batch_size(settings.num_records),
                 "num_records": settings.num_records,
                 "releases": account.releases,

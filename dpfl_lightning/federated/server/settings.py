@@ -13,7 +13,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, once_each
 from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
 from dpfl_lightning.runtime.files import cache_folder
 from dpfl_lightning.runtime.text import slow_notice
@@ -50,8 +50,8 @@ def client_settings(
         if value is not None or name not in columns:
             kind = int if name in ("batch_size", "local_epochs") else float
             columns[name] = resolve(key, value, count, seed, kind)
-    rows = zip(*columns.values(), strict=True)
-    settings = tuple(ClientSettings(**dict(zip(columns, row, strict=True))) for row in rows)
+    rows = list(zip(*columns.values(), strict=True))
+    settings = tuple(once_each(lambda row: ClientSettings(**dict(zip(columns, row, strict=True))), rows))
     _check(settings, privacy)
     return settings
 
@@ -66,7 +66,10 @@ def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings]
 def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -> None:
     """Check values against the client's number of records and against the mechanism."""
     laplace = privacy is not None and privacy.mechanism == "laplace"
+    first_with: dict[ClientSettings, int] = {}  # equal clients are checked once
     for i, client in enumerate(settings):
+        first_with.setdefault(client, i)
+    for client, i in first_with.items():
         batch, size = client.batch_size, client.num_records
         advice = f"Client {i} has {size} records; a batch of all of them is a full batch."
         require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
@@ -90,13 +93,14 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
     """All clients train in all rounds, reserved ones included. Noise that is not given remains to be solved."""
     reserve = privacy.reserve_rounds if privacy is not None else 0
-    clients = []
-    for client in settings:
+
+    def schedule(client: ClientSettings) -> ClientSchedule:
         event: NoisedEvent = GaussianEvent(client.sample_rate, client.noise_multiplier, client.steps)
         if privacy is not None and privacy.mechanism == "laplace":
             event = LaplaceEvent(client.noise_multiplier, client.steps)
-        clients.append(ClientSchedule(client.epsilon, client.delta, (Planned("train", event, rounds + reserve),)))
-    return RunSchedule(tuple(clients), rounds, reserve)
+        return ClientSchedule(client.epsilon, client.delta, (Planned("train", event, rounds + reserve),))
+
+    return RunSchedule(tuple(once_each(schedule, settings)), rounds, reserve)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
+
+Value = TypeVar("Value", bound=Hashable)
+Answer = TypeVar("Answer")
+
+
+def numbered(values: Sequence[Value]) -> tuple[list[Value], list[int]]:
+    """Return the different values in order, and the place of every value among them.
+
+    >>> numbered(["a", "b", "a"])
+    (['a', 'b'], [0, 1, 0])
+    """
+    objects = {id(value): value for value in values}  # equal clients usually share an object, which is hashed once
+    places: dict[Value, int] = {}
+    place_of = {key: places.setdefault(value, len(places)) for key, value in objects.items()}
+    return list(places), [place_of[id(value)] for value in values]
+
+
+def once_each(function: Callable[[Value], Answer], values: Sequence[Value]) -> list[Answer]:
+    """Return `function(value)` for every value, computed once for equal values, which share the answer.
+
+    >>> once_each(lambda budgets: [sum(budgets)], [(1, 2), (3,), (1, 2)])
+    [[3], [3], [3]]
+    """
+    different, places = numbered(values)
+    answers = [function(value) for value in different]
+    return [answers[place] for place in places]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 
 _TOLERANCE = 1e-6  # relative tolerance of the solved noise
 _DIGITS = 7  # digits of the solved noise
@@ -41,10 +41,9 @@ def calibrate(
     target, but the whole schedule costs an infinite epsilon. Raises UserError if epsilon <= 0, delta is outside (0, 1),
     or the target is at or below what the accountant can certify with the given noise; the message names that floor.
     """
-    for schedule in schedules:
-        _check(schedule)
-    protected = [schedule.protected for schedule in schedules]
-    distinct = [s for s in dict.fromkeys(protected) if any(line.unsolved for line in s.planned)]
+    once_each(_check, schedules)
+    protected = dict.fromkeys(once_each(lambda schedule: schedule.protected, schedules))
+    distinct = [schedule for schedule in protected if any(line.unsolved for line in schedule.planned)]
     solved: dict[ClientSchedule, float] = {}
     for start in range(0, len(distinct), accountant.chunk_size):
         chunk = distinct[start : start + accountant.chunk_size]
@@ -62,10 +61,12 @@ def calibrate(
         for schedule, noise in (known | new).items():
             solved[schedule] = noise
             report(len(solved))
-    return [
-        schedule.with_noise(solved[key]) if key in solved else schedule
-        for schedule, key in zip(schedules, protected, strict=True)
-    ]
+
+    def with_solved(schedule: ClientSchedule) -> ClientSchedule:
+        key = schedule.protected
+        return schedule.with_noise(solved[key]) if key in solved else schedule
+
+    return once_each(with_solved, schedules)
 
 
 def cut_to_budgets(
@@ -77,22 +78,23 @@ def cut_to_budgets(
     `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`. Raises UserError if the
     other releases alone exceed the budget.
     """
-    fixed, offers, cut = [], [], list(schedules)
-    for i, schedule in enumerate(schedules):
+    fixed, offers, cut = [], [], {schedule: schedule for schedule in schedules}
+    for schedule in cut:
         if math.isinf(schedule.target_epsilon) or any(line.unsolved for line in schedule.planned):
             continue
         main = schedule.main_line
         others = replace(schedule, planned=tuple(line for line in schedule.planned if line is not main)).protected
-        fixed.append((i, main, others))
+        fixed.append((schedule, main, others))
         offers.append((main.event, others.target_epsilon, others.delta, others.events()))
     most = max((main.count for _, main, _ in fixed), default=0)
     counts = affordable_counts(offers, accountant, most, on_progress)
-    for (i, main, others), count in zip(fixed, counts, strict=True):
+    for (schedule, main, others), count in zip(fixed, counts, strict=True):
         if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
             raise _below_floor(others, floor, accountant)
         shorter = replace(main, count=min(count, main.count))
-        cut[i] = replace(cut[i], planned=tuple(shorter if line is main else line for line in cut[i].planned))
-    return cut
+        lines = tuple(shorter if line is main else line for line in schedule.planned)
+        cut[schedule] = replace(schedule, planned=lines)
+    return once_each(cut.__getitem__, schedules)
 
 
 def affordable_counts(

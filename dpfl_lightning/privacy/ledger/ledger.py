@@ -67,15 +67,19 @@ class Ledger:
 
     def used(self, client: int, purpose: str) -> int:
         """Return how many releases of `purpose` the client has paid for; compare it with the schedule."""
-        return len(self._paid[client].get(purpose, ()))
+        return len(self._paid.get(client, {}).get(purpose, ()))
 
     def paid(self, client: int) -> Mapping[str, Sequence[Event]]:
         """Return what the client has paid for, by purpose, in order."""
-        return {purpose: tuple(events) for purpose, events in self._paid[client].items()}
+        return {purpose: tuple(events) for purpose, events in self._paid.get(client, {}).items()}
 
     def events(self, client: int) -> list[Event]:
         """Return everything the client has paid for, in order."""
-        return list(self._events[client])
+        return list(self._events.get(client, ()))
+
+    def payers(self) -> set[int]:
+        """Return the clients that have paid for anything."""
+        return set(self._events)
 
     def close(self) -> None:
         self._files.close()

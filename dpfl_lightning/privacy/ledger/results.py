@@ -80,15 +80,14 @@ def check_results(
     promises: Sequence[Guarantee],
 ) -> None:
     """Raise UserError unless the results state what the ledger says: account, events and guarantee of each client."""
-    for name, content in results.items():
-        rows = content.get("clients")
-        if not isinstance(rows, list) or [type(row) for row in rows] != [dict] * len(accounts):
-            raise _differs(path, name, f"hold {len(accounts)} clients, as the ledger does", rows)
-    whole = results.get("guarantees.json")
-    result = results.get("result.json")
+    whole, result = results.get("guarantees.json"), results.get("result.json")
+    if result is not None:
+        _check_clients(path, "result.json", result.get("clients"), dict, len(accounts))
     if whole is not None:
-        texts = [f"{row.get('sampling')}, {row.get('accountant')}" for row in whole["clients"]]
-        epsilons = [row.get("epsilon") for row in whole["clients"]]
+        _check_clients(path, "guarantees.json", whole.get("clients"), int, len(accounts))
+        statements = _statements(path, whole)
+        texts = [f"{row.get('sampling')}, {row.get('accountant')}" for row in statements]
+        epsilons = [row.get("epsilon") for row in statements]
     elif result is not None:
         texts = [str(result.get("guarantee"))] * len(accounts)
         epsilons = [row.get("epsilon_spent") for row in result["clients"]]
@@ -107,11 +106,32 @@ def check_results(
         noise = (SIMULATED_NOISE,) if simulated else (FRESH_NOISE, GPU_NOISE)
         _check(path, "result.json", "", result, {"noise": noise, "guarantee": (in_words(promises),)})
     if whole is not None:
-        for client, (row, promise) in enumerate(zip(whole["clients"], promises, strict=True)):
+        for client, (row, promise) in enumerate(zip(statements, promises, strict=True)):
             values = {key: (value,) for key, value in promise.as_dict().items()}
             _check(path, "guarantees.json", f" of client {client}", row, values)
             _check_keys(path, "guarantees.json", row, values)
-        _check_keys(path, "guarantees.json", whole, ("ledger", "clients"))
+        _check_keys(path, "guarantees.json", whole, ("ledger", "guarantees", "clients"))
+
+
+def guarantee_of_each(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return each client's guarantee in the content of `guarantees.json`, where equal guarantees are written once."""
+    return [content["guarantees"][place] for place in content["clients"]]
+
+
+def _statements(path: Path, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return `guarantee_of_each`. Raises UserError if a guarantee is no client's: it would not be compared."""
+    stated = whole.get("guarantees")
+    if not isinstance(stated, list) or any(type(row) is not dict for row in stated):
+        raise _differs(path, "guarantees.json", "hold a list of guarantees", stated)
+    if set(whole["clients"]) != set(range(len(stated))):
+        places = sorted(set(whole["clients"]))
+        raise _differs(path, "guarantees.json", f"hold the guarantees of its clients only, {len(stated)}", places)
+    return guarantee_of_each(whole)
+
+
+def _check_clients(path: Path, name: str, rows: Any, kind: type, count: int) -> None:
+    if not isinstance(rows, list) or [type(row) for row in rows] != [kind] * count:
+        raise _differs(path, name, f"hold {count} clients, as the ledger does", rows)
 
 
 def _row(header: Header, client: int, account: Account, promise: Guarantee) -> dict[str, Sequence[Any]]:

@@ -19,7 +19,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -34,15 +34,17 @@ _DRAWS = 20  # attempts to draw a round that contains a client with a large budg
 def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSchedule:
     """Return the schedule in which client n trains `quota[n]` times, and has the reserve if its quota is not 0."""
 
-    def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
-        count = int(quota[client]) + schedule.reserve if quota[client] else 0
+    def change(client: tuple[ClientSchedule, int]) -> ClientSchedule:
+        client_schedule, rounds = client
+        count = rounds + schedule.reserve if rounds else 0
         lines = [
             dataclasses.replace(line, count=count) if line.purpose == PURPOSE else line
             for line in client_schedule.planned
         ]
         return dataclasses.replace(client_schedule, planned=tuple(lines))
 
-    return schedule.replan(change)
+    pairs = [*zip(schedule.clients, map(int, quota), strict=True)]
+    return dataclasses.replace(schedule, clients=tuple(once_each(change, pairs)))
 
 
 class QuotaSelection(Strategy, Callback):
@@ -105,10 +107,10 @@ class QuotaSelection(Strategy, Callback):
             return plan
         self._settle(view)
         here = np.zeros(len(self._quota), dtype=bool)
-        here[list(plan.clients)] = True
+        here[np.array(plan.clients, dtype=np.int64)] = True
         cohort = set(self._cohort(np.where(here, self._quota, 0), view).tolist())
         self._drawn_in = view.round
-        return plan.only(lambda client: client in cohort)
+        return plan.only(cohort.__contains__)
 
     def _paid_rounds(self, schedule: RunSchedule) -> Counts:
         """Return the number of rounds `[N]` that each client's releases pay for, without the reserve."""
@@ -163,7 +165,7 @@ class QuotaSelection(Strategy, Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self._taken.tolist()}
+        return {"taken": torch.from_numpy(self._taken.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._taken = np.array(state["taken"], dtype=np.int64)
+        self._taken = state["taken"].cpu().numpy().copy()
