@@ -112,8 +112,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
         "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
-        "over each kind of layer beside Opacus; start-up; time and peak memory of runs with more and more clients. Takes "
-        "minutes; tells its progress on stderr. `gpu` as the first word checks a GPU instead.",
+        "over each kind of layer beside Opacus; start-up; time and peak memory of runs with more and more clients. "
+        "Takes minutes; tells its progress on stderr. `gpu` as the first word checks a GPU instead.",
         exit_on_error=False,
         allow_abbrev=False,
     )
