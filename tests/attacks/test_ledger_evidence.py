@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import private, small_loop
+from conftest import PowerCut, private, small_loop
 from key_pairs import make_keys
 
 from dpfl_lightning.errors import UserError
@@ -14,6 +14,7 @@ from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.accounting.guarantee import in_words
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head
+from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.ledger.results import FILTER
 from dpfl_lightning.privacy.ledger.signatures import private_keys, write_signatures
 from dpfl_lightning.privacy.ledger.verify import read
@@ -25,9 +26,9 @@ RESULTS = ("result.json", "guarantees.json")
 class Evidence:
     """A copy of a signed run's folder, another run, the clients' keys, and ways to manipulate the copy."""
 
-    def __init__(self, place, source):
+    def __init__(self, place, source, name="run"):
         self.run, self.keys, self.other = place / "run", source / "keys", source / "other"
-        shutil.copytree(source / "run", self.run)
+        shutil.copytree(source / name, self.run)
         self.ledger = self.run / "ledger.jsonl"
 
     @property
@@ -586,3 +587,77 @@ def test_a_run_that_has_just_begun_is_not_called_a_wrong_file(source, tmp_path):
     (run.run / "ledger.head").write_bytes(ledger_file.head_bytes(Head("0" * 32, 0, "")))
     with pytest.raises(UserError, match=r"got no complete line. If the run has just begun, wait for its first round"):
         read([run.ledger])
+
+
+# ---- a resumed run neither signs nor relies on lines that somebody appended
+
+
+def of_round(round, **event):
+    """Lines of all clients like their last ones."""
+
+    def more(fields):
+        lines = [{**one, "round": round, "event": {**one["event"], **event}} for one in fields[-CLIENTS:]]
+        return [*fields, *lines]
+
+    return more
+
+
+def shown(fields):
+    """Lines that look as if the clients had paid for what they show."""
+    event = {"kind": "gaussian", "sample_rate": 1.0, "noise_multiplier": 1e9, "steps": 1}
+    places = [{"client": client, "round": 0, "number": 0} for client in range(CLIENTS)]
+    return [*fields, *({**place, "purpose": "shown", "event": event} for place in places)]
+
+
+def unplanned(fields):
+    return [{**one, "purpose": "other"} if one.get("round") == 3 else one for one in of_round(3)(fields)]
+
+
+def overtaking(fields):
+    """A planned line with the number of a later charge."""
+    return [{**one, "number": 1} if one.get("round") == 3 else one for one in of_round(3)(fields)]
+
+
+#: whether it is a simulation, the round before whose charge it is cut, what is appended, and the refusal
+RESUMED = {
+    "harmless lines for what is shown": (False, 0, shown, "what the .* 1 releases for 'shown'"),
+    "less noise in a simulation": (
+        True,
+        3,
+        of_round(3, noise_multiplier=50.0),
+        "what the .* 3 releases for 'train'",
+    ),
+    "less noise": (False, 3, of_round(3, noise_multiplier=50.0), "what the .* 3 releases for 'train'"),
+    "unplanned lines": (False, 3, unplanned, "what the .* 1 releases for 'other'"),
+    "a line of another number": (True, 3, overtaking, "number the charges of client 0 in round 3 from 0"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_signs_no_line_that_it_would_not_charge(name, source, tmp_path, monkeypatch):
+    simulated, cut, change, words = RESUMED[name]
+    key = {} if simulated else {"noise_key": None, "diagnostics": cut == 0}
+
+    def loop():
+        privacy = private([4.0, 6.0, 8.0, 10.0], signing_keys=str(source / "keys" / "private"), **key)
+        return small_loop(privacy=privacy, rounds=3, output_dir=tmp_path / "cut")
+
+    def charge(ledger, charges):
+        if charges and charges[0].round == cut:
+            raise PowerCut
+        return write(ledger, charges)
+
+    write = Ledger.charge
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge", charge)
+        with pytest.raises(PowerCut):
+            loop().run()
+    run = Evidence(tmp_path, tmp_path, "cut")
+    run.forge(change, "ledger.head")
+    for file in ("ledger.jsonl", "ledger.head"):
+        shutil.copy(run.run / file, tmp_path / "cut")
+    signatures = (tmp_path / "cut" / "ledger.signatures").read_bytes()
+    with pytest.raises(UserError, match=rf"ledger.jsonl` must (hold )?{words}"):
+        loop().run(resume=True)
+    assert (tmp_path / "cut" / "ledger.signatures").read_bytes() == signatures
+    assert not (tmp_path / "cut" / "result.json").exists()

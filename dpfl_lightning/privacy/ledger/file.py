@@ -30,7 +30,7 @@ _RUN = re.compile("[0-9a-f]{32}")
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{_NO_CHAIN}"}}\n')
-_CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
+CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
         if lines < known_head.lines:
             raise UserError(
                 f"`{path}` must hold the {known_head.lines} lines that {source} counts, got {lines}: "
-                f"{known_head.lines - lines} were cut off its end, after line {lines}. {_CHANGED}"
+                f"{known_head.lines - lines} were cut off its end, after line {lines}. {CHANGED}"
             )
     if header is None:
         raise UserError(
@@ -166,7 +166,7 @@ def check_lag(path: Path, source: str, head: Head, lines: int, clients: int) -> 
     if lines - head.lines > clients:
         raise UserError(
             f"`{path}` must have at most {clients} lines after the {head.lines} that {source} counts, because a crash "
-            f"interrupts one charge of {clients} clients, got {lines - head.lines}: lines were appended. {_CHANGED}"
+            f"interrupts one charge of {clients} clients, got {lines - head.lines}: lines were appended. {CHANGED}"
         )
 
 
@@ -251,7 +251,7 @@ def read_head(path: Path) -> Head | None:
         return Head.of(parsed(content))
     except (ValueError, TypeError):
         must = f"must hold the run, lines and chain of `{path.name}`"
-        raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {_CHANGED}") from None
+        raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {CHANGED}") from None
 
 
 def read_header(path: Path) -> Header | None:
@@ -345,7 +345,7 @@ def _charge_of(fields: dict[str, Any]) -> Charge:
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:
-    return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {_CHANGED}")
+    return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {CHANGED}")
 
 
 def _what_happened(path: Path, number: int, head: Head | None) -> str:
