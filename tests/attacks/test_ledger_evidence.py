@@ -174,6 +174,13 @@ def head_of(run, lines, chain=None):
     run.seal(Head(name, lines, chain or ledger_file.chain_of(run.lines[lines - 1])), "ledger.head")
 
 
+def filtered(run):
+    """Claim that later noise followed from earlier releases."""
+    accountant = json.loads((run.run / "guarantees.json").read_text())["clients"][1]["accountant"]
+    run.edit_row("guarantees.json", 1, accountant=f"{accountant}, {FILTER}")
+    run.edit_row("result.json", 1, noise_multiplier=97.0)
+
+
 # name of the manipulation -> what is done, and the sentence that it gets
 MANIPULATIONS = {
     # the ledger alone
@@ -211,7 +218,7 @@ MANIPULATIONS = {
     ),
     "a link": (lambda run: run.link("ledger.jsonl"), r"ledger.jsonl` must be a file in the run's folder, got 'a link"),
     # the head
-    "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`"),
+    "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`, got no such"),
     "head damaged": (
         lambda run: (run.run / "ledger.head").write_text("{}"),
         r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'{}'",
@@ -365,7 +372,7 @@ MANIPULATIONS = {
     ),
     "result damaged": (
         lambda run: (run.run / "result.json").write_text('{"ledger"'),
-        r"/result.json` must be a JSON object",
+        r"/result.json` must be a JSON object .*, got b'{.ledger.'",
     ),
     "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's .*, got 'a link"),
     "guarantees of another run": (
@@ -406,7 +413,59 @@ MANIPULATIONS = {
     ),
     "guarantees damaged": (
         lambda run: (run.run / "guarantees.json").write_text("[]"),
-        r"/guarantees.json` must be a JSON object with each key once, got b'\[\]'",
+        r"/guarantees.json` must be a JSON object in UTF-8 with each key once, .*, got b'\[\]'",
+    ),
+    "result's rounds edited": (
+        lambda run: run.edit("result.json", lambda content: content.update(rounds=999)),
+        r"result.json` must state rounds from 1 to 2, as the ledger does, got 999\.",
+    ),
+    "result's rounds and noise edited": (
+        lambda run: (
+            run.edit("result.json", lambda content: content.update(rounds=1)),
+            run.edit_row("result.json", 2, noise_multiplier=98.0),
+        ),
+        r"result.json` must state noise_multiplier [\d.]+ of client 2, as the ledger does, got 98.0",
+    ),
+    "the words of a filter in both results": (
+        filtered,
+        r"guarantees.json` must state accountant .* of client 1, as the ledger does, got '.*as a privacy filter|"
+        r"result.json` must state noise_multiplier [\d.]+ of client 1, as the ledger does, got 97.0",
+    ),
+    "result's client with more fields": (
+        lambda run: run.edit_row("result.json", 1, epsilon=0.01),
+        r"result.json` must hold what a run writes only, got \['epsilon'\]",
+    ),
+    "result with more fields": (
+        lambda run: run.edit("result.json", lambda content: content.update(note="(0.1, 0)-DP")),
+        r"result.json` must hold what a run writes only, got \['note'\]",
+    ),
+    "result unfinished": (
+        lambda run: run.edit("result.json", lambda content: content.update(finished=False)),
+        r"result.json` must state finished True, as the ledger does, got False",
+    ),
+    "result removed": (
+        lambda run: run.remove("result.json"),
+        r"result.json` must lie beside guarantees.json, because the run has finished, got 'no such file'",
+    ),
+    "guarantees removed": (
+        lambda run: run.remove("guarantees.json"),
+        r"guarantees.json` must lie beside result.json, because the run has finished, got 'no such file'",
+    ),
+    "result's client a truth value": (
+        lambda run: run.edit("result.json", lambda content: content["clients"][1].update(client=True)),
+        r"result.json` must state client 1 of client 1, as the ledger does, got True",
+    ),
+    "result's releases with a point": (
+        lambda run: run.edit_row("result.json", 1, releases=2.0),
+        r"result.json` must state releases 2 of client 1, as the ledger does, got 2\.0",
+    ),
+    "result in UTF-16": (
+        lambda run: (run.run / "result.json").write_bytes((run.run / "result.json").read_text().encode("utf-16")),
+        r"/result.json` must be a JSON object in UTF-8 with each key once, .*, got b'\\xff\\xfe",
+    ),
+    "result that is no number": (
+        lambda run: (run.run / "result.json").write_text('{"clients": NaN}'),
+        r"/result.json` must be a JSON object .* finite numbers of 64 bits, got b'{\"clients\": NaN}'",
     ),
     # files that are no files of a run
     "signatures emptied": (
@@ -416,6 +475,14 @@ MANIPULATIONS = {
     "nobody's signatures": (
         lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].clear()),
         r"must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b.{.head",
+    ),
+    "a signature of no client": (
+        lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].update({"9": "00"})),
+        r"ledger.signatures` must hold signatures of the 4 clients, got one of client 9\.",
+    ),
+    "head emptied": (
+        lambda run: (run.run / "ledger.head").write_bytes(b""),
+        r"ledger.head` must lie beside `ledger.jsonl`, got an empty one",
     ),
     "result a folder": (
         lambda run: (run.remove("result.json"), (run.run / "result.json").mkdir()),
@@ -431,7 +498,7 @@ MANIPULATIONS = {
     ),
     "guarantees with a key twice": (
         lambda run: double(run.run / "guarantees.json"),
-        r"/guarantees.json` must be a JSON object with each key once, got b'{.clients.",
+        r"/guarantees.json` must be a JSON object in UTF-8 with each key once, .*, got b'{.clients.",
     ),
     "run's name edited, heads rewritten": (
         lambda run: without_results(run, header(run="\x1b[31m" + "0" * 27), "ledger.head"),
@@ -554,6 +621,25 @@ def test_every_manipulation_has_a_sentence_that_no_other_one_has(source, tmp_pat
     assert len(sentences) >= 30
     for name, (_, words) in MANIPULATIONS.items():
         assert [other for other, sentence in sentences.items() if re.search(words, sentence)] == [name], sentences[name]
+
+
+def test_names_and_rights_of_files_are_one_sentence(source, tmp_path, capsys, monkeypatch):
+    run = Evidence(tmp_path, source)
+    assert command(run, "--export", str(tmp_path / ("e" * 300))) == 2
+    assert main(["--ledger", "l" * 300]) == 2
+    assert command(run, "--accountant", "") == 2
+
+    def refused(path, *how):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(ledger_file, "open", refused, raising=False)
+    assert command(run) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("` must ")[2].partition(". ")[0] for line in lines] == [
+        *["be a file that can be read, or written for --export, got File name too long"] * 2,
+        "be one of pld, rdp, paper_ma, got ''.",
+        "be a file that can be read, or written for --export, got Permission denied",
+    ]
 
 
 def test_only_signatures_show_that_everything_was_rewritten(source, tmp_path, capsys):
