@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class RunResult:
     interrupted: bool = False
 
     def as_dict(self) -> dict:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "interrupted"}
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if name != "interrupted"}
+        return {**fields, "test_loss": None if self.test_loss is None else finite_or_none(self.test_loss)}
 
 
 @dataclass

@@ -355,4 +355,4 @@ class Run:
 def _on_test(scores: Evaluation | None) -> dict[str, Any]:
     if scores is None:
         return {"test_accuracy": None, "test_loss": None}
-    return {"test_accuracy": scores.test.accuracy, "test_loss": finite_or_none(scores.test.loss)}
+    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss}

@@ -344,11 +344,8 @@ def _header(fields: dict[str, Any]) -> Header:
         raise ValueError(fields)
     if not all(type(text) is str and text.isprintable() for text in (*texts.values(), *caveats)):
         raise ValueError(texts)  # a terminal would obey control characters
-    columns = [
-        values if isinstance(values, list) else [values] * count for values in (fields["delta"], fields["epsilon"])
-    ]
-    delta = tuple(map(_real, columns[0]))
-    epsilon = tuple(math.inf if value is None else _real(value) for value in columns[1])
+    each = [given if isinstance(given, list) else [given] * count for given in (fields["delta"], fields["epsilon"])]
+    delta, epsilon = tuple(map(_real, each[0])), tuple(math.inf if one is None else _real(one) for one in each[1])
     if not (len(delta) == len(epsilon) == count and max(delta) < 1 and min(*delta, *epsilon) >= 0):
         raise ValueError(count)
     return Header(**texts, delta=delta, epsilon=epsilon, caveats=tuple(caveats), identity=identity)
