@@ -105,7 +105,7 @@ def our_loop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES),
         ClientModule(copy.deepcopy(net)),
         rounds=1,
-        clients=ClientOptions(count=case.clients, batch_size=list(case.sizes), learning_rate=LEARNING_RATE),
+        clients=ClientOptions(count=case.clients, batch_size=tuple(case.sizes), learning_rate=LEARNING_RATE),
         privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM),
         engine=engine,
         device=device.type,

@@ -45,7 +45,7 @@ Keep = Callable[..., None]  # stores figures by name, also if the section does n
 def _cases(tiny: bool) -> dict[str, Case]:
     """The measured rounds; `mixed` has the batch sizes of the main job."""
     cases = {**CASES, "mixed": dataclasses.replace(CASES["common"], batch_sizes=BATCH_SIZES[20])}
-    small = {
+    small: dict[str, dict[str, Any]] = {
         "common": {"clients": 2, "records": 64},
         "mixed": {"clients": 3, "records": 64, "batch_sizes": (16, 32, 64)},
         "small_clients": {"clients": 8},

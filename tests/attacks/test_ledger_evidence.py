@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import private, small_loop
+from conftest import PowerCut, private, small_loop
 from key_pairs import make_keys
 
 from dpfl_lightning.errors import UserError
@@ -14,7 +14,8 @@ from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.accounting.guarantee import in_words
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head
-from dpfl_lightning.privacy.ledger.results import FILTER
+from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.privacy.ledger.results import FILTER, guarantee_of_each
 from dpfl_lightning.privacy.ledger.signatures import private_keys, write_signatures
 from dpfl_lightning.privacy.ledger.verify import read
 
@@ -25,9 +26,9 @@ RESULTS = ("result.json", "guarantees.json")
 class Evidence:
     """A copy of a signed run's folder, another run, the clients' keys, and ways to manipulate the copy."""
 
-    def __init__(self, place, source):
+    def __init__(self, place, source, name="run"):
         self.run, self.keys, self.other = place / "run", source / "keys", source / "other"
-        shutil.copytree(source / "run", self.run)
+        shutil.copytree(source / name, self.run)
         self.ledger = self.run / "ledger.jsonl"
 
     @property
@@ -177,6 +178,13 @@ def head_of(run, lines, chain=None):
     run.seal(Head(name, lines, chain or ledger_file.chain_of(run.lines[lines - 1])), "ledger.head")
 
 
+def filtered(run):
+    """Claim that later noise followed from earlier releases."""
+    accountant = guarantee_of_each(json.loads((run.run / "guarantees.json").read_text()))[1]["accountant"]
+    run.edit_row("guarantees.json", 1, accountant=f"{accountant}, {FILTER}")
+    run.edit_row("result.json", 1, noise_multiplier=97.0)
+
+
 # name of the manipulation -> what is done, and the sentence that it gets
 MANIPULATIONS = {
     # the ledger alone
@@ -214,7 +222,7 @@ MANIPULATIONS = {
     ),
     "a link": (lambda run: run.link("ledger.jsonl"), r"ledger.jsonl` must be a file in the run's folder, got 'a link"),
     # the head
-    "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`"),
+    "no head": (lambda run: run.remove("ledger.head"), r"ledger.head` must lie beside `ledger.jsonl`, got no such"),
     "head damaged": (
         lambda run: (run.run / "ledger.head").write_text("{}"),
         r"ledger.head` must hold the run, lines and chain of `ledger.jsonl`, got b'{}'",
@@ -368,7 +376,7 @@ MANIPULATIONS = {
     ),
     "result damaged": (
         lambda run: (run.run / "result.json").write_text('{"ledger"'),
-        r"/result.json` must be a JSON object",
+        r"/result.json` must be a JSON object .*, got b'{.ledger.'",
     ),
     "result a link": (lambda run: run.link("result.json"), r"result.json` must be a file in the run's .*, got 'a link"),
     "guarantees of another run": (
@@ -425,7 +433,59 @@ MANIPULATIONS = {
     ),
     "guarantees damaged": (
         lambda run: (run.run / "guarantees.json").write_text("[]"),
-        r"/guarantees.json` must be a JSON object with each key once, got b'\[\]'",
+        r"/guarantees.json` must be a JSON object in UTF-8 with each key once, .*, got b'\[\]'",
+    ),
+    "result's rounds edited": (
+        lambda run: run.edit("result.json", lambda content: content.update(rounds=999)),
+        r"result.json` must state rounds from 1 to 2, as the ledger does, got 999\.",
+    ),
+    "result's rounds and noise edited": (
+        lambda run: (
+            run.edit("result.json", lambda content: content.update(rounds=1)),
+            run.edit_row("result.json", 2, noise_multiplier=98.0),
+        ),
+        r"result.json` must state noise_multiplier [\d.]+ of client 2, as the ledger does, got 98.0",
+    ),
+    "the words of a filter in both results": (
+        filtered,
+        r"guarantees.json` must state accountant .* of client 1, as the ledger does, got '.*as a privacy filter|"
+        r"result.json` must state noise_multiplier [\d.]+ of client 1, as the ledger does, got 97.0",
+    ),
+    "result's client with more fields": (
+        lambda run: run.edit_row("result.json", 1, epsilon=0.01),
+        r"result.json` must hold what a run writes only, got \['epsilon'\]",
+    ),
+    "result with more fields": (
+        lambda run: run.edit("result.json", lambda content: content.update(note="(0.1, 0)-DP")),
+        r"result.json` must hold what a run writes only, got \['note'\]",
+    ),
+    "result unfinished": (
+        lambda run: run.edit("result.json", lambda content: content.update(finished=False)),
+        r"result.json` must state finished True, as the ledger does, got False",
+    ),
+    "result removed": (
+        lambda run: run.remove("result.json"),
+        r"result.json` must lie beside guarantees.json, because the run has finished, got 'no such file'",
+    ),
+    "guarantees removed": (
+        lambda run: run.remove("guarantees.json"),
+        r"guarantees.json` must lie beside result.json, because the run has finished, got 'no such file'",
+    ),
+    "result's client a truth value": (
+        lambda run: run.edit("result.json", lambda content: content["clients"][1].update(client=True)),
+        r"result.json` must state client 1 of client 1, as the ledger does, got True",
+    ),
+    "result's releases with a point": (
+        lambda run: run.edit_row("result.json", 1, releases=2.0),
+        r"result.json` must state releases 2 of client 1, as the ledger does, got 2\.0",
+    ),
+    "result in UTF-16": (
+        lambda run: (run.run / "result.json").write_bytes((run.run / "result.json").read_text().encode("utf-16")),
+        r"/result.json` must be a JSON object in UTF-8 with each key once, .*, got b'\\xff\\xfe",
+    ),
+    "result that is no number": (
+        lambda run: (run.run / "result.json").write_text('{"clients": NaN}'),
+        r"/result.json` must be a JSON object .* finite numbers of 64 bits, got b'{\"clients\": NaN}'",
     ),
     # files that are no files of a run
     "signatures emptied": (
@@ -435,6 +495,14 @@ MANIPULATIONS = {
     "nobody's signatures": (
         lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].clear()),
         r"must hold a head and hexadecimal signatures of clients for `ledger.jsonl`, got b.{.head",
+    ),
+    "a signature of no client": (
+        lambda run: run.edit("ledger.signatures", lambda content: content["signatures"].update({"9": "00"})),
+        r"ledger.signatures` must hold signatures of the 4 clients, got one of client 9\.",
+    ),
+    "head emptied": (
+        lambda run: (run.run / "ledger.head").write_bytes(b""),
+        r"ledger.head` must lie beside `ledger.jsonl`, got an empty one",
     ),
     "result a folder": (
         lambda run: (run.remove("result.json"), (run.run / "result.json").mkdir()),
@@ -450,7 +518,7 @@ MANIPULATIONS = {
     ),
     "guarantees with a key twice": (
         lambda run: double(run.run / "guarantees.json"),
-        r"/guarantees.json` must be a JSON object with each key once, got b'{.clients.",
+        r"/guarantees.json` must be a JSON object in UTF-8 with each key once, .*, got b'{.clients.",
     ),
     "run's name edited, heads rewritten": (
         lambda run: without_results(run, header(run="\x1b[31m" + "0" * 27), "ledger.head"),
@@ -575,6 +643,25 @@ def test_every_manipulation_has_a_sentence_that_no_other_one_has(source, tmp_pat
         assert [other for other, sentence in sentences.items() if re.search(words, sentence)] == [name], sentences[name]
 
 
+def test_names_and_rights_of_files_are_one_sentence(source, tmp_path, capsys, monkeypatch):
+    run = Evidence(tmp_path, source)
+    assert command(run, "--export", str(tmp_path / ("e" * 300))) == 2
+    assert main(["--ledger", "l" * 300]) == 2
+    assert command(run, "--accountant", "") == 2
+
+    def refused(path, *how):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(ledger_file, "open", refused, raising=False)
+    assert command(run) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("` must ")[2].partition(". ")[0] for line in lines] == [
+        *["be a file that can be read, or written for --export, got File name too long"] * 2,
+        "be one of pld, rdp, paper_ma, got ''.",
+        "be a file that can be read, or written for --export, got Permission denied",
+    ]
+
+
 def test_only_signatures_show_that_everything_was_rewritten(source, tmp_path, capsys):
     run = Evidence(tmp_path, source)
     rewritten(run)
@@ -606,3 +693,77 @@ def test_a_run_that_has_just_begun_is_not_called_a_wrong_file(source, tmp_path):
     (run.run / "ledger.head").write_bytes(ledger_file.head_bytes(Head("0" * 32, 0, "")))
     with pytest.raises(UserError, match=r"got no complete line. If the run has just begun, wait for its first round"):
         read([run.ledger])
+
+
+# ---- a resumed run neither signs nor relies on lines that somebody appended
+
+
+def of_round(round, **event):
+    """Lines of all clients like their last ones."""
+
+    def more(fields):
+        lines = [{**one, "round": round, "event": {**one["event"], **event}} for one in fields[-CLIENTS:]]
+        return [*fields, *lines]
+
+    return more
+
+
+def shown(fields):
+    """Lines that look as if the clients had paid for what they show."""
+    event = {"kind": "gaussian", "sample_rate": 1.0, "noise_multiplier": 1e9, "steps": 1}
+    places = [{"client": client, "round": 0, "number": 0} for client in range(CLIENTS)]
+    return [*fields, *({**place, "purpose": "shown", "event": event} for place in places)]
+
+
+def unplanned(fields):
+    return [{**one, "purpose": "other"} if one.get("round") == 3 else one for one in of_round(3)(fields)]
+
+
+def overtaking(fields):
+    """A planned line with the number of a later charge."""
+    return [{**one, "number": 1} if one.get("round") == 3 else one for one in of_round(3)(fields)]
+
+
+#: whether it is a simulation, the round before whose charge it is cut, what is appended, and the refusal
+RESUMED = {
+    "harmless lines for what is shown": (False, 0, shown, "what the .* 1 releases for 'shown'"),
+    "less noise in a simulation": (
+        True,
+        3,
+        of_round(3, noise_multiplier=50.0),
+        "what the .* 3 releases for 'train'",
+    ),
+    "less noise": (False, 3, of_round(3, noise_multiplier=50.0), "what the .* 3 releases for 'train'"),
+    "unplanned lines": (False, 3, unplanned, "what the .* 1 releases for 'other'"),
+    "a line of another number": (True, 3, overtaking, "number the charges of client 0 in round 3 from 0"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_signs_no_line_that_it_would_not_charge(name, source, tmp_path, monkeypatch):
+    simulated, cut, change, words = RESUMED[name]
+    key = {} if simulated else {"noise_key": None, "diagnostics": cut == 0}
+
+    def loop():
+        privacy = private([4.0, 6.0, 8.0, 10.0], signing_keys=str(source / "keys" / "private"), **key)
+        return small_loop(privacy=privacy, rounds=3, output_dir=tmp_path / "cut")
+
+    def charge(ledger, charges):
+        if charges and charges[0].round == cut:
+            raise PowerCut
+        return write(ledger, charges)
+
+    write = Ledger.charge
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge", charge)
+        with pytest.raises(PowerCut):
+            loop().run()
+    run = Evidence(tmp_path, tmp_path, "cut")
+    run.forge(change, "ledger.head")
+    for file in ("ledger.jsonl", "ledger.head"):
+        shutil.copy(run.run / file, tmp_path / "cut")
+    signatures = (tmp_path / "cut" / "ledger.signatures").read_bytes()
+    with pytest.raises(UserError, match=rf"ledger.jsonl` must (hold )?{words}"):
+        loop().run(resume=True)
+    assert (tmp_path / "cut" / "ledger.signatures").read_bytes() == signatures
+    assert not (tmp_path / "cut" / "result.json").exists()

@@ -100,6 +100,17 @@ def test_a_later_schedule_has_a_budget_and_keeps_it(make_loop):
         budgets.change(budgets.schedule)
 
 
+def test_a_simulation_relies_on_no_charge_of_another_release(make_loop):
+    loop = make_loop(rounds=1)
+    loop.run()
+    budgets = loop.clients.budgets
+    (paid,) = budgets.ledger.charges(0, 1)
+    assert budgets._is_charged(paid) and not budgets._is_charged(dataclasses.replace(paid, number=1))
+    for other in ({"purpose": "other"}, {"event": dataclasses.replace(paid.event, noise_multiplier=9.0)}):
+        with pytest.raises(UserError, match="must hold what charge 0 of client 0 in round 1 pays for"):
+            budgets._is_charged(dataclasses.replace(paid, **other))
+
+
 QUICK = sorted(set(ENGINES) - {"trainer"})
 
 

@@ -51,12 +51,12 @@ def test_charges_of_a_client_and_round_are_counted_whatever_they_are_for(path):
     ledger.charge(first)
     assert read_ledger(path) == first, "a charge is on disk when it returns"
     assert read_head(path) == ledger.head and ledger.head.lines == 6
-    assert [ledger.charges(0, 1), ledger.charges(1, 1), ledger.charges(0, 2), ledger.charges(3, 1)] == [3, 1, 1, 0]
+    assert [len(ledger.charges(*place)) for place in ((0, 1), (1, 1), (0, 2), (3, 1))] == [3, 1, 1, 0]
     ledger.close()
     again = Ledger(path, HEADER)
-    assert again.charges(0, 1) == 3 and again.used(0, "train") == 3 and again.used(0, "other") == 1
+    assert list(again.charges(0, 1)) == first[:3] and again.used(0, "train") == 3 and again.used(0, "other") == 1
     again.charge([charge()])  # it continues where it ended
-    assert again.charges(0, 1) == 4 and again.used(0, "train") == 4 and read_ledger(path) == [*first, charge()]
+    assert len(again.charges(0, 1)) == 4 and again.used(0, "train") == 4 and read_ledger(path) == [*first, charge()]
 
 
 def test_everything_is_synced_before_a_charge_returns_the_head_last(path, monkeypatch):
@@ -74,7 +74,7 @@ def test_it_is_read_back_whole(path):
         SelectionEvent(0.1, 2),
         GaussianEvent(1.0, 0.0),
         LaplaceEvent(3.0, 4),
-        NonPrivateEvent('words, "quoted", on\ntwo lines'),
+        NonPrivateEvent('words, "quoted"'),
     ]
     ledger = Ledger(path, HEADER)
     ledger.charge([charge(round=n, event=event, purpose=str(n)) for n, event in enumerate(events)])
@@ -146,6 +146,8 @@ def test_a_kill_between_the_lines_and_the_head_loses_nothing(written, monkeypatc
     assert read_head(written).lines == 7 and len(lines_of(written)) == 9
     again = Ledger(written, HEADER)
     assert again.used(0, "train") == 4, "on disk is paid"
+    assert read_head(written).lines == 7, "nobody has compared the lines with the plan yet"
+    again.accept()
     assert read_head(written).lines == again.head.lines == 9
 
 
@@ -326,7 +328,12 @@ def test_more_lines_after_the_head_than_a_crash_leaves_are_refused(written):
             read(written)
 
 
-@pytest.mark.parametrize("content", [b"nonsense", b"{}", b'{"run": 1', b"[]", b'{"run": "a", "lines": 3}', b"3"])
+NEGATIVE = head_bytes(Head("0" * 32, -9, "0" * 32))
+
+
+@pytest.mark.parametrize(
+    "content", [b"nonsense", b"{}", b'{"run": 1', b"[]", b'{"run": "a", "lines": 3}', b"3", NEGATIVE]
+)
 def test_a_damaged_head_is_an_error(written, content):
     head_file(written).write_bytes(content)
     with pytest.raises(UserError, match=r"ledger.head` must hold the run, lines and chain"):
@@ -385,6 +392,7 @@ def test_no_changed_byte_and_no_cut_goes_unseen(path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("client", 4), ("client", -1), ("client", "x"), ("event", {"kind": "x"}), ("release", "a")]
+    + [("event", {"kind": "unprotected", "words": words}) for words in ("a line\nand another", 5)]
     + [("client", 1.0), ("round", -1), ("round", {}), ("number", None), ("number", True), ("purpose", ["train"])]
     + [("event", {"kind": "gaussian", **vars(TRAIN), **wrong}) for wrong in WRONG],
 )
@@ -398,4 +406,44 @@ def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, valu
     written.write_bytes(b"".join(changed))
     head_file(written).write_bytes(head_bytes(Head(HEADER.run, 7, ledger_file.chain_of(changed[-1]))))
     with pytest.raises(UserError, match="line 7 an invalid charge"):
+        read_ledger(written)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"1" + b"0" * 400, b"9223372036854775808", b"1e999", b"NaN", b"-Infinity", b'{"a": 1, "a": 1}'),
+        *(b"\xef\xbb\xbf1", "1".encode("utf-16"), b'"\xff"', b'"\xed\xa0\x80"', b'"\\ud800"', b"[" * 100_000),
+    ],
+)
+def test_json_is_strict(text):
+    assert ledger_file.parsed(b'[-9223372036854775808, 1.5, "\xc3\xa9"]') == [-(2**63), 1.5, "\u00e9"]
+    with pytest.raises(ValueError):
+        ledger_file.parsed(text)
+
+
+def test_a_header_of_other_types_or_ranges_is_an_error(written):
+    """Also if the chain and the head were computed again."""
+    header = json.loads(lines_of(written)[0])
+    changes = [("clients", value) for value in (0, 10**12, True, 4.0, "4")]
+    changes += [("delta", value) for value in (1, -1, "0.001", None, True, [0.1], {})]
+    changes += [("epsilon", value) for value in (-1, "nan", True, [1.0], math.nan, math.inf)]
+    changes += [("caveats", "abc"), ("caveats", [1]), ("caveats", ["a\nb"]), ("identity", [["a", 1]]), ("ledger", 2.0)]
+    changes += [("sampling", "secret batches"), ("accountant", 1), ("adjacency", None), ("more", 1)]
+    for key, value in changes:
+        body = json.dumps({**{name: header[name] for name in header if name != "chain"}, key: value}).encode()[:-1]
+        written.write_bytes(line := ledger_file._sealed(body, "0" * 32))
+        head_file(written).write_bytes(head_bytes(Head(HEADER.run, 1, ledger_file.chain_of(line))))
+        with pytest.raises(UserError, match="line 1 an invalid header"):
+            read_ledger(written)
+
+
+def test_no_charges_are_hidden_behind_a_zero(written):
+    """A crash leaves at most the lines of one charge, of four clients."""
+    lines = lines_of(written)
+    head_file(written).write_bytes(head_bytes(Head(HEADER.run, 2, ledger_file.chain_of(lines[1]))))
+    written.write_bytes(b"".join([*lines[:2], b"\0" + lines[2], *lines[3:6]]))
+    assert verify(written, lambda _: None).torn == sum(map(len, lines[2:6])) + 1
+    written.write_bytes(b"".join([*lines[:2], b"\0" + lines[2], *lines[3:]]))
+    with pytest.raises(UserError, match=r"at most 4 lines after the 2 that `ledger.head` counts.*got 5: lines"):
         read_ledger(written)

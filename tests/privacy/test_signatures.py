@@ -61,6 +61,10 @@ BAD = {
         lambda folder: (folder / "client-1.pem").rename(folder / "client-4.pem"),
         "must hold keys named client-0.pem to client-3.pem, got 'client-4.pem'",
     ),
+    "another ending": (
+        lambda folder: (folder / "client-1.pem").rename(folder / "client-1.PEM"),
+        "must hold keys named client-0.pem to client-3.pem, got 'client-1.PEM'",
+    ),
     "no key": (
         lambda folder: (folder / "client-1.pem").write_text("words"),
         "client-1.pem` must be an Ed25519 private key in PEM without a password, got",
@@ -176,6 +180,8 @@ def test_a_crash_between_the_head_and_its_signatures_is_no_dead_end(tmp_path, ke
     assert at < 2 or verified(path, keys / "public") == 0
     again = Ledger(path, header(), keys=private_of_clients)
     assert again.used(0, "train") == (1 if at == 2 else 0)
+    assert at == 0 or signatures.read_signatures(path).head != again.head, "nobody has compared it with the plan yet"
+    again.accept()
     assert signatures.read_signatures(path).head == again.head and verified(path, keys / "public") == 0
 
 
@@ -183,6 +189,18 @@ def test_without_keys_nothing_is_signed(make_loop):
     loop = make_loop(rounds=1)
     loop.run()
     assert not (loop.output_dir / "ledger.signatures").exists()
+
+
+@pytest.mark.parametrize("client", ["-1", "00", " 0", "\u0665", "1.0"])
+def test_a_client_is_named_by_its_number_only(tmp_path, keys, client):
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path, header(), keys=signatures.private_keys(keys / "private", 4)).close()
+    file = signatures.signature_file(path)
+    content = json.loads(file.read_text())
+    content["signatures"][client] = "00"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="must hold a head and hexadecimal signatures of clients"):
+        signatures.read_signatures(path)
 
 
 # ---- a resumed run

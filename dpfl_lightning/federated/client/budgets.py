@@ -28,6 +28,10 @@ from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
+_FOREIGN = (
+    "Lines were appended while the run was interrupted, or another version chose the noise. Restore the run's ledger, "
+    "resume with the version that began the run, or start a new run."
+)
 
 
 def check_budgets(schedule: RunSchedule, settings: Sequence[ClientSettings]) -> None:
@@ -49,8 +53,9 @@ class Budgets:
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
 
     **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
-    that is repeated with fresh noise after a crash. Counters are integers. The epsilons of a copy of the run's folder,
-    of which this ledger knows nothing, add to those of the run.
+    that is repeated with fresh noise after a crash. Lines that the plan would not charge are neither signed nor counted
+    as paid: they raise UserError before the next charge, and before guarantees. Counters are integers. The epsilons of
+    a copy of the run's folder, of which this ledger knows nothing, add to those of the run.
     """
 
     def __init__(
@@ -66,12 +71,17 @@ class Budgets:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
-        self._changed = False
+        self._changed = self._checked = False
         self._check_fits(schedule)
         clients = range(len(schedule.clients))
-        shown, uncharged = map(NonPrivateEvent, unprotected), [i for i in clients if not ledger.used(i, _SHOWN)]
-        ledger.charge([Charge(client, 0, _SHOWN, event) for event in shown for client in uncharged])
-        self._spent, self._paid = [0.0 for _ in clients], ledger.payers()  # at the last call of `spent`; payers since
+        self._spent = [0.0 for _ in clients]  # at the last call of `spent`
+        self._shown = [NonPrivateEvent(words) for words in unprotected]
+        paid = [ledger.paid(client).get(_SHOWN, ()) for client in clients if self._shown]
+        missing = [Charge(i, 0, _SHOWN, event) for event in self._shown for i in clients if event not in paid[i]]
+        if missing:
+            self._check_ledger(schedule)
+            ledger.charge(missing)
+        self._paid = ledger.payers()  # since the last call of `spent`
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """Charge the clients that can pay. Returns their part of the plan, and the number of each client's charge."""
@@ -94,7 +104,7 @@ class Budgets:
 
     def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
         """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""
-        number = self.ledger.charges(client, round) if self._numbers is None else self._numbers[client, round]
+        number = len(self.ledger.charges(client, round)) if self._numbers is None else self._numbers[client, round]
         return Charge(client, round, purpose, event, number)
 
     def _payable(self, charge: Charge) -> bool:
@@ -107,10 +117,15 @@ class Budgets:
         return self._is_charged(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
 
     def _is_charged(self, charge: Charge) -> bool:
-        """Whether a simulation repeats a release that was charged before an interruption."""
-        return charge.number < self.ledger.charges(charge.client, charge.round)
+        """Whether a simulation repeats a release that was charged before an interruption. UserError if by another."""
+        known = self.ledger.charges(charge.client, charge.round)
+        if charge.number < len(known) and known[charge.number] != charge:
+            whose = f"charge {charge.number} of client {charge.client} in round {charge.round} pays for, {charge.event}"
+            raise UserError(f"`{self.ledger.path}` must hold what {whose}, got {known[charge.number]}. {_FOREIGN}")
+        return charge.number < len(known)
 
     def _charge(self, charges: Sequence[Charge]) -> list[int]:
+        self._check_ledger(self.schedule)
         self._paid.update(charge.client for charge in charges)
         if self._numbers is not None:
             self._numbers.update((charge.client, charge.round) for charge in charges)
@@ -124,8 +139,9 @@ class Budgets:
         budget: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic 2021, Koskela
         et al. 2023; Rogers et al. 2016). Other releases raise UserError.
         """
+        self._checked = False
+        self._check_ledger(schedule)
         for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
-            self._check_paid(client, after)
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
                 raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
             _check_filter(after)
@@ -143,16 +159,22 @@ class Budgets:
                 must = f"plan releases of client {client} that cost at most its budget {plan.target_epsilon:g}"
                 require(False, "plan_run", must, cost, "Solve the noise with `view.solve`.")
 
-    def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
-        planned = {line.purpose: line for line in schedule.planned}
-        for purpose, events in self.ledger.paid(client).items():
-            line = planned.get(purpose)
-            if purpose != _SHOWN and (line is None or len(events) > line.count or {*events} != {line.event}):
-                raise UserError(
-                    f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got {len(events)} "
-                    f"releases for {purpose!r} of other noise or number: another version chose the noise from the same "
-                    "releases. Resume with the version that began the run, or start a new run."
-                )
+    def _check_ledger(self, schedule: RunSchedule) -> None:
+        """Check that the schedule plans what every line of the ledger pays for. Only then is a resumed run signed."""
+        if self._checked:
+            return
+        for client, planned in enumerate(schedule.clients):
+            allowed: dict[str, tuple[Sequence[Event], int]] = {_SHOWN: (self._shown, len(self._shown))}
+            allowed |= {line.purpose: ([line.event], line.count) for line in planned.planned}
+            for purpose, events in self.ledger.paid(client).items():
+                known, most = allowed.get(purpose, ((), 0))
+                if len(events) > most or not {*events} <= {*known}:
+                    raise UserError(
+                        f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got "
+                        f"{len(events)} releases for {purpose!r} of other noise or number. {_FOREIGN}"
+                    )
+        self.ledger.accept()
+        self._checked = True
 
     def can_pay(self) -> bool:
         return any(
@@ -176,6 +198,7 @@ class Budgets:
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee; clients with equal schedules that have released the same share one object."""
+        self._check_ledger(self.schedule)
         schedules, place_of = numbered(self.schedule.clients)
         kinds, kind_of = numbered([(place, tuple(self.ledger.events(i))) for i, place in enumerate(place_of)])
         composed = [([*events, *self.caveats], schedules[place].delta) for place, events in kinds]

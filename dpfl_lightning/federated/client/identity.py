@@ -78,6 +78,7 @@ def identity(
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
         "schedule": hex_digest(json.dumps(lines).encode()),
         "strategy": plan.strategies,
+        "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
@@ -134,5 +135,5 @@ def _settings(part: nn.Module) -> dict[str, Any]:
 
 
 def _for_json(value: Any) -> Any:
-    """The value as a JSON file returns it: tuples become lists."""
-    return json.loads(json.dumps(value, default=str))
+    """The value as a JSON file returns it: tuples become lists, and numbers that are not finite texts."""
+    return json.loads(json.dumps(value, default=str), parse_constant=str)

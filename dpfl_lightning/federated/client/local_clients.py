@@ -84,7 +84,7 @@ class LocalClients:
         check_budgets(plan.schedule, plan.settings)
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
         keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
-        self.folder = ClientFolder(folder)
+        self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)
         self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
         sealed = identity(plan, self.privacy, self.module, self.population, data_key)
@@ -116,6 +116,8 @@ class LocalClients:
         return Streams.simulated(key, plan.seed, json.dumps(configuration(plan, self.privacy), sort_keys=True))
 
     def change(self, schedule: RunSchedule) -> None:
+        if not self._may_change:  # the header of the ledger says so
+            raise RuntimeError("a strategy changes mechanisms only by its method `replan`")
         self.budgets.change(schedule)
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class RunPlan:
         schedule: every release of the run, its noise solved with `accountant`.
         caveats: sentences that every guarantee of the run must contain.
         strategies: class of each deciding strategy -> digest of its settings and source.
+        changes_mechanisms: whether a strategy may change the schedule by `replan`.
     """
 
     rounds: int
@@ -42,6 +43,7 @@ class RunPlan:
     accountant: str
     caveats: tuple[str, ...]
     strategies: Mapping[str, str]
+    changes_mechanisms: bool
     options: Mapping[str, Any]
 
 

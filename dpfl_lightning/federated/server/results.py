@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class RunResult:
 
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name != "interrupted"}
+        fields["test_loss"] = None if self.test_loss is None else finite_or_none(self.test_loss)
         embedding = self.client_embedding
         return {**fields, "client_embedding": None if embedding is None else dataclasses.asdict(embedding)}
 

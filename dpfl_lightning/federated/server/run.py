@@ -27,7 +27,7 @@ from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.settings import accountant_of, default_schedule, solved
-from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
+from dpfl_lightning.federated.server.strategy import Strategy, fold, overrides, sole_answer, strategy_digests
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
@@ -158,7 +158,9 @@ class Run:
     def run_plan(self) -> RunPlan:
         """The whole run as it is proposed to the clients; call `plan_schedule` first."""
         accountant, digests, caveats = self.accountant.name, self._strategy_digests, self.caveats
-        return RunPlan(self.rounds, self.seed, self.settings, self.schedule, accountant, caveats, digests, self.options)
+        replans = any(overrides(strategy, "replan") for strategy in self.strategies)
+        terms = (self.rounds, self.seed, self.settings, self.schedule, accountant, caveats, digests)
+        return RunPlan(*terms, changes_mechanisms=replans, options=self.options)
 
     def describe(self) -> list[str]:
         """The strategies' sentences about the run; call `plan_schedule` first."""

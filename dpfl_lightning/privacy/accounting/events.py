@@ -61,9 +61,13 @@ class Caveat:
 
 @dataclass(frozen=True)
 class NonPrivateEvent:
-    """A release of private information without noise: epsilon is infinite. `words` describe what is released."""
+    """A release of private information without noise: epsilon is infinite. `words`, one line, describe what it is."""
 
     words: str
+
+    def __post_init__(self) -> None:
+        if not self.words.isprintable():  # guarantees and ledgers state them
+            raise ValueError(f"what is released must be described in one line of text, got {self.words!r}")
 
 
 #: releases of training: sums of clipped gradients with noise

@@ -17,6 +17,7 @@ from typing import Any
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.sampling import SAMPLINGS
 
 VERSION = 2
 _EVENTS = {
@@ -28,9 +29,10 @@ _EVENTS = {
 _KINDS = {kind: name for name, kind in _EVENTS.items()}
 _RUN = re.compile("[0-9a-f]{32}")
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
+_MOST_CLIENTS = 10_000_000
 _NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{_NO_CHAIN}"}}\n')
-_CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
+CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Head:
     def of(cls, fields: Mapping[str, Any]) -> "Head":
         """Return the head in a JSON object. Raises ValueError or TypeError if the fields are others."""
         head = cls(**fields)
-        if [type(value) for value in vars(head).values()] != [str, int, str] or not _RUN.fullmatch(head.run):
+        types = [type(value) for value in vars(head).values()]
+        if types != [str, int, str] or not _RUN.fullmatch(head.run) or head.lines < 0:
             raise TypeError(fields)
         return head
 
@@ -115,8 +118,9 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
     """
     head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
     if head is None:
+        got = "an empty one" if head_file(path).exists() else "no such file"
         raise UserError(
-            f"`{head_file(path)}` must lie beside `{path.name}`, got no such file: without it, lines could have been "
+            f"`{head_file(path)}` must lie beside `{path.name}`, got {got}: without it, lines could have been "
             "cut off the ledger's end. Copy it together with the ledger (MLflow keeps both), or start a new run."
         )
     heads = {f"`{head_file(path).name}`": head, **(known or {})}
@@ -146,19 +150,21 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
                 if lines == known_head.lines and chain != known_head.chain:
                     reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
                     raise _changed(path, lines, reason)
+        file.seek(size)
+        torn = file.read(total - size)
     for source, known_head in heads.items():
         if lines < known_head.lines:
             raise UserError(
                 f"`{path}` must hold the {known_head.lines} lines that {source} counts, got {lines}: "
-                f"{known_head.lines - lines} were cut off its end, after line {lines}. {_CHANGED}"
+                f"{known_head.lines - lines} were cut off its end, after line {lines}. {CHANGED}"
             )
     if header is None:
         raise UserError(
             f"`{path}` must begin with a ledger's header, got no complete line. If the run has just begun, wait for "
             "its first round; otherwise, this is not the right file."
         )
-    check_lag(path, f"`{head_file(path).name}`", head, lines, len(header.delta))
-    return Verified(header, Head(header.run, lines, chain), head, size, total - size)
+    check_lag(path, f"`{head_file(path).name}`", head, lines + torn.count(b"\n"), len(header.delta))
+    return Verified(header, Head(header.run, lines, chain), head, size, len(torn))
 
 
 def check_lag(path: Path, source: str, head: Head, lines: int, clients: int) -> None:
@@ -166,7 +172,7 @@ def check_lag(path: Path, source: str, head: Head, lines: int, clients: int) -> 
     if lines - head.lines > clients:
         raise UserError(
             f"`{path}` must have at most {clients} lines after the {head.lines} that {source} counts, because a crash "
-            f"interrupts one charge of {clients} clients, got {lines - head.lines}: lines were appended. {_CHANGED}"
+            f"interrupts one charge of {clients} clients, got {lines - head.lines}: lines were appended. {CHANGED}"
         )
 
 
@@ -225,9 +231,13 @@ def read_small(path: Path) -> bytes | None:
 
 
 def parsed(content: bytes) -> Any:
-    """Return the value of JSON text. Raises ValueError also for a repeated key, deep nesting, and half a character."""
+    """Return the value of JSON text in UTF-8.
+
+    Raises ValueError also for a repeated key, an integer of more than 64 bits, a number that is not finite, deep
+    nesting, and half a character.
+    """
     try:
-        value = json.loads(content, object_pairs_hook=_distinct)
+        value = _JSON.decode(content.decode())
         if b"\\u" in content:
             json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     except RecursionError:
@@ -242,6 +252,21 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def _integer(text: str) -> int:
+    if not -(2**63) <= (value := int(text)) < 2**63:
+        raise ValueError("an integer has more than 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_distinct, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
+
+
 def read_head(path: Path) -> Head | None:
     """Return the head beside a ledger, None if it was never written. Raises UserError if it is damaged."""
     content = read_small(head_file(path))
@@ -251,7 +276,7 @@ def read_head(path: Path) -> Head | None:
         return Head.of(parsed(content))
     except (ValueError, TypeError):
         must = f"must hold the run, lines and chain of `{path.name}`"
-        raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {_CHANGED}") from None
+        raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {CHANGED}") from None
 
 
 def read_header(path: Path) -> Header | None:
@@ -297,6 +322,8 @@ def _first(path: Path, line: bytes) -> Header:
         version = fields["ledger"]
         if version == VERSION:
             return _header(fields)
+        if type(version) is not int:
+            raise TypeError(version)
     except (KeyError, TypeError, ValueError):
         raise _changed(path, 1, f"an invalid header: {line[:80]!r}") from None
     raise UserError(
@@ -306,18 +333,28 @@ def _first(path: Path, line: bytes) -> Header:
 
 
 def _header(fields: dict[str, Any]) -> Header:
-    texts = {name: str(fields[name]) for name in ("accountant", "adjacency", "sampling", "run")}
-    numbers, count = {}, fields["clients"]
-    for name in ("delta", "epsilon"):
-        values = fields[name] if isinstance(fields[name], list) else [fields[name]] * count
-        numbers[name] = tuple(math.inf if value is None else float(value) for value in values)
-        if len(values) != count:
-            raise ValueError(count)
-    delta, epsilon = numbers["delta"], numbers["epsilon"]
-    caveats, identity = tuple(map(str, fields["caveats"])), dict(fields["identity"])
-    if not (_RUN.fullmatch(texts["run"]) and all(text.isprintable() for text in (*texts.values(), *caveats))):
+    """Return the header in a JSON object. Raises KeyError, TypeError or ValueError if a field is of another form."""
+    texts = {name: fields[name] for name in ("accountant", "adjacency", "sampling", "run")}
+    count, caveats, identity = fields["clients"], fields["caveats"], fields["identity"]
+    if fields.keys() != {*texts, "ledger", "clients", "delta", "epsilon", "caveats", "identity", "chain"}:
+        raise KeyError(fields)
+    if [type(one) for one in (fields["ledger"], count, caveats, identity)] != [int, int, list, dict]:
+        raise TypeError(fields)
+    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLINGS and _RUN.fullmatch(texts["run"])):
+        raise ValueError(fields)
+    if not all(type(text) is str and text.isprintable() for text in (*texts.values(), *caveats)):
         raise ValueError(texts)  # a terminal would obey control characters
-    return Header(**texts, delta=delta, epsilon=epsilon, caveats=caveats, identity=identity)
+    each = [given if isinstance(given, list) else [given] * count for given in (fields["delta"], fields["epsilon"])]
+    delta, epsilon = tuple(map(_real, each[0])), tuple(math.inf if one is None else _real(one) for one in each[1])
+    if not (len(delta) == len(epsilon) == count and max(delta) < 1 and min(*delta, *epsilon) >= 0):
+        raise ValueError(count)
+    return Header(**texts, delta=delta, epsilon=epsilon, caveats=tuple(caveats), identity=identity)
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(value)
+    return float(value)
 
 
 def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
@@ -325,11 +362,10 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
         charge = _charge_of(parsed(line))
         fields = {**vars(charge), **vars(charge.event)}
         counts = [fields[key] for key in ("client", "round", "number", "steps", "count") if key in fields]
-        texts = [fields[key] for key in ("purpose", "words") if key in fields]
         numbers = [fields[key] for key in ("sample_rate", "noise_multiplier", "epsilon") if key in fields]
         if (
             all(type(value) is int and 0 <= value < 2**63 for value in counts)
-            and all(type(value) is str and value.replace("\n", " ").isprintable() for value in texts)
+            and type(charge.purpose) is str
             and charge.purpose.isprintable()
             and all(type(value) in (int, float) for value in numbers)
             and charge.client < clients
@@ -345,7 +381,7 @@ def _charge_of(fields: dict[str, Any]) -> Charge:
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:
-    return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {_CHANGED}")
+    return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {CHANGED}")
 
 
 def _what_happened(path: Path, number: int, head: Head | None) -> str:

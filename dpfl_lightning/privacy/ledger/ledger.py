@@ -2,14 +2,14 @@
 
 import fcntl
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.events import Event
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger import file as ledger_file
@@ -24,6 +24,7 @@ _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length;
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
+    The lines of an interrupted run are signed by `accept` only, because somebody may have appended some of them.
     A completed charge is on disk: a crash afterwards never under-reports. Nothing was released for an incomplete last
     line, which is cut off; a complete line that the head does not count yet counts as paid. `ledger_file.verify`
     describes further guarantees. The file holds public facts, and keyed digests of private records: it may be shown to
@@ -39,7 +40,8 @@ class Ledger:
         self._file = self._files.enter_context(_locked(path))
         self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
         self._events: defaultdict[int, list[Event]] = defaultdict(list)
-        self._charges: Counter[tuple[int, int]] = Counter()
+        self._charges: defaultdict[tuple[int, int], list[Charge]] = defaultdict(list)
+        self._is_accepted = True
         try:
             if checkpoint is None and not ledger_file.is_begun(path):
                 self._begin(header)
@@ -61,9 +63,20 @@ class Ledger:
         for charge in charges:
             self._remember(charge)
 
-    def charges(self, client: int, round: int) -> int:
-        """Return how many charges the client has in that round: the number of its next charge."""
-        return self._charges[client, round]
+    def accept(self) -> None:
+        """Write and sign the head of an interrupted run, after its lines were compared with the plan."""
+        if self._is_accepted:
+            return
+        for (client, round), charges in self._charges.items():
+            numbers = [charge.number for charge in charges]
+            must = f"number the charges of client {client} in round {round} from 0"
+            require(numbers == [*range(len(numbers))], str(self.path), must, numbers, ledger_file.CHANGED)
+        self._write_head()
+        self._is_accepted = True
+
+    def charges(self, client: int, round: int) -> Sequence[Charge]:
+        """Return the charges of the client in that round, by number."""
+        return self._charges.get((client, round), ())
 
     def used(self, client: int, purpose: str) -> int:
         """Return how many releases of `purpose` the client has paid for; compare it with the schedule."""
@@ -103,8 +116,7 @@ class Ledger:
         self.head = verified.end
         self._open_head()
         self._file.truncate(verified.size)
-        if verified.head != verified.end or (signed is not None and signed.head != verified.end):
-            self._write_head()
+        self._is_accepted = verified.head == verified.end and (signed is None or signed.head == verified.end)
 
     def _append(self, lines: Sequence[bytes]) -> None:
         """Write the lines to disk, and then the head."""
@@ -128,7 +140,7 @@ class Ledger:
     def _remember(self, charge: Charge) -> None:
         self._paid[charge.client].setdefault(charge.purpose, []).append(charge.event)
         self._events[charge.client].append(charge.event)
-        self._charges[charge.client, charge.round] += 1
+        self._charges[charge.client, charge.round].append(charge)
 
 
 def read_ledger(path: Path) -> list[Charge]:

@@ -26,6 +26,13 @@ from dpfl_lightning.privacy.sampling import SAMPLINGS
 FILTER = "as a privacy filter: the whole budget is what holds"
 
 RESULTS = ("result.json", "guarantees.json")
+#: fields of `result.json`, and of its clients, that are not compared with the ledger
+_NOT_COMPARED = (
+    *("output_dir", "wall_seconds", "training_seconds", "client_seconds", "records_per_second", "reason"),
+    *("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"),
+    *("accuracy_of_groups", "metrics", "client_embedding"),
+)
+_NOT_COMPARED_OF_A_CLIENT = ("noise_std", "accuracy", "loss", "model", "true_group")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 
@@ -40,13 +47,28 @@ class Account:
     delta: float
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What a ledger says, for each client; `last_round` is the last one that a client paid for."""
+
+    header: Header
+    last_round: int
+    accounts: Sequence[Account]
+    events: Sequence[Sequence[Event]]
+    guarantees: Sequence[Guarantee]
+
+
 def results_of(path: Path) -> dict[str, dict[str, Any]]:
     """Return `result.json` and `guarantees.json` beside a run's `ledger.jsonl`, by name, if they exist.
 
-    Only finished runs have them. A ledger of another name is a copy without the run's folder.
+    Only finished runs have them, and always both. A ledger of another name is a copy without the run's folder.
     """
     files = [path.with_name(name) for name in RESULTS] if path.name == "ledger.jsonl" else []
-    return {file.name: _object(file) for file in files if file.exists()}
+    there = [file for file in files if file.exists()]
+    if len(there) == 1:
+        (missing,) = {*files} - {*there}
+        raise _differs(path, missing.name, f"lie beside {there[0].name}, because the run has finished", "no such file")
+    return {file.name: _object(file) for file in there}
 
 
 def heads_of(path: Path, results: Mapping[str, dict[str, Any]]) -> dict[str, Head]:
@@ -71,46 +93,42 @@ def check_finished(path: Path, heads: Mapping[str, Head], verified: Verified) ->
         raise UserError(f"`{path}` must {must}, got {verified.torn} more bytes. {_DIFFERS}")
 
 
-def check_results(
-    path: Path,
-    results: Mapping[str, dict[str, Any]],
-    header: Header,
-    accounts: Sequence[Account],
-    events: Sequence[Sequence[Event]],
-    promises: Sequence[Guarantee],
-) -> None:
-    """Raise UserError unless the results state what the ledger says: account, events and guarantee of each client."""
-    whole, result = results.get("guarantees.json"), results.get("result.json")
-    if result is not None:
-        _check_clients(path, "result.json", result.get("clients"), dict, len(accounts))
-    if whole is not None:
-        _check_clients(path, "guarantees.json", whole.get("clients"), int, len(accounts))
-        statements = _statements(path, whole)
-        texts = [f"{row.get('sampling')}, {row.get('accountant')}" for row in statements]
-        epsilons = [row.get("epsilon") for row in statements]
-    elif result is not None:
-        texts = [str(result.get("guarantee"))] * len(accounts)
-        epsilons = [row.get("epsilon_spent") for row in result["clients"]]
-    else:
-        return
-    drawn = SAMPLINGS.get(header.sampling, header.sampling)
-    promises = [_as_stated(*one, drawn) for one in zip(promises, accounts, epsilons, texts, strict=True)]
-    if result is not None:
-        simulated = SIMULATED in header.caveats
-        _check(path, "result.json", "", result, {"simulated": (simulated,)})
-        for client, account in enumerate(accounts):
-            values = _row(header, client, account, promises[client])
-            if result.get("rounds") == header.identity.get("rounds") and FILTER not in promises[client].accountant:
-                values |= _of_noise(events[client], values.get("num_records", (None,))[0])
-            _check(path, "result.json", f" of client {client}", result["clients"][client], values)
-        noise = (SIMULATED_NOISE,) if simulated else (FRESH_NOISE, GPU_NOISE)
-        _check(path, "result.json", "", result, {"noise": noise, "guarantee": (in_words(promises),)})
-    if whole is not None:
-        for client, (row, promise) in enumerate(zip(statements, promises, strict=True)):
-            values = {key: (value,) for key, value in promise.as_dict().items()}
-            _check(path, "guarantees.json", f" of client {client}", row, values)
-            _check_keys(path, "guarantees.json", row, values)
-        _check_keys(path, "guarantees.json", whole, ("ledger", "guarantees", "clients"))
+def check_results(path: Path, results: Mapping[str, dict[str, Any]], evidence: Evidence) -> None:
+    """Raise UserError unless the two results state what the ledger says of the run and of each client."""
+    header, accounts = evidence.header, evidence.accounts
+    result, whole = (results[name] for name in RESULTS)
+    for name, kind in zip(RESULTS, (dict, int), strict=True):
+        rows = results[name].get("clients")
+        if not isinstance(rows, list) or [type(row) for row in rows] != [kind] * len(accounts):
+            raise _differs(path, name, f"hold {len(accounts)} clients, as the ledger does", rows)
+    statements = _statements(path, whole)
+    promises = [
+        _as_stated(promise, account, row, header)
+        for promise, account, row in zip(evidence.guarantees, accounts, statements, strict=True)
+    ]
+    simulated = SIMULATED in header.caveats
+    noise = (SIMULATED_NOISE,) if simulated else (FRESH_NOISE, GPU_NOISE)
+    whole_run = {"finished": (True,), "simulated": (simulated,), "noise": noise}
+    _check(path, "result.json", "", result, whole_run)
+    rounds, planned = result.get("rounds"), header.identity.get("rounds")
+    fewest = max(evidence.last_round - 1, 0)  # in the last round, clients may only have answered a question
+    if not (type(rounds) is type(planned) is int and fewest <= rounds <= planned):
+        must = f"state rounds from {fewest} to {planned}, as the ledger does"
+        raise _differs(path, "result.json", must, rounds)
+    for client, account in enumerate(accounts):
+        values, row = _row(header, client, account, promises[client]), result["clients"][client]
+        if planned in (rounds, evidence.last_round):  # else, the planned noise may never have been added
+            values |= _of_noise(evidence.events[client], values.get("num_records", (None,))[0])
+        _check(path, "result.json", f" of client {client}", row, values)
+        known = (*values, "num_records", "noise_multiplier", "batch_size", *_NOT_COMPARED_OF_A_CLIENT)
+        _check_keys(path, "result.json", row, known)
+    _check(path, "result.json", "", result, {"guarantee": (in_words(promises),)})
+    _check_keys(path, "result.json", result, (*whole_run, "rounds", "guarantee", "ledger", "clients", *_NOT_COMPARED))
+    for client, (row, promise) in enumerate(zip(statements, promises, strict=True)):
+        values = {key: (value,) for key, value in promise.as_dict().items()}
+        _check(path, "guarantees.json", f" of client {client}", row, values)
+        _check_keys(path, "guarantees.json", row, values)
+    _check_keys(path, "guarantees.json", whole, ("ledger", "guarantees", "clients"))
 
 
 def guarantee_of_each(content: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,11 +145,6 @@ def _statements(path: Path, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
         places = sorted(set(whole["clients"]))
         raise _differs(path, "guarantees.json", f"hold the guarantees of its clients only, {len(stated)}", places)
     return guarantee_of_each(whole)
-
-
-def _check_clients(path: Path, name: str, rows: Any, kind: type, count: int) -> None:
-    if not isinstance(rows, list) or [type(row) for row in rows] != [kind] * count:
-        raise _differs(path, name, f"hold {count} clients, as the ledger does", rows)
 
 
 def _row(header: Header, client: int, account: Account, promise: Guarantee) -> dict[str, Sequence[Any]]:
@@ -167,24 +180,28 @@ def _of_noise(events: Sequence[Event], size: object) -> dict[str, Sequence[Any]]
     return {key: [*dict.fromkeys(allowed)] for key, allowed in values.items() if allowed}
 
 
-def _as_stated(promise: Guarantee, account: Account, epsilon: object, text: str, drawn: str) -> Guarantee:
+def _as_stated(promise: Guarantee, account: Account, row: Mapping[str, Any], header: Header) -> Guarantee:
     """Return the ledger's guarantee of a client with what the writer knew more exactly, or knew of the plan.
 
-    These are the last digits of epsilon, the budget of a privacy filter, and how batches are drawn that were planned
-    and never released. `text` is what the file states.
+    These are the last digits of epsilon, the budget of a privacy filter where a strategy may change mechanisms, and how
+    batches are drawn that were planned and never released. `row` is what `guarantees.json` states.
     """
-    stated = _number(epsilon)
-    samplings = (promise.sampling, drawn, *(() if account.steps else ("full batches",)))
-    promise = replace(promise, sampling=next((one for one in samplings if one in text), promise.sampling))
+    stated, changed = _number(row.get("epsilon")), f"{promise.accountant}, {FILTER}"
+    is_filter = row.get("accountant") == changed and header.identity.get("changes_mechanisms") is True
+    samplings = (SAMPLINGS[header.sampling], *(() if account.steps else ("full batches",)))
+    promise = replace(
+        promise, sampling=next((one for one in samplings if one == row.get("sampling")), promise.sampling)
+    )
     same = math.isclose(stated, promise.epsilon, rel_tol=1e-6, abs_tol=2e-6)
-    if same or (FILTER in text and promise.epsilon <= stated <= account.epsilon_budget):
+    if same or (is_filter and promise.epsilon <= stated <= account.epsilon_budget):
         promise = replace(promise, epsilon=stated)
-    return replace(promise, accountant=f"{promise.accountant}, {FILTER}") if FILTER in text else promise
+    return replace(promise, accountant=changed) if is_filter else promise
 
 
 def _check(path: Path, name: str, whose: str, stated: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
     for key, values in allowed.items():
-        if (got := stated.get(key)) not in values:
+        got = stated.get(key)
+        if not any(type(got) is type(value) and got == value for value in values):
             if isinstance(got, str) and len(values) == 1 and isinstance(values[0], str):
                 same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(got, values[0], strict=False))
                 start = max(0, len([*same]) - 20)  # a few letters before the difference
@@ -208,7 +225,8 @@ def _object(file: Path) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         content = parsed(raw)
     if not isinstance(content, dict):
-        raise _differs(file, file.name, "be a JSON object with each key once", raw[:80])
+        must = "be a JSON object in UTF-8 with each key once, and finite numbers of 64 bits"
+        raise _differs(file, file.name, must, raw[:80])
     return content
 
 

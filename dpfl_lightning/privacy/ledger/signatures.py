@@ -84,8 +84,9 @@ def read_signatures(path: Path) -> Signed | None:
     try:
         fields = parsed(content)
         signatures = {int(client): bytes.fromhex(text) for client, text in fields["signatures"].items()}
-        if not signatures:
-            raise ValueError("no signature")
+        names = [str(client) for client in signatures if client >= 0]
+        if not names or names != [*fields["signatures"]] or len(fields) != 2:
+            raise ValueError(fields)
         return Signed(Head.of(fields["head"]), signatures)
     except (ValueError, TypeError, KeyError, AttributeError):
         must = f"must hold a head and hexadecimal signatures of clients for `{path.name}`"
@@ -105,7 +106,7 @@ def check_same_signers(path: Path, signed: Signed | None, keys: PrivateKeys) -> 
 
 
 def check(path: Path, signed: Signed | None, keys: PublicKeys, verified: Verified) -> None:
-    """Raise UserError, which names the clients, unless each client with a key has signed the end of the ledger.
+    """Raise UserError, which names the clients, unless clients, and each with a key, have signed the ledger's end.
 
     After a crash, or while a run is writing, the lines of one charge may follow the signed head.
     """
@@ -115,6 +116,9 @@ def check(path: Path, signed: Signed | None, keys: PublicKeys, verified: Verifie
         raise UserError(f"`{name}` must {must}, got none of client {_listed(missing)}. {_RESTORE}")
     if signed is None:
         return
+    if strange := [str(client)[:20] for client in signed.signatures if client >= len(verified.header.delta)]:
+        must = f"hold signatures of the {len(verified.header.delta)} clients"
+        raise UserError(f"`{name}` must {must}, got one of client {', '.join(strange)}. {_RESTORE}")
     if wrong := [client for client, key in keys.items() if not _is_valid(key, signed, client)]:
         raise UserError(
             f"`{name}` must hold signatures that the keys of their clients made for this head, got another signature "
@@ -137,7 +141,11 @@ def _files(folder: Path, option: str, clients: int) -> dict[int, Path]:
     must = "be a folder with a key client-<number>.pem for each client"
     require(folder.is_dir(), option, must, str(folder.absolute()), f"Give its path if it was moved. {advice}")
     names = {f"client-{client}.pem": client for client in range(clients)}
-    files = {path.name: path for path in folder.glob("*.pem")}
+    try:
+        files = {path.name: path for path in folder.iterdir() if path.name.lower().startswith("client")}
+        files |= {path.name: path for path in folder.glob("*.pem")}
+    except OSError as error:
+        raise UserError(f"`{option}` must {must}, got {error.strerror} of {folder}. Check its rights.") from None
     require(bool(files), option, "hold at least one key client-<number>.pem", f"none in {folder}", advice)
     for name in sorted(files):
         require(name in names, option, f"hold keys named client-0.pem to client-{clients - 1}.pem", name, advice)

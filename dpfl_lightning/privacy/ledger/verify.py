@@ -26,7 +26,15 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
-from dpfl_lightning.privacy.ledger.results import RESULTS, Account, check_finished, check_results, heads_of, results_of
+from dpfl_lightning.privacy.ledger.results import (
+    RESULTS,
+    Account,
+    Evidence,
+    check_finished,
+    check_results,
+    heads_of,
+    results_of,
+)
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.files import write_atomically
 from dpfl_lightning.runtime.text import columns
@@ -45,10 +53,14 @@ def main(argv: Sequence[str]) -> int:
         report = read(paths, options.accountant, options.delta, options.public_keys)
         if options.export is not None:
             report.export(Path(options.export))
-    except UserError as error:
+    except (UserError, OSError) as problem:
+        error = problem
+        if isinstance(problem, OSError):
+            name, must = problem.filename or options.ledger[0], "be a file that can be read, or written for --export"
+            error = UserError(f"`{name}` must {must}, got {problem.strerror}. Check its name and its rights.")
         if options.json:
             print(json.dumps({"ledgers": options.ledger, "verified": False, "error": str(error)}))
-        raise
+        raise error from None
     print(report.text())
     if options.json:
         print(json.dumps(report.as_dict()))
@@ -75,6 +87,7 @@ class VerifiedLedger:
     verified: Verified
     events: Mapping[int, Sequence[Event]]
     releases: Mapping[int, Counter[str]]
+    last_round: int
     results: Mapping[str, dict[str, Any]]
     signed: signatures.Signed | None
     proven: tuple[int, ...]
@@ -189,8 +202,8 @@ def read(
     for ledger in ledgers:
         if ledger.results:
             alone = report if len(ledgers) == 1 and not report.overrides else _composed([ledger])
-            stated = (alone.accounts, alone.events, alone.guarantees())
-            check_results(ledger.path, ledger.results, ledger.verified.header, *stated)
+            facts = (ledger.verified.header, ledger.last_round, alone.accounts, alone.events, alone.guarantees())
+            check_results(ledger.path, ledger.results, Evidence(*facts))
     return report
 
 
@@ -199,8 +212,11 @@ def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
     kinds: dict[Event, Event] = {}  # one object for equal events: most are equal
     events: defaultdict[int, list[Event]] = defaultdict(list)
     releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    last_round = 0
 
     def take(charge: Charge) -> None:
+        nonlocal last_round
+        last_round = max(last_round, charge.round)
         events[charge.client].append(kinds.setdefault(charge.event, charge.event))
         releases[charge.client][charge.purpose] += 1
 
@@ -216,7 +232,7 @@ def _verified(path: Path, public_keys: str | Path | None) -> VerifiedLedger:
     signatures.check(path, signed, keys, verified)
     if results:
         check_finished(path, {**known, "`ledger.head`": verified.head}, verified)
-    return VerifiedLedger(path, verified, events, releases, results, signed, tuple(keys))
+    return VerifiedLedger(path, verified, events, releases, last_round, results, signed, tuple(keys))
 
 
 def _composed(
@@ -263,7 +279,7 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     accountants = list(dict.fromkeys(header.accountant for header in headers))
     must = "be given for runs with several accountants"
     require(accountant is not None or len(accountants) == 1, "--accountant", must, ", ".join(accountants))
-    first = dataclasses.replace(first, accountant=accountant or first.accountant)
+    first = dataclasses.replace(first, accountant=first.accountant if accountant is None else accountant)
     if len(headers) == 1:
         return first
     return dataclasses.replace(
@@ -291,8 +307,8 @@ def _promise(
 def _guarantee(
     events: Sequence[Event], delta: float, accountant: Accountant, header: Header, bound: tuple[float, str]
 ) -> Guarantee:
-    sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=bound)
+    caveats = map(Caveat, header.caveats)
+    return guarantee([*events, *caveats], delta, accountant, SAMPLINGS[header.sampling], bound=bound)
 
 
 def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
