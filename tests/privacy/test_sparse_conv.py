@@ -106,7 +106,7 @@ def test_other_cases_take_the_dense_way():
         ("small windows", nn.Conv2d(3, 16, 1), images[:, :3], gradient),
     ]:
         assert not sparse_conv.suits(other, x), why
-        by_name, dx = layer_rules.conv2d_backward(other, other.weight.detach(), x, dy, need_dx=True, sparse=True)
+        by_name, dx = layer_rules.conv2d_backward(other, other.weight.detach(), x, dy, (True, True), sparse=True)
         true_dw, true_dx = true_gradients(other, x, dy)
         grads = by_name["weight"]
         totals = torch.zeros(len(x), other.weight.numel(), dtype=torch.float64)

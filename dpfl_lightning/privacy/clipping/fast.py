@@ -6,6 +6,7 @@ parameters. Each record's gradients then follow layer by layer (`layer_rules.py`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.clipping.layer_rules import (
@@ -29,7 +31,6 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Unsupported,
     any_module_rule,
     conv2d_backward,
-    conv2d_dx,
     has_special_backward,
 )
 from dpfl_lightning.privacy.clipping.reference import (
@@ -45,6 +46,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
     require_proved,
 )
+from dpfl_lightning.privacy.clipping.stages import computed_as_one
 
 CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
 CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -131,6 +133,8 @@ class FastClippedSum:
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
+        self._names = {unit.module: name for name, unit in self._units.items()}
+        self._sequences = [m for m in net.modules() if type(m) is nn.Sequential]
 
     def under_vmap(self) -> list[str]:
         """Describe the modules without a rule."""
@@ -223,35 +227,52 @@ class FastClippedSum:
         edges: Edges = {}
         anchor = torch.zeros((), requires_grad=True)
 
-        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        def enter(name: str, inputs: tuple[Tensor, ...]) -> None:
             if name in calls:
                 raise Unsupported(f"`{name}` is used twice in one forward pass")
+            calls[name] = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
+
+        def behind_seam(
+            name: str, conv: nn.Conv2d, inputs: tuple[Tensor, ...], output: Tensor, winners: Tensor | None = None
+        ) -> Tensor:
+            x, weight = calls[name][0], conv.weight.detach()  # of this call: `functional_call` may swap it out again
+
+            def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                if not wanted:
+                    dys[name] = dy
+                sparse, needed = name in self.sparse, (bool(wanted), needs[0])
+                by_name, dx = conv2d_backward(conv, weight, x, dy, needed, sparse, winners)
+                grads.update(self._units[name].in_net(by_name, wanted))
+                return (dx,)
+
+            return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
+
+        def stage(conv: nn.Conv2d, x: Tensor) -> Tensor:
+            name = self._names[conv]
+            enter(name, (x,))
+            with torch.no_grad():
+                y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
+                pooled, winners = pooling.max_relu(y)
+            return behind_seam(name, conv, (x,), pooled, winners)
+
+        def hook(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
             if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
                 raise Unsupported(f"`{name}` does not map tensors to one tensor")
-            calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
+            enter(name, inputs)
             if output.device.type == "cpu" and has_special_backward(module):
-                weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
-
-                def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                    if not wanted:
-                        dys[name] = dy
-                        return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
-                    by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
-                    grads.update(unit.in_net(by_name, wanted))
-                    return (dx,)
-
-                return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
+                return behind_seam(name, module, inputs, output)
             entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
             edges[name] = get_gradient_edge(entered)
             return entered
 
-        handles = [u.module.register_forward_hook(functools.partial(hook, name, u)) for name, u in self._units.items()]
-        handles += [pool.register_forward_hook(_keep_format) for pool in self._pools]
-        try:
+        with contextlib.ExitStack() as stack:
+            if self.channels_last:  # before there are hooks
+                stack.enter_context(computed_as_one(self._sequences, self._names, stage))
+            for name, unit in self._units.items():
+                stack.callback(unit.module.register_forward_hook(functools.partial(hook, name)).remove)
+            for pool in self._pools:
+                stack.callback(pool.register_forward_hook(_keep_format).remove)
             yield calls, edges, anchor
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
