@@ -1,7 +1,7 @@
-"""ReLU and max-pooling over 2 x 2 windows with the winners' places in a byte each (float32, on a CPU, compiled).
+"""ReLU and 2 x 2 max-pooling that keep the winners' places in a byte each (compiled for float32 on a CPU).
 
-torch stores places in eight bytes, and its backward passes write gradients that are mostly zeros; `sparse_conv.py` reads
-the winners instead.
+torch keeps a place in eight bytes, and its backward passes write a gradient that is mostly zeros; `sparse_conv.py`
+reads the winners instead.
 """
 
 import functools

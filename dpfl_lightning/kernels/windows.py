@@ -49,10 +49,11 @@ def convolution_backward(rows: int, run: int) -> Any:
         spots = POOL * (out_h // 2) * (out_w // 2) if pooled else out_h * out_w
         most = spots // POOL if pooled else spots  # non-zero numbers of a channel
         # the non-zero numbers of one record's dy, stored twice: by channel and by spot
-        values, places = np.empty(out * most + 1, np.float32), np.empty(out * most + 1, np.int64)
-        weights, kernels = np.empty(out * most + out, np.float32), np.empty(out * most + out, np.int64)
-        ends = np.empty(out, np.int64)
-        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # at of each spot's window
+        values, places = np.empty(out * most, np.float32), np.empty(out * most, np.int64)
+        weights, kernels = np.empty(out * most, np.float32), np.empty(out * most, np.int64)
+        ends, begins = np.empty(out, np.int64), np.zeros(spots + 1, np.int64)
+        lists = (values, places, ends, weights, kernels, begins)
+        corners = np.empty(spots, np.int64)  # where each spot's window begins
         for spot in range(spots):
             h, v = spot // out_w, spot % out_w
             if pooled:
@@ -68,23 +69,9 @@ def convolution_backward(rows: int, run: int) -> Any:
                 ends[o] = o * most
             if pooled:
                 numbers = slice(record * most * out, (record + 1) * most * out)
-                list_winners(
-                    dy[numbers],
-                    winners[numbers],
-                    corners,
-                    need_dx,
-                    full * rows,
-                    values,
-                    places,
-                    ends,
-                    weights,
-                    kernels,
-                    begins,
-                )
+                list_winners(dy[numbers], winners[numbers], corners, full * rows, need_dx, lists)
             else:
-                list_present(
-                    dy, record * spots * out, corners, full * rows, values, places, ends, weights, kernels, begins
-                )
+                list_present(dy, record * spots * out, corners, full * rows, lists)
             for k in range(size if need_dx else 0):
                 spread[k] = np.float32(0)
             for r in range(0, rows if need_dx else 0, some):  # one row of all kernels stays in the L1 cache
@@ -126,8 +113,9 @@ def convolution_backward(rows: int, run: int) -> Any:
 
 
 @numba.njit(error_model="numpy")
-def list_present(dy, start, corners, window, values, places, ends, weights, kernels, begins):  # type: ignore[no-untyped-def]
-    """List the non-zero numbers of `dy[start:]`: by channel until `ends`, and by spot between `begins`."""
+def list_present(dy, start, corners, window, lists):  # type: ignore[no-untyped-def]
+    """List the non-zero numbers of `dy[start:]`: by channel (up to `ends`) and by spot (from `begins`)."""
+    values, places, ends, weights, kernels, begins = lists
     out, present = len(ends), 0
     for spot in range(len(corners)):
         for group in range(0, out, LANES):
@@ -145,8 +133,9 @@ def list_present(dy, start, corners, window, values, places, ends, weights, kern
 
 
 @numba.njit(error_model="numpy")
-def list_winners(dy, winners, corners, by_spot, window, values, places, ends, weights, kernels, begins):  # type: ignore[no-untyped-def]
-    """List the gradients `dy` of winners in the same form. No branch depends on them: a loser is written over."""
+def list_winners(dy, winners, corners, window, by_spot, lists):  # type: ignore[no-untyped-def]
+    """List the gradients `dy` of winners in the same form. No branch depends on them: others are written over."""
+    values, places, ends, weights, kernels, begins = lists
     out, blocks, nexts = len(ends), len(corners) // POOL, np.zeros(POOL + 1, np.int64)
     for o in range(out):
         end = ends[o]

@@ -262,9 +262,10 @@ def _conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tenso
 
 
 def _output_size(layer: nn.Conv2d, x: Tensor) -> list[int]:
-    """Return height and width of the output of an undilated convolution."""
+    """Return height and width of the output of a convolution without dilation."""
+    assert not isinstance(layer.padding, str)
     forms = zip(x.shape[2:], layer.padding, layer.kernel_size, layer.stride, strict=True)
-    return [(size + 2 * int(padding) - kernel) // stride + 1 for size, padding, kernel, stride in forms]
+    return [(size + 2 * padding - kernel) // stride + 1 for size, padding, kernel, stride in forms]
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
