@@ -5,11 +5,14 @@ reads the winners instead.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dpfl_lightning.kernels import LANES
 
 
 def max_relu(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +23,7 @@ def max_relu(y: Tensor) -> tuple[Tensor, Tensor]:
     """
     if y.dtype != torch.float32 or min(y.shape[2:]) < 2:
         return _by_torch(y)
-    return _by_loops(_loops(y.shape[1]), y)
+    return _by_loops(_loops(), y)
 
 
 def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:
@@ -42,20 +45,22 @@ def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
 def _by_loops(loops: Callable[..., None], y: Tensor) -> tuple[Tensor, Tensor]:
     y_last = y.detach().permute(0, 2, 3, 1).contiguous()
     records, height, width, channels = y_last.shape
-    pooled = y_last.new_empty(records, height // 2, width // 2, channels)
-    winners = torch.empty_like(pooled, dtype=torch.uint8)
-    loops(*(a.numpy().reshape(-1) for a in (y_last, pooled, winners)), records, height, width)
+    shape = (records, height // 2, width // 2, channels)
+    pooled, winners = y.new_empty(math.prod(shape) + LANES), torch.empty(math.prod(shape) + LANES, dtype=torch.uint8)
+    loops(y_last.numpy().reshape(-1), pooled.numpy(), winners.numpy(), records, height, width, channels)
+    pooled, winners = (a[:-LANES].view(shape) for a in (pooled, winners))
     return pooled.permute(0, 3, 1, 2), winners
 
 
 @functools.cache
-def _loops(channels: int) -> Callable[..., None]:
-    """Return the compiled loops for a number of channels, after checking them against torch."""
-    from dpfl_lightning.kernels.pool_loops import max_relu as compiled_loops  # importing numba takes half a second
+def _loops() -> Callable[..., None]:
+    """Return the compiled loops, after checking them against torch."""
+    from dpfl_lightning.kernels.pool_loops import max_relu  # importing numba takes half a second
 
-    loops = compiled_loops(channels)
-    y = torch.randint(-2, 3, (2, channels, 5, 7), generator=torch.Generator().manual_seed(0)).float()  # with ties
-    for actual, expected in zip(_by_loops(loops, y), _by_torch(y), strict=True):
-        if not torch.equal(actual, expected):
-            raise RuntimeError("compiled loops for max-pooling give wrong numbers on this processor: please report it")
-    return loops
+    for channels in (3, 16):
+        y = torch.randint(-2, 3, (2, channels, 5, 7), generator=torch.Generator().manual_seed(0)).float()  # with ties
+        for actual, expected in zip(_by_loops(max_relu, y), _by_torch(y), strict=True):
+            if not torch.equal(actual, expected):
+                reason = "give wrong numbers on this processor: please report it"
+                raise RuntimeError(f"compiled loops for max-pooling {reason}")
+    return max_relu

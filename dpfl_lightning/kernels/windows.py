@@ -187,9 +187,9 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         def vector_at(data, place, row, r, k):  # type: ignore[no-untyped-def]
             moved = builder.add(place, builder.mul(row, ir.Constant(index, r)))
             pointer = builder.gep(data, [builder.add(moved, ir.Constant(index, k))])
-            return builder.bitcast(pointer, _vector(lanes(k)).as_pointer())
+            return builder.bitcast(pointer, vector(lanes(k)).as_pointer())
 
-        zeros = [ir.Constant(_vector(lanes(k)), None) for _, k in starts]
+        zeros = [ir.Constant(vector(lanes(k)), None) for _, k in starts]
         before = builder.block
         loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
         builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
@@ -199,7 +199,7 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         sums = [builder.phi(zero.type) for zero in zeros]
         value = builder.load(builder.gep(values, [j]))
         place = builder.add(builder.load(builder.gep(places, [j])), offset)
-        windows = [_load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
+        windows = [load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
         grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
         following = builder.add(j, ir.Constant(index, 1))
         for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
@@ -215,11 +215,11 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         for (r, k), total in zip(starts, totals, strict=True):
             to = vector_at(target, at, target_row, r, k)
             if add:
-                total = builder.fadd(_load(builder, to), total)
+                total = builder.fadd(load(builder, to), total)
             elif lanes(k) > length - k:
                 kept = ir.Constant(ir.VectorType(ir.IntType(32), length - k), list(range(length - k)))
                 total = builder.shuffle_vector(total, total, kept)
-                to = builder.bitcast(to, _vector(length - k).as_pointer())
+                to = builder.bitcast(to, vector(length - k).as_pointer())
             builder.store(total, to).align = 4
         return context.get_dummy_value()
 
@@ -232,7 +232,7 @@ def present_lanes(typing, source, at):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        loaded = _load(builder, builder.bitcast(builder.gep(data, [args[1]]), _vector(LANES).as_pointer()))
+        loaded = load(builder, builder.bitcast(builder.gep(data, [args[1]]), vector(LANES).as_pointer()))
         bits = builder.fcmp_unordered("!=", loaded, ir.Constant(loaded.type, None))
         return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), ir.IntType(64))
 
@@ -249,11 +249,11 @@ def lowest_lane(typing, mask):  # type: ignore[no-untyped-def]
     return types.int64(mask), generate
 
 
-def _vector(lanes: int) -> Any:
+def vector(lanes: int) -> Any:
     return ir.VectorType(ir.FloatType(), lanes)
 
 
-def _load(builder: Any, pointer: Any) -> Any:
+def load(builder: Any, pointer: Any) -> Any:
     loaded = builder.load(pointer)
     loaded.align = 4  # bytes of a float32: a window may begin anywhere
     return loaded

@@ -24,7 +24,7 @@ def numbers(records, channels, height, width, dtype=torch.float32):
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_pooled_map_and_its_gradient_are_torchs(dtype, channels_last):
     for records, height, width in [(3, 4, 6), (1, 2, 2), (2, 5, 7), (1, 3, 2), (0, 4, 4)]:
-        for channels in (8, 16):
+        for channels in (1, 6, 16):
             y = numbers(records, channels, height, width, dtype)
             y = y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
             pooled, winners = pooling.max_relu(y)
@@ -71,6 +71,6 @@ def test_convolution_in_front_of_winners_equals_the_one_in_front_of_their_gradie
 
 
 def test_loops_that_go_wrong_are_refused(monkeypatch):
-    monkeypatch.setattr(pool_loops, "max_relu", lambda channels: lambda y, pooled, winners, *sizes: pooled.fill(0.0))
+    monkeypatch.setattr(pool_loops, "max_relu", lambda y, pooled, winners, *sizes: pooled.fill(0.0))
     with pytest.raises(RuntimeError, match="wrong numbers on this processor"):
-        pooling._loops.__wrapped__(8)
+        pooling._loops.__wrapped__()
