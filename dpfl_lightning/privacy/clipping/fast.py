@@ -108,8 +108,8 @@ class FastClippedSum:
     A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
     `channels_last` is the memory format in which records `[B, C, H, W]` enter a net with max-pooling on a CPU: ten
     times faster, but `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling is then one layer,
-    without a gradient behind the convolution (`stages.py`, `kernels/pooling.py`). `sparse` names convolutions whose output gradients are mostly
-    zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
+    without a gradient behind the convolution (`stages.py`). `sparse` names convolutions whose output gradients are
+    mostly zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
 
     Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
     https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
@@ -222,8 +222,8 @@ class FastClippedSum:
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph, which begins behind an anchor.
 
-        A convolution on a CPU gets a special backward pass instead, which fills `grads`, or `dys` if none is wanted. Its
-        stage, if it begins one, is computed as one layer.
+        A convolution on a CPU gets a special backward pass instead, which fills `grads`, or `dys` if none is wanted.
+        A stage that it begins is computed as one layer.
         """
         calls: Calls = {}
         edges: Edges = {}
