@@ -25,17 +25,11 @@ SMALLEST_WINDOW = 16  # numbers in a window; smaller ones do not use vector regi
 Gradients = tuple[Tensor, Tensor, Tensor | None]
 
 
-def suits(layer: nn.Conv2d, x: Tensor) -> bool:
+def suits(layer: nn.Conv2d, x: Tensor, pooled: bool = False) -> bool:
     """Return whether `sparse_backward` supports the layer and input; depends on shapes, dtype and device alone."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and layer.groups == 1
-        and layer.dilation == (1, 1)
-        and layer.out_channels % LANES == 0
-        and math.prod(layer.weight.shape[1:]) >= SMALLEST_WINDOW
-        and len(x) > 0
-    )
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and layer.groups == 1 and layer.dilation == (1, 1)
+    fills_vectors = layer.out_channels % LANES == 0 and math.prod(layer.weight.shape[1:]) >= SMALLEST_WINDOW
+    return plain and len(x) > 0 and (fills_vectors or pooled)
 
 
 def mostly_zeros(dy: Tensor) -> bool:
@@ -43,24 +37,36 @@ def mostly_zeros(dy: Tensor) -> bool:
     return int(dy.count_nonzero()) <= MOSTLY_ZEROS * dy.numel()
 
 
-def sparse_backward(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool) -> Gradients:
+def sparse_backward(
+    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, winners: Tensor | None = None
+) -> Gradients:
     """Return each record's gradients of weight `[B, O, kh, kw, C]` and bias `[B, O]`, and that of x or None.
 
-    `weight` is `[O, C, kh, kw]`, `x` `[B, C, H, W]` (fastest with channels last in memory), `dy` `[B, O, H', W']`.
+    `weight` is `[O, C, kh, kw]`, `x` `[B, C, H, W]` (fastest with channels last in memory), `dy` `[B, O, H', W']`. With
+    `winners` of `pooling.max_relu`, `dy` is the gradient of the pooled map, `[B, O, H' // 2, W' // 2]`.
     """
     _, channels, rows, columns = weight.shape
-    return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx)
+    return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx, winners)
 
 
 def _backward(
-    loops: Callable[..., None], weight: Tensor, stride: Any, padding: Any, x: Tensor, dy: Tensor, need_dx: bool
+    loops: Callable[..., None],
+    weight: Tensor,
+    stride: Any,
+    padding: Any,
+    x: Tensor,
+    dy: Tensor,
+    need_dx: bool,
+    winners: Tensor | None = None,
 ) -> Gradients:
     out, channels, rows, columns = weight.shape
     x_last, dy_last, w_last = (a.detach().permute(0, 2, 3, 1).contiguous() for a in (x, dy, weight))
+    places = torch.empty(0, dtype=torch.uint8) if winners is None else winners
     dw, db = x.new_empty(len(x), out, rows, columns, channels), x.new_empty(len(x), out)
     dx = torch.empty_like(x_last) if need_dx else x.new_empty(0)
-    flat = (a.numpy().reshape(-1) for a in (x_last, dy_last, w_last, dw, db, dx))
-    loops(*flat, *x_last.shape, *dy_last.shape[1:], *stride, *padding)
+    flat = (a.numpy().reshape(-1) for a in (x_last, dy_last, places, w_last, dw, db, dx))
+    scale = 1 if winners is None else 2
+    loops(*flat, *x_last.shape, *(scale * n for n in dy_last.shape[1:3]), out, *stride, *padding)
     return dw, db, dx.permute(0, 3, 1, 2) if need_dx else None
 
 

@@ -6,6 +6,7 @@ The innermost loop, a weighted sum of windows, is written in LLVM instructions, 
 import functools
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -14,69 +15,80 @@ from numba.extending import intrinsic
 from dpfl_lightning.kernels import LANES
 from dpfl_lightning.kernels.compiled import compiled
 
-SUMS = 6  # vectors summed at once: enough to hide the latency of an addition, few enough for 16 registers
-PIECE = SUMS * LANES  # numbers of a run that are summed at once
+HALF = LANES // 2  # a vector may be half full: one register of AVX2
+HALVES = 12  # half vectors summed at once: enough to hide the latency of an addition, few enough for 16 registers
+PIECE = HALVES // 2 * LANES  # numbers of a run that are summed at once
+POOL = 4  # positions of the convolution for each number of the pooled map
 
 
 @functools.cache
 def convolution_backward(rows: int, run: int) -> Any:
     """Return the loops over records and positions for windows of `rows` runs of `run` contiguous float32 numbers.
 
-    They take flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]` with O a multiple of `LANES`, w `[O, rows, run]`, and
-    fill dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. The other arguments are the
-    sizes B, H, W, C, H', W', O, and two numbers each for stride and padding.
+    They take flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]`, w `[O, rows, run]`, and fill dw `[B, O, rows, run]`,
+    db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. The other arguments are the sizes B, H, W, C, H', W', O, and
+    two numbers each for stride and padding. If `winners` `[B, H' // 2, W' // 2, O]` (`pooling.max_relu`) is not empty,
+    dy has its shape, and is the gradient behind max-pooling. Otherwise O is a multiple of `LANES`.
     """
-    whole, rest = run // PIECE * PIECE, run % PIECE
-    vectors = SUMS if whole else -(-rest // LANES)
-    some = max(r for r in range(1, rows + 1) if rows % r == 0 and (r == 1 or r * vectors <= SUMS))  # rows at once
+    whole, rest, full = run // PIECE * PIECE, run % PIECE, -(-run // HALF) * HALF  # `full`: of half vectors
+    halves = min(full, PIECE) // HALF
+    some = max(r for r in range(1, rows + 1) if rows % r == 0 and (r == 1 or r * halves <= HALVES))  # rows at once
 
-    def backward(x, dy, w, dw, db, dx, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w):  # type: ignore[no-untyped-def]
-        line, window, spots = (width + 2 * pad_w) * channels, rows * run, out_h * out_w
+    def backward(  # type: ignore[no-untyped-def]
+        x, dy, winners, w, dw, db, dx, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w
+    ):
+        pooled, need_dx = len(winners) > 0, len(dx) > 0
+        line, window = (width + 2 * pad_w) * channels, rows * run
         corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
-        padded, spread = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        # loads and additions of zeros may reach over the end of a run
+        padded, spread = np.zeros(size + LANES, np.float32), np.zeros(size + LANES, np.float32)
+        kernel = np.zeros((out * rows if need_dx else 0, full), np.float32)
+        for row in range(len(kernel)):
+            for k in range(run):
+                kernel[row, k] = w[row * run + k]
+        spots = POOL * (out_h // 2) * (out_w // 2) if pooled else out_h * out_w
+        most = spots // POOL if pooled else spots  # non-zero numbers of a channel
         # the non-zero numbers of one record's dy, stored twice: by channel and by spot
-        values, places = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
-        weights, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
-        ends = np.empty(out, np.int64)
-        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # at of each spot's window
+        values, places = np.empty(out * most, np.float32), np.empty(out * most, np.int64)
+        weights, kernels = np.empty(out * most, np.float32), np.empty(out * most, np.int64)
+        ends, begins = np.empty(out, np.int64), np.zeros(spots + 1, np.int64)
+        lists = (values, places, ends, weights, kernels, begins)
+        corners = np.empty(spots, np.int64)  # where each spot's window begins
         for spot in range(spots):
-            corners[spot] = spot // out_w * down * line + spot % out_w * right * channels
+            h, v = spot // out_w, spot % out_w
+            if pooled:
+                block, code = spot // POOL, spot % POOL
+                h, v = block // (out_w // 2) * 2 + code // 2, block % (out_w // 2) * 2 + code % 2
+            corners[spot] = h * down * line + v * right * channels
         for record in range(records):
             begin = record * height * width * channels
             for h in range(height):
                 for k in range(width * channels):
                     padded[corner + h * line + k] = x[begin + h * width * channels + k]
             for o in range(out):
-                ends[o] = o * spots
-            present = 0
-            for spot in range(spots):
-                for group in range(0, out, LANES):
-                    first = (record * spots + spot) * out + group
-                    mask = present_lanes(dy, first)
-                    while mask:
-                        lane = lowest_lane(mask)
-                        mask &= mask - 1
-                        o, value = group + lane, dy[first + lane]
-                        values[ends[o]], places[ends[o]] = value, corners[spot]
-                        ends[o] += 1
-                        weights[present], kernels[present] = value, o * window
-                        present += 1
-                begins[spot + 1] = present
-            for k in range(size if len(dx) else 0):
+                ends[o] = o * most
+            if pooled:
+                numbers = slice(record * most * out, (record + 1) * most * out)
+                list_winners(dy[numbers], winners[numbers], corners, full * rows, need_dx, lists)
+            else:
+                list_present(dy, record * spots * out, corners, full * rows, lists)
+            for k in range(size if need_dx else 0):
                 spread[k] = np.float32(0)
-            for r in range(0, rows if len(dx) else 0, some):  # one row of all kernels stays in the L1 cache
+            for r in range(0, rows if need_dx else 0, some):  # one row of all kernels stays in the L1 cache
                 for spot in range(spots):
                     to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
                     for k in range(0, whole, PIECE):
-                        at = r * run + k
+                        at = r * full + k
                         weighted_windows(
-                            spread, to + k, line, w, at, run, weights, kernels, first, end, some, PIECE, True
+                            spread, to + k, line, kernel, at, full, weights, kernels, first, end, some, PIECE, True
                         )
                     if rest:
-                        at, to = r * run + whole, to + whole
-                        weighted_windows(spread, to, line, w, at, run, weights, kernels, first, end, some, rest, True)
+                        at, to = r * full + whole, to + whole
+                        weighted_windows(
+                            spread, to, line, kernel, at, full, weights, kernels, first, end, some, rest, True
+                        )
             for o in range(out):
-                to, first, end = (record * out + o) * window, o * spots, ends[o]
+                to, first, end = (record * out + o) * window, o * most, ends[o]
                 for r in range(0, rows, some):
                     at, line_at = to + r * run, r * line
                     for k in range(0, whole, PIECE):
@@ -92,12 +104,60 @@ def convolution_backward(rows: int, run: int) -> Any:
                 for j in range(first, end):
                     total += values[j]
                 db[record * out + o] = total
-            for h in range(height if len(dx) else 0):
+            for h in range(height if need_dx else 0):
                 for k in range(width * channels):
                     dx[begin + h * width * channels + k] = spread[corner + h * line + k]
 
     backward.__qualname__ += f"_{rows}_{run}"  # separate cache files, because numba's index files cannot be shared
     return compiled(backward)
+
+
+@numba.njit(error_model="numpy")
+def list_present(dy, start, corners, window, lists):  # type: ignore[no-untyped-def]
+    """List the non-zero numbers of `dy[start:]`: by channel (up to `ends`) and by spot (from `begins`)."""
+    values, places, ends, weights, kernels, begins = lists
+    out, present = len(ends), 0
+    for spot in range(len(corners)):
+        for group in range(0, out, LANES):
+            first = start + spot * out + group
+            mask = present_lanes(dy, first)
+            while mask:
+                lane = lowest_lane(mask)
+                mask &= mask - 1
+                o, value = group + lane, dy[first + lane]
+                values[ends[o]], places[ends[o]] = value, corners[spot]
+                ends[o] += 1
+                weights[present], kernels[present] = value, o * window
+                present += 1
+        begins[spot + 1] = present
+
+
+@numba.njit(error_model="numpy")
+def list_winners(dy, winners, corners, window, by_spot, lists):  # type: ignore[no-untyped-def]
+    """List the gradients `dy` of winners in the same form. No branch depends on them: others are written over."""
+    values, places, ends, weights, kernels, begins = lists
+    out, blocks, nexts = len(ends), len(corners) // POOL, np.zeros(POOL + 1, np.int64)
+    for o in range(out):
+        end = ends[o]
+        for block in range(blocks):
+            winner = winners[block * out + o]
+            values[end], places[end] = dy[block * out + o], corners[POOL * block + (winner & (POOL - 1))]
+            end += winner < POOL
+        ends[o] = end
+    for block in range(blocks if by_spot else 0):
+        gradients, codes = dy[block * out : block * out + out], winners[block * out : block * out + out]
+        nexts[:] = 0
+        for o in range(out):
+            nexts[codes[o]] += 1
+        present = begins[POOL * block]
+        for code in range(POOL):
+            nexts[code], present = present, present + nexts[code]
+            begins[POOL * block + code + 1] = present
+        nexts[POOL] = present
+        for o in range(out):
+            at = nexts[codes[o]]
+            weights[at], kernels[at] = gradients[o], o * window
+            nexts[codes[o]] = at + 1
 
 
 @intrinsic(prefer_literal=True)
@@ -107,11 +167,15 @@ def weighted_windows(  # type: ignore[no-untyped-def]
     """`target[at + r target_row + k] (+)= sum_j values[j] source[places[j] + offset + r source_row + k]`.
 
     The loop runs over all j in [first, end), r < `rows`, k < `length`; the sums stay in registers. `rows`, `length` and
-    `add` are compile-time constants.
+    `add` are compile-time constants. It may read `source` up to the next multiple of `HALF` numbers, and with `add` add
+    these to `target`, too.
     """
     of = (target, at, target_row, source, offset, source_row, values, places, first, end, rows, length, add)
     rows, length, add = (known.literal_value for known in (rows, length, add))
     starts = [(r, k) for r in range(rows) for k in range(0, length, LANES)]
+
+    def lanes(k):  # type: ignore[no-untyped-def]
+        return min(LANES, -(-(length - k) // HALF) * HALF)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         index = context.get_value_type(types.intp)
@@ -123,9 +187,9 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         def vector_at(data, place, row, r, k):  # type: ignore[no-untyped-def]
             moved = builder.add(place, builder.mul(row, ir.Constant(index, r)))
             pointer = builder.gep(data, [builder.add(moved, ir.Constant(index, k))])
-            return builder.bitcast(pointer, _vector(min(LANES, length - k)).as_pointer())
+            return builder.bitcast(pointer, vector(lanes(k)).as_pointer())
 
-        zeros = [ir.Constant(_vector(min(LANES, length - k)), None) for _, k in starts]
+        zeros = [ir.Constant(vector(lanes(k)), None) for _, k in starts]
         before = builder.block
         loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
         builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
@@ -135,7 +199,7 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         sums = [builder.phi(zero.type) for zero in zeros]
         value = builder.load(builder.gep(values, [j]))
         place = builder.add(builder.load(builder.gep(places, [j])), offset)
-        windows = [_load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
+        windows = [load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
         grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
         following = builder.add(j, ir.Constant(index, 1))
         for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
@@ -150,7 +214,13 @@ def weighted_windows(  # type: ignore[no-untyped-def]
             total.add_incoming(later, loop)
         for (r, k), total in zip(starts, totals, strict=True):
             to = vector_at(target, at, target_row, r, k)
-            builder.store(builder.fadd(_load(builder, to), total) if add else total, to).align = 4
+            if add:
+                total = builder.fadd(load(builder, to), total)
+            elif lanes(k) > length - k:
+                kept = ir.Constant(ir.VectorType(ir.IntType(32), length - k), list(range(length - k)))
+                total = builder.shuffle_vector(total, total, kept)
+                to = builder.bitcast(to, vector(length - k).as_pointer())
+            builder.store(total, to).align = 4
         return context.get_dummy_value()
 
     return types.void(*of), generate
@@ -162,7 +232,7 @@ def present_lanes(typing, source, at):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        loaded = _load(builder, builder.bitcast(builder.gep(data, [args[1]]), _vector(LANES).as_pointer()))
+        loaded = load(builder, builder.bitcast(builder.gep(data, [args[1]]), vector(LANES).as_pointer()))
         bits = builder.fcmp_unordered("!=", loaded, ir.Constant(loaded.type, None))
         return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), ir.IntType(64))
 
@@ -179,11 +249,11 @@ def lowest_lane(typing, mask):  # type: ignore[no-untyped-def]
     return types.int64(mask), generate
 
 
-def _vector(lanes: int) -> Any:
+def vector(lanes: int) -> Any:
     return ir.VectorType(ir.FloatType(), lanes)
 
 
-def _load(builder: Any, pointer: Any) -> Any:
+def load(builder: Any, pointer: Any) -> Any:
     loaded = builder.load(pointer)
     loaded.align = 4  # bytes of a float32: a window may begin anywhere
     return loaded

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Unsupported
@@ -214,6 +214,67 @@ def test_pooled_convolutions_equal_reference(dtype, monkeypatch):
     net = nn.Sequential(*body, nn.Flatten(), nn.Linear(128, 5))
     assert_equals_reference(net, torch.randn(5, 3, 12, 12), dtype, sparse=["0", "3"])
     assert bool(calls) == (dtype is torch.float32)
+
+
+CONV = {"kernel_size": 3, "padding": 1}
+#: bodies of nets, and how many of their convolutions are computed together with ReLU and max-pooling
+STAGES = [
+    ([nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)], 1),
+    ([nn.Conv2d(1, 16, 5, stride=2, bias=False), nn.MaxPool2d((2, 2), 2), nn.ReLU(inplace=True)], 1),
+    (
+        [
+            *(nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(16, 16, 3, stride=(1, 2), padding=(0, 1)), nn.MaxPool2d(2), nn.ReLU()),
+        ],
+        2,
+    ),
+    ([nn.Conv2d(3, 16, **CONV), nn.GroupNorm(2, 16), nn.ReLU(), nn.MaxPool2d(2)], 0),
+    ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(3, stride=2)], 0),
+    ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)], 0),
+    ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.AvgPool2d(2), nn.MaxPool2d(2)], 0),
+    ([nn.Conv2d(3, 16, **CONV), nn.MaxPool2d(2), nn.Tanh()], 0),
+    ([nn.Conv2d(3, 16, 3, dilation=2), nn.ReLU(), nn.MaxPool2d(2)], 0),
+    ([nn.Conv2d(3, 15, 3, groups=3), nn.ReLU(), nn.MaxPool2d(2)], 0),
+    ([nn.Conv2d(3, 16, **CONV, padding_mode="reflect"), nn.ReLU(), nn.MaxPool2d(2)], 0),
+]
+
+
+@pytest.fixture
+def stage_channels(monkeypatch):
+    """The output channels of the stages that were computed as one layer."""
+    channels, really = [], pooling.max_relu
+    monkeypatch.setattr(pooling, "max_relu", lambda y: channels.append(y.shape[1]) or really(y))
+    return channels
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("body, stages", STAGES, ids=lambda x: None if isinstance(x, int) else repr(x)[:60])
+def test_stages_equal_reference(body, stages, dtype, stage_channels):
+    """A convolution with ReLU and max-pooling, in either order and for odd sizes, in a batch of some, one and none."""
+    x = torch.randn(5, body[0].in_channels, 11, 12)
+    net = nn.Sequential(*body, nn.Flatten(), nn.LazyLinear(5))
+    net(x)
+    before = len(stage_channels)
+    for records in (5, 1, 0):
+        assert_equals_reference(net, x[:records], dtype)
+    assert len(set(stage_channels[before:])) == min(stages, 1) and len(stage_channels) % max(stages, 1) == 0
+    if stages and dtype is torch.float64:
+        reason = clipped_sum_for(net, squares_of(net), x[:0], LABELS[:0])[1]
+        assert reason == "fast: exact rules for all layers"
+
+
+def test_stages_of_users_remain_theirs(stage_channels):
+    """Hooks run, and modules that are called outside of their sequence do what they always do."""
+    body = nn.Sequential(nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
+    outputs: list[torch.Tensor] = []
+    watched = copy.deepcopy(body)
+    for module in watched:
+        module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    parts = Net(lambda net, x: net.head((net.body[1](net.body[0](x))).flatten(1)), body=body, head=nn.Linear(512, 3))
+    assert_equals_reference(nn.Sequential(watched, nn.Flatten(), nn.Linear(128, 3)), IMAGES, torch.float32)
+    assert_equals_reference(parts, IMAGES, torch.float32)
+    assert len(outputs) > 0 and not stage_channels
+    assert not any("forward" in vars(module) for module in parts.modules())
 
 
 @pytest.mark.parametrize("narrow", [0, 1000])

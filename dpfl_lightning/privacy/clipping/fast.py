@@ -6,6 +6,7 @@ parameters. Each record's gradients then follow layer by layer (`layer_rules.py`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.clipping.layer_rules import (
@@ -30,7 +32,6 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Unsupported,
     any_module_rule,
     conv2d_backward,
-    conv2d_dx,
     has_special_backward,
 )
 from dpfl_lightning.privacy.clipping.reference import (
@@ -47,6 +48,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
+from dpfl_lightning.privacy.clipping.stages import computed_as_one
 
 CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
 CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -122,8 +124,9 @@ class FastClippedSum:
 
     A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
     `channels_last` is the memory format in which records `[B, C, H, W]` enter a net with max-pooling on a CPU: ten
-    times faster, but `.view` of a feature map fails. `sparse` names convolutions whose output gradients are mostly
-    zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
+    times faster, but `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling is then one layer,
+    without a gradient behind the convolution (`stages.py`). `sparse` names convolutions whose output gradients are
+    mostly zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
 
     Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
     https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
@@ -148,6 +151,8 @@ class FastClippedSum:
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
+        self._names = {unit.module: name for name, unit in self._units.items()}
+        self._sequences = [m for m in net.modules() if type(m) is nn.Sequential]
 
     def under_vmap(self) -> list[str]:
         """Describe the modules without a rule."""
@@ -234,7 +239,7 @@ class FastClippedSum:
         """Collect the units' inputs and the edges of their outputs in the graph, which begins behind an anchor.
 
         A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, which
-        fills `grads`, or `dys` if none is wanted.
+        fills `grads`, or `dys` if none is wanted. A stage that it begins is computed as one layer.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -255,40 +260,50 @@ class FastClippedSum:
             note(name, unit, rule, inputs)
             return watch(name, output)
 
-        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
-                raise Unsupported(f"`{name}` does not map tensors to one tensor")
-            note(
-                name, unit, RULES.get(type(module)) or functools.partial(any_module_rule, fixed=_state(module)), inputs
-            )
-            if output.device.type != "cpu" or not has_special_backward(module):
-                return watch(name, output)
-            weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
-            x = calls[name].inputs[0]
+        def behind_seam(name: str, conv: nn.Conv2d, inputs: Inputs, output: Tensor, winners: Any = None) -> Tensor:
+            unit, x = self._units[name], calls[name].inputs[0]
+            weight = conv.weight.detach()  # the weight of this call: `functional_call` may swap it out again
 
             def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
                 if not wanted:
                     dys[name] = dy
-                    return (conv2d_dx(module, weight, x, dy) if needs[0] else None,)
-                by_name, dx = conv2d_backward(module, unit.local(wanted), weight, x, dy, needs[0], name in self.sparse)
+                local, sparse = unit.local(wanted), name in self.sparse
+                by_name, dx = conv2d_backward(conv, local, weight, x, dy, needs[0], sparse, winners)
                 grads.update(unit.in_net(by_name))
                 return (dx,)
 
             return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
 
-        handles: list[Any] = [pool.register_forward_hook(_keep_format) for pool in self._pools]
-        for name, unit in self._units.items():
-            if forward := tapped_forward(unit.module):
-                handles.append(
-                    _Replaced(unit.module, functools.partial(forward, unit.module, functools.partial(tap, name, unit)))
-                )
-            else:
-                handles.append(unit.module.register_forward_hook(functools.partial(hook, name, unit)))
-        try:
+        def stage(conv: nn.Conv2d, x: Tensor) -> Tensor:
+            name = self._names[conv]
+            note(name, self._units[name], conv2d_rule, (x,))
+            with torch.no_grad():
+                y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
+                pooled, winners = pooling.max_relu(y)
+            return behind_seam(name, conv, (x,), pooled, winners)
+
+        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
+                raise Unsupported(f"`{name}` does not map tensors to one tensor")
+            rule = RULES.get(type(module)) or functools.partial(any_module_rule, fixed=_state(module))
+            note(name, unit, rule, inputs)
+            if output.device.type == "cpu" and has_special_backward(module):
+                return behind_seam(name, module, inputs, output)
+            return watch(name, output)
+
+        with contextlib.ExitStack() as stack:
+            if self.channels_last:  # before there are hooks
+                stack.enter_context(computed_as_one(self._sequences, self._names, stage))
+            for name, unit in self._units.items():
+                if forward := tapped_forward(unit.module):
+                    tapped = functools.partial(forward, unit.module, functools.partial(tap, name, unit))
+                    handle: Any = _Replaced(unit.module, tapped)
+                else:
+                    handle = unit.module.register_forward_hook(functools.partial(hook, name, unit))
+                stack.callback(handle.remove)
+            for pool in self._pools:
+                stack.callback(pool.register_forward_hook(_keep_format).remove)
             yield calls, edges, anchor
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class _Replaced:

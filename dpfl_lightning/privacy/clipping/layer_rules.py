@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LANES, sparse_conv
+from dpfl_lightning.kernels import LANES, pooling, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
 
@@ -253,23 +253,40 @@ def has_special_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def conv2d_backward(
-    layer: nn.Conv2d, params: Params, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, sparse: bool
+    layer: nn.Conv2d,
+    params: Params,
+    weight: Tensor,
+    x: Tensor,
+    dy: Tensor,
+    need_dx: bool,
+    sparse: bool,
+    winners: Tensor | None = None,
 ) -> tuple[ByName, Tensor | None]:
-    """Return the result of `conv2d_rule`, and the gradient of the input.
+    """Return the result of `conv2d_rule`, and the gradient of the input if it is needed.
 
-    `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap.
+    `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap. With `winners` of
+    `pooling.max_relu`, `dy` is the gradient of the pooled map.
     """
-    if sparse and sparse_conv.suits(layer, x):
-        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
+    if (sparse or winners is not None) and sparse_conv.suits(layer, x, winners is not None):
+        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners)
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
-    return conv2d_rule(layer, params, (x,), dy), conv2d_dx(layer, weight, x, dy) if need_dx else None
+    if winners is not None:
+        dy = pooling.spread(dy, winners, _output_size(layer, x))
+    return conv2d_rule(layer, params, (x,), dy), _conv2d_dx(layer, weight, x, dy) if need_dx else None
 
 
-def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+def _conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of the input."""
     form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)  # not transposed
     wanted = [True, False, False]  # gradients of input, weight and bias
     return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
+
+
+def _output_size(layer: nn.Conv2d, x: Tensor) -> list[int]:
+    """Return height and width of the output of a convolution without dilation."""
+    assert not isinstance(layer.padding, str)
+    forms = zip(x.shape[2:], layer.padding, layer.kernel_size, layer.stride, strict=True)
+    return [(size + 2 * padding - kernel) // stride + 1 for size, padding, kernel, stride in forms]
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""ReLU and 2 x 2 max-pooling that keep the winners' places in a byte each (compiled for float32 on a CPU).
+
+torch keeps a place in eight bytes, and its backward passes write a gradient that is mostly zeros; `sparse_conv.py`
+reads the winners instead.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpfl_lightning.kernels import LANES
+
+
+def max_relu(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `max_pool2d(relu(y), 2)` `[B, C, H // 2, W // 2]` and uint8 winners `[B, H // 2, W // 2, C]`.
+
+    `y` is `[B, C, H, W]` (fastest with channels last in memory, as the result). A winner 0, 1, 2 or 3 is the place of
+    the first largest number, row by row; it is 4 if ReLU passes no gradient on. As in torch, what is not a number wins.
+    """
+    if y.dtype != torch.float32 or min(y.shape[2:]) < 2:
+        return _by_torch(y)
+    return _by_loops(_loops(), y)
+
+
+def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:
+    """Return the gradient of `y`, whose height and width are `size`, from the gradient `dy` of `max_relu`'s result."""
+    spread_dy = dy.new_zeros(*dy.shape[:2], *size)
+    height, width = (2 * n for n in dy.shape[2:])
+    for winner in range(4):
+        wins = winners.permute(0, 3, 1, 2) == winner
+        spread_dy[:, :, winner // 2 : height : 2, winner % 2 : width : 2] = dy.masked_fill(~wins, 0.0)
+    return spread_dy
+
+
+def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
+    pooled, places = F.max_pool2d(y.relu(), 2, return_indices=True)
+    row, column = places // y.shape[3] % 2, places % y.shape[3] % 2
+    return pooled, (2 * row + column).masked_fill(pooled <= 0, 4).permute(0, 2, 3, 1).to(torch.uint8).contiguous()
+
+
+def _by_loops(loops: Callable[..., None], y: Tensor) -> tuple[Tensor, Tensor]:
+    y_last = y.detach().permute(0, 2, 3, 1).contiguous()
+    records, height, width, channels = y_last.shape
+    shape = (records, height // 2, width // 2, channels)
+    pooled, winners = y.new_empty(math.prod(shape) + LANES), torch.empty(math.prod(shape) + LANES, dtype=torch.uint8)
+    loops(y_last.numpy().reshape(-1), pooled.numpy(), winners.numpy(), records, height, width, channels)
+    pooled, winners = (a[:-LANES].view(shape) for a in (pooled, winners))
+    return pooled.permute(0, 3, 1, 2), winners
+
+
+@functools.cache
+def _loops() -> Callable[..., None]:
+    """Return the compiled loops, after checking them against torch."""
+    from dpfl_lightning.kernels.pool_loops import max_relu  # importing numba takes half a second
+
+    for channels in (3, 16):
+        y = torch.randint(-2, 3, (2, channels, 5, 7), generator=torch.Generator().manual_seed(0)).float()  # with ties
+        for actual, expected in zip(_by_loops(max_relu, y), _by_torch(y), strict=True):
+            if not torch.equal(actual, expected):
+                reason = "give wrong numbers on this processor: please report it"
+                raise RuntimeError(f"compiled loops for max-pooling {reason}")
+    return max_relu

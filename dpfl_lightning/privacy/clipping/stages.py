@@ -1,0 +1,65 @@
+"""Stages of a net: a convolution, ReLU and 2 x 2 max-pooling in a row, which a pass on a CPU computes as one layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from dpfl_lightning.privacy.clipping.layer_rules import has_special_backward
+
+ComputeStage = Callable[[nn.Conv2d, Tensor], Tensor]  # the stage's convolution and input -> its output
+
+
+@contextmanager
+def computed_as_one(
+    sequences: Collection[nn.Sequential], convolutions: Collection[nn.Module], compute: ComputeStage
+) -> Iterator[None]:
+    """Let `compute` replace all stages of these `sequences` that begin with one of the `convolutions`.
+
+    The other modules run as usual, also those of a stage for inputs that are not `[B, C, H, W]` on a CPU.
+    """
+    changed = []
+    for sequence in sequences:
+        modules = list(sequence)
+        starts = {i for i, m in enumerate(modules) if m in convolutions and _is_stage(modules[i : i + 3])}
+        if starts and "forward" not in vars(sequence):
+            changed.append(sequence)
+            vars(sequence)["forward"] = functools.partial(_forward, modules, starts, compute)
+    try:
+        yield
+    finally:
+        for sequence in changed:
+            del vars(sequence)["forward"]
+
+
+def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: ComputeStage, x: Tensor) -> Tensor:
+    """Do what `nn.Sequential.forward` does."""
+    i = 0
+    while i < len(modules):
+        module = modules[i]
+        if i in starts and isinstance(module, nn.Conv2d) and x.dim() == 4 and x.device.type == "cpu":
+            x, i = compute(module, x), i + 3
+        else:
+            x, i = module(x), i + 1
+    return x
+
+
+def _is_stage(modules: Sequence[nn.Module]) -> bool:
+    conv, *others = modules
+    kinds = {type(m): m for m in others}
+    if kinds.keys() != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv) or any(map(_is_changed, modules)):
+        return False
+    pool = kinds[nn.MaxPool2d]
+    form = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    halves = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
+    plain_pool = halves and not (pool.ceil_mode or pool.return_indices)
+    return plain_pool and conv.groups == 1 and conv.dilation == (1, 1)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Return whether a user's hook or `forward` takes part when the module is called."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" in vars(module) or any(hooks)
