@@ -32,6 +32,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Unsupported,
     any_module_rule,
     conv2d_backward,
+    conv2d_rule,
     has_special_backward,
 )
 from dpfl_lightning.privacy.clipping.reference import (
