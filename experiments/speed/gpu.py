@@ -51,7 +51,7 @@ def _cases(tiny: bool) -> dict[str, Case]:
         "small_clients": {"clients": 8},
         "resnet18": {"model": "lenet5", "clients": 1, "records": 4, "batch_size": 4},
     }
-    return {name: dataclasses.replace(case, **small[name]) if tiny else case for name, case in cases.items()}
+    return {name: dataclasses.replace(cases[name], **small[name]) if tiny else cases[name] for name in small}
 
 
 # ---- sections

@@ -105,7 +105,7 @@ def assert_as_serial(clients, dtype=torch.float32, population=None, module=None,
 # --- equal to the reference
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     clients=st.lists(
         st.builds(
@@ -271,6 +271,7 @@ def test_rows_are_the_clipped_sums_of_the_reference():
 # --- one graph
 
 
+@pytest.mark.e2e
 def test_the_pass_is_one_graph_a_shape():
     """What a GPU captures, traced on a CPU: equal, and not compiled again in another step, stack or round."""
     counter, counts = CompileCounter(), []
@@ -283,6 +284,7 @@ def test_the_pass_is_one_graph_a_shape():
     assert counts == [3, 3], "a client with 4 steps, clients with 3, and all"
 
 
+@pytest.mark.e2e
 def test_gradients_of_a_convolutional_net_are_one_graph():
     layers = [nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3)]
     sums, params, _, y, mask, clip_norm = a_pass(ClientModule(nn.Sequential(*layers)))
