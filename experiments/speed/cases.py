@@ -52,6 +52,10 @@ class Case:
 CASES = {
     "common": Case("cnn_small", (1, 28, 28), clients=20, records=2400, batch_size=64),
     "small_clients": Case("cnn_small", (1, 28, 28), clients=500, records=24, batch_size=24, unit="clients"),
+    "batch_16": Case("cnn_small", (1, 28, 28), clients=4, records=1200, batch_size=16),
+    "lenet5": Case("lenet5", (1, 28, 28), clients=4, records=1200, batch_size=64),
+    "convnet": Case("convnet", (3, 32, 32), clients=4, records=64, batch_size=32),
+    "resnet20": Case("resnet20", (3, 32, 32), clients=4, records=64, batch_size=32),
     "resnet18": Case("resnet18", (3, 32, 32), clients=4, records=64, batch_size=32),
     "lstm": Case("lstm", (32,), clients=4, records=256, batch_size=32, words=1000),
     "transformer": Case("transformer", (32,), clients=4, records=256, batch_size=32, words=1000),

@@ -46,6 +46,8 @@ def measure(
         turns, gpu = take_turns(name, everyone, repeats, device, say)
     found: dict[str, Any] = {
         "model": case.model,
+        "input_shape": case.input_shape,
+        "words": case.words,
         "parameters": sum(parameter.numel() for parameter in build_net(case).parameters()),
         "clients": case.clients,
         "records": case.records,

@@ -94,16 +94,10 @@ def _rate(value: float, unit: str) -> str:
 
 
 def work_of(name: str, found: Mapping[str, Any]) -> str:
-    shapes = {
-        "resnet": "random data of CIFAR-10's shape",
-        "lstm": "random sequences of 32 words",
-        "transformer": "random sequences of 32 words",
-    }
-    found_shapes = (shape for kind, shape in shapes.items() if found["model"].startswith(kind))
-    shape = next(found_shapes, "random data of Fashion-MNIST's shape")
+    shape = " x ".join(map(str, found["input_shape"])) + (" words" if found["words"] else "")
     repeats = len(found["seconds_per_round"]["ours"])
     return (
-        f"- {name}: {found['clients']} clients x {found['records']:,} records, {shape}; "
+        f"- {name}: {found['clients']} clients x {found['records']:,} random records of {shape}; "
         f"{found['model']} ({found['parameters']:,} parameters), one local epoch, batch {found['batch_size']}, "
         f"clip {CLIP_NORM:g}, noise multiplier {NOISE_MULTIPLIER:g}; median of {repeats}"
         + "".join(f"; {who}: {_gpu(use)}" for who, use in found.get("gpu", {}).items())
