@@ -1,15 +1,17 @@
-"""ReLU and 2 x 2 max-pooling that keep the winners' places in a byte each (compiled for float32 on a CPU).
+"""2 x 2 pooling for a CPU, where torch's takes several times as long.
 
-torch keeps a place in eight bytes, and its backward passes write a gradient that is mostly zeros; `sparse_conv.py`
-reads the winners instead.
+Max-pooling with ReLU keeps the winners' places in a byte each (compiled for float32). torch keeps a place in eight
+bytes, and its backward passes write a gradient that is mostly zeros; `sparse_conv.py` reads the winners instead.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES
@@ -34,6 +36,28 @@ def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:
         wins = winners.permute(0, 3, 1, 2) == winner
         spread_dy[:, :, winner // 2 : height : 2, winner % 2 : width : 2] = dy.masked_fill(~wins, 0.0)
     return spread_dy
+
+
+class MeanPooling(torch.autograd.Function):
+    """`avg_pool2d(y, 2)` of `[B, C, H, W]`: a last row or column that is left over is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.size = y.shape
+        height, width = (n // 2 * 2 for n in y.shape[2:])
+        rows = y[:, :, 0:height:2, :width] + y[:, :, 1:height:2, :width]
+        return (rows[..., 0::2] + rows[..., 1::2]).mul_(0.25)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> Tensor:
+        whole = ctx.size[2:] == (2 * dz.shape[2], 2 * dz.shape[3])
+        dy, quarter = dz.new_empty(ctx.size) if whole else dz.new_zeros(ctx.size), dz * 0.25
+        height, width = (2 * n for n in dz.shape[2:])
+        dy[:, :, 0:height:2, 0:width:2] = quarter
+        dy[:, :, 0:height:2, 1:width:2] = quarter
+        dy[:, :, 1:height:2, :width] = dy[:, :, 0:height:2, :width]
+        return dy
 
 
 def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -229,6 +229,8 @@ STAGES = [
         2,
     ),
     ([nn.Conv2d(3, 16, **CONV), nn.GroupNorm(2, 16), nn.ReLU(), nn.MaxPool2d(2)], 0),
+    ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.AvgPool2d(2), nn.AvgPool2d((2, 2), 2, count_include_pad=False)], 0),
+    ([nn.Conv2d(3, 4, **CONV), nn.AvgPool2d(2, divisor_override=3), nn.AvgPool2d(2, ceil_mode=True)], 0),
     ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(3, stride=2)], 0),
     ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)], 0),
     ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.AvgPool2d(2), nn.MaxPool2d(2)], 0),

@@ -152,6 +152,7 @@ class FastClippedSum:
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
+        self._mean_pools = [m for m in net.modules() if type(m) is nn.AvgPool2d and _halves(m)]
         self._names = {unit.module: name for name, unit in self._units.items()}
         self._sequences = [m for m in net.modules() if type(m) is nn.Sequential]
 
@@ -304,6 +305,8 @@ class FastClippedSum:
                 stack.callback(handle.remove)
             for pool in self._pools:
                 stack.callback(pool.register_forward_hook(_keep_format).remove)
+            for mean_pool in self._mean_pools:
+                stack.callback(_Replaced(mean_pool, _mean_pooling).remove)
             yield calls, edges, anchor
 
 
@@ -316,6 +319,19 @@ class _Replaced:
 
     def remove(self) -> None:
         del self._module.forward
+
+
+def _halves(pool: nn.AvgPool2d) -> bool:
+    """Return whether the pool takes the means of 2 x 2 numbers, and its `forward` is torch's."""
+    form = (pool.kernel_size, pool.stride, pool.padding)
+    plain = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0), strict=True))
+    return plain and not pool.ceil_mode and pool.divisor_override is None and "forward" not in vars(pool)
+
+
+def _mean_pooling(x: Tensor) -> Tensor:
+    if x.device.type == "cpu" and x.dim() == 4 and min(x.shape[2:]) >= 2:
+        return pooling.MeanPooling.apply(x)
+    return F.avg_pool2d(x, 2)
 
 
 def _state(module: nn.Module) -> Params:
