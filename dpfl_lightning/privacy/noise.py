@@ -139,11 +139,15 @@ def stream_words(purpose: str, *numbers: int) -> list[int]:
 
 
 def integer_noise(generator: RandomGenerator, laplace: bool, scale: float, like: Tensor) -> Tensor:
-    """Return rounded normal or Laplace numbers, float64, with the shape and the device of `like`."""
+    """Return rounded normal or Laplace numbers, float64, with the shape and the device of `like`.
+
+    On a CPU they are drawn in pieces, so that they are the same whether a caller asks for them in pieces or at once.
+    """
     if like.device.type == "cuda":
         return device_noise(generator.on(like.device), laplace, scale, like)
-    draw = generator.integer_laplace if laplace else generator.integer_normals
-    return torch.from_numpy(draw(like.numel(), scale)).view(like.shape)
+    draw, numbers = generator.integer_laplace if laplace else generator.integer_normals, like.numel()
+    pieces = [draw(min(PIECE, numbers - start), scale) for start in range(0, max(1, numbers), PIECE)]
+    return torch.from_numpy(pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(like.shape)
 
 
 def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tensor, like: Tensor) -> Tensor:

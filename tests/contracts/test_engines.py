@@ -253,6 +253,13 @@ def test_engines_run_the_hooks_of_a_module(engine, module, batch_size, make_loop
     assert not torch.allclose(reference, sgd, rtol=1e-2)
 
 
+def test_nets_that_do_not_fit_a_piece_of_noise_get_the_same_noise(make_loop):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 600), nn.Linear(600, 3))
+    options = {"population": images(20), "clients": ClientOptions(4, batch_size=8)}
+    ours, theirs = (released(name, make_loop, module=ClientModule(net), **options) for name in ("stacked", "serial"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_stacks_refuse_a_module_with_such_hooks(make_loop):
     for module in (Adam, HalfSteps):
         with pytest.raises(UserError, match="`configure_optimizers` or `training_step`, got 'stacked'"):

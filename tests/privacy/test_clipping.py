@@ -19,7 +19,7 @@ from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Unsupported
-from dpfl_lightning.privacy.clipping.reference import VmapClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # norms hold what rounding may have taken
@@ -684,3 +684,41 @@ def test_a_pass_leaves_nothing_behind():
     finally:
         gc.enable()
     assert counts[0] == counts[2]
+
+
+class Autocast(nn.Module):
+    def __init__(self, *body):
+        super().__init__()
+        self.body = nn.Sequential(*body)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.body(x).float()
+
+
+def test_a_net_under_autocast_is_run_in_its_dtypes_before_it_is_called_fast():
+    body = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)
+    for net, x in ((Autocast(*body), torch.randn(2, 1, 6, 6)), (Autocast(nn.Linear(4, 3)), torch.randn(2, 4))):
+        y = torch.tensor([0, 1])
+        chosen, reason = clipped_sum_for(net, None, x[:0], y[:0])
+        params = {name: p.detach() for name, p in net.named_parameters()}
+        assert reason.startswith(("vmap: ", "fast: ")) and chosen(params, x, y, ClipRequest(1.0))[1].isfinite().all()
+
+
+class Last(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+def test_a_users_forward_of_a_recurrent_layer_is_kept():
+    layer = nn.GRU(3, 4, batch_first=True)
+    really = layer.forward
+    layer.forward = lambda x: tuple(2 * part for part in really(x))
+    net = nn.Sequential(Last(layer), nn.Linear(4, 3))
+    before, x = layer.forward, torch.randn(2, 5, 3)
+    assert clipped_sum_for(net, None, x, torch.tensor([0, 1]))[1].startswith("vmap: ")
+    assert layer.forward is before

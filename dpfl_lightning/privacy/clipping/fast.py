@@ -377,6 +377,7 @@ def clipped_sum_for(
             try:
                 fast = FastClippedSum(net, loss, channels_last=channels_last)
                 wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
+                _run_once(FastClippedSum(net, sample_loss, channels_last=channels_last), net, example_x, example_y)
             except Exception as error:  # a user's forward pass may raise anything under hooks
                 cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
                 continue
@@ -446,6 +447,13 @@ def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> l
     clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
     requests = [ClipRequest(clip_norm, order, groups, len(x)) for clip_norm, order in clips]
     return [clipped_sum(params, x, y, request)[0] for request in requests]
+
+
+def _run_once(clipped_sum: ClippedSum, net: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Run the clipped sum in the dtypes of the net and of its records: a net under autocast may raise only here."""
+    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+    clipped_sum(params, *random_example(net, x, y, dtype)[1:], ClipRequest(1.0))
 
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

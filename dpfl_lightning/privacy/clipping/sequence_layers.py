@@ -31,7 +31,9 @@ State = tuple[Tensor, ...]  # hidden `[B, H]`, and cell `[B, H]` of an LSTM
 
 
 def tapped_forward(layer: nn.Module) -> TappedForward | None:
-    """Return the tapped forward pass of a layer, or None if there is none for its type and options."""
+    """Return the tapped forward pass of a layer, or None if there is none for its type and options, or a user's."""
+    if "forward" in vars(layer):
+        return None
     if isinstance(layer, nn.RNNBase):
         supported = layer.batch_first and not layer.proj_size
     elif isinstance(layer, nn.MultiheadAttention):

@@ -192,7 +192,7 @@ def _as_stated(promise: Guarantee, account: Account, row: Mapping[str, Any], hea
     promise = replace(
         promise, sampling=next((one for one in samplings if one == row.get("sampling")), promise.sampling)
     )
-    same = math.isclose(stated, promise.epsilon, rel_tol=1e-6, abs_tol=2e-6)
+    same = stated >= 0 and math.isclose(stated, promise.epsilon, rel_tol=1e-6, abs_tol=2e-6)
     if same or (is_filter and promise.epsilon <= stated <= account.epsilon_budget):
         promise = replace(promise, epsilon=stated)
     return replace(promise, accountant=changed) if is_filter else promise
