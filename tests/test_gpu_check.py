@@ -11,6 +11,8 @@ from experiments.speed.gpu import SECTIONS, gpu_report, in_process, status
 EXACT = {"fast, cnn_small, batches 9": 2e-6, "products": "highest", "cudnn_tf32": False, "noise_scale": "1.0001"}
 MEASURED = {
     "model": "cnn_small",
+    "input_shape": [1, 28, 28],
+    "words": 0,
     "parameters": 28938,
     "clients": 20,
     "records": 2400,

@@ -74,7 +74,10 @@ OTHERS = [{"adjacency": "replace_one"}, {"sampling": "shuffle"}, {"epsilon": Non
 
 @pytest.mark.parametrize(
     "engine, privacy",
-    fast_first([*((engine, {}) for engine in sorted(ENGINES)), *(("fast", other) for other in OTHERS)]),
+    [
+        *fast_first([(engine, {}) for engine in sorted(ENGINES)]),
+        *(pytest.param("fast", other, marks=pytest.mark.e2e) for other in OTHERS),
+    ],
     ids=str,
 )
 def test_a_sound_build_is_not_refuted(engine, privacy, monkeypatch):
