@@ -140,6 +140,7 @@ def test_a_page_is_written_from_files_and_mistakes_are_refused(results, known, t
             page(file, tmp_path)
 
 
+@pytest.mark.e2e
 def test_the_docs_are_written_from_the_files_and_every_picture_is_there(monkeypatch):
     monkeypatch.chdir(ROOT)
     pages = [path for path in sorted(ROOT.glob("docs/*.md")) if "<!-- papers " in path.read_text()]

@@ -121,6 +121,7 @@ def test_where_the_numerics_fail_rdp_stands_in(monkeypatch):
         assert epsilon == RDP.epsilon(events, 1e-5) and how.startswith("RDP") and how.endswith(f"because {reason}")
 
 
+@pytest.mark.e2e
 @settings(deadline=None, max_examples=12)
 @given(
     log_rate=st.floats(-9, 0),

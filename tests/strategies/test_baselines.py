@@ -223,6 +223,7 @@ def test_a_model_that_nobody_chose_stays(make_loop):
             assert sums[row] == pytest.approx(float(row in updates.model_of))
 
 
+@pytest.mark.e2e
 def test_absent_clients_choose_later(make_loop):
     loop, _, _ = run(make_loop, "ifca", more={"selection_rounds": 1}, extra=[Absent({1: (0,), 2: (0,)})], rounds=4)
     assert selections(loop) == [(1, 1), (1, 2), (1, 3), (3, 0)]

@@ -84,6 +84,7 @@ def groups_of(strategy):
 # ---- three stages
 
 
+@pytest.mark.e2e
 def test_kinds_are_found_and_trained_apart_and_the_first_round_is_a_full_batch(start):
     clustered, seen = Clustered(), Recorder()
     loop = start(clustered, seen, rounds=8)
@@ -378,6 +379,7 @@ def test_a_single_multiplier_is_solved_for_all_rounds(start):
         assert result.clients[client]["epsilon_spent"] == pytest.approx(8.0, rel=0.02)
 
 
+@pytest.mark.e2e
 def test_large_models_need_less_noise_in_the_first_round(start):
     loop, plain = start(Clustered()), start()
     for one in (loop, plain):

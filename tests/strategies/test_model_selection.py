@@ -145,6 +145,7 @@ def test_the_lowest_loss_and_the_first_of_equals():
         assert query.read(0, answers.answer(ChargedQuery.of(query), 0, module, x, y, None)) == best
 
 
+@pytest.mark.e2e
 def test_every_engine_gives_the_same_answers(choosing):
     def seen(name):
         loop, strategy = choosing(6, loop={"engine": ENGINES[name]()}, selection="exponential", epsilon=0.05)
@@ -231,6 +232,7 @@ def test_the_first_rounds_choose_and_the_answer_stays(choosing):
         assert 0.98 * client["epsilon_budget"] < client["epsilon_spent"] <= client["epsilon_budget"]
 
 
+@pytest.mark.e2e
 def test_clients_choose_in_every_round_or_when_models_differ_or_when_they_are_back(choosing):
     for options, rounds in (
         ({"selection": "exponential"}, [[2, 3, 4, 5, 6]] * 4),

@@ -105,6 +105,7 @@ def odd_one_out() -> Population:
     return population
 
 
+@pytest.mark.e2e
 def test_an_unlike_client_is_avoided_where_losses_show_it(make_loop):
     """Large budgets: reports have little noise."""
     quotas = {}

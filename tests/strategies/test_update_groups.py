@@ -134,6 +134,7 @@ def test_without_noise_any_difference_counts_but_what_records_explain():
     assert len(find_groups(updates_of(x, noise=0.0, sampling=1e9)).members) == 1
 
 
+@pytest.mark.e2e
 def test_the_curve_and_the_threshold_are_reported():
     found = find_groups(updates_of(grouped(30, 2000, 0)))
     assert list(found.curve) == list(range(2, 11)) and max(found.curve, key=found.curve.get) == 4
