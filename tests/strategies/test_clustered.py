@@ -410,11 +410,13 @@ def test_given_noise_and_a_budget(start):
     assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
 
 
+@pytest.mark.e2e
 def test_a_reserve_pays_for_one_more_first_round(start):
     schedule = start(Clustered(), privacy=private(reserve_rounds=2)).plan_schedule().clients[0]
     assert (schedule.count_of("first_round"), schedule.count_of("train")) == (2, 7)
 
 
+@pytest.mark.e2e
 def test_users_are_warned_when_noise_hides_groups(start):
     with pytest.warns(UserWarning, match=r"differ by 1\.\d of the clip norm .* smaller first_round_noise_multiplier"):
         start(Clustered(first_round_noise_multiplier=40.0)).plan_schedule()

@@ -262,6 +262,7 @@ def test_clients_that_cannot_pay_keep_their_last_answer(choosing):
     assert len({strategy._seen[round][0] for round in (2, 3, 4, 5)}) == 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("options", [{"rounds": 3, "epsilon": 0.02}, {"selection": "paper_argmin"}])
 def test_a_run_cut_between_its_choices_resumes(options, choosing):
     unbroken, whole = choosing(6, **options)
