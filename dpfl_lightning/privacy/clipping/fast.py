@@ -49,7 +49,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.stages import computed_as_one
+from dpfl_lightning.privacy.clipping.stages import computed_as_one, halves, mean_pooling, replaced_forward
 
 CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
 CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -152,7 +152,7 @@ class FastClippedSum:
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
-        self._mean_pools = [m for m in net.modules() if type(m) is nn.AvgPool2d and _halves(m)]
+        self._mean_pools = [m for m in net.modules() if type(m) is nn.AvgPool2d and halves(m)]
         self._names = {unit.module: name for name, unit in self._units.items()}
         self._sequences = [m for m in net.modules() if type(m) is nn.Sequential]
 
@@ -299,39 +299,15 @@ class FastClippedSum:
             for name, unit in self._units.items():
                 if forward := tapped_forward(unit.module):
                     tapped = functools.partial(forward, unit.module, functools.partial(tap, name, unit))
-                    handle: Any = _Replaced(unit.module, tapped)
+                    stack.enter_context(replaced_forward(unit.module, tapped))
                 else:
-                    handle = unit.module.register_forward_hook(functools.partial(hook, name, unit))
-                stack.callback(handle.remove)
+                    watching = functools.partial(hook, name, unit)
+                    stack.callback(unit.module.register_forward_hook(watching).remove)
             for pool in self._pools:
                 stack.callback(pool.register_forward_hook(_keep_format).remove)
             for mean_pool in self._mean_pools:
-                stack.callback(_Replaced(mean_pool, _mean_pooling).remove)
+                stack.enter_context(replaced_forward(mean_pool, mean_pooling))
             yield calls, edges, anchor
-
-
-class _Replaced:
-    """Replaces the forward pass of a module until it is removed."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module = module
-        module.forward = forward  # of this instance, which torch prefers to that of its class
-
-    def remove(self) -> None:
-        del self._module.forward
-
-
-def _halves(pool: nn.AvgPool2d) -> bool:
-    """Return whether the pool takes the means of 2 x 2 numbers, and its `forward` is torch's."""
-    form = (pool.kernel_size, pool.stride, pool.padding)
-    plain = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0), strict=True))
-    return plain and not pool.ceil_mode and pool.divisor_override is None and "forward" not in vars(pool)
-
-
-def _mean_pooling(x: Tensor) -> Tensor:
-    if x.device.type == "cpu" and x.dim() == 4 and min(x.shape[2:]) >= 2:
-        return pooling.MeanPooling.apply(x)
-    return F.avg_pool2d(x, 2)
 
 
 def _state(module: nn.Module) -> Params:
@@ -377,7 +353,8 @@ def clipped_sum_for(
             try:
                 fast = FastClippedSum(net, loss, channels_last=channels_last)
                 wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
-                _run_once(FastClippedSum(net, sample_loss, channels_last=channels_last), net, example_x, example_y)
+                if wrong_parameter is None:
+                    _run_once(FastClippedSum(net, sample_loss, channels_last=channels_last), net, example_x, example_y)
             except Exception as error:  # a user's forward pass may raise anything under hooks
                 cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
                 continue

@@ -1,13 +1,19 @@
-"""Stages of a net: a convolution, ReLU and 2 x 2 max-pooling in a row, which a pass on a CPU computes as one layer."""
+"""Modules that a pass on a CPU computes in another way: 2 x 2 pooling, and stages of a net.
+
+A stage is a convolution, ReLU and 2 x 2 max-pooling in a row, and is computed as one layer.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from dpfl_lightning.kernels import pooling
 from dpfl_lightning.privacy.clipping.layer_rules import has_special_backward
 
 ComputeStage = Callable[[nn.Conv2d, Tensor], Tensor]  # the stage's convolution and input -> its output
@@ -21,18 +27,40 @@ def computed_as_one(
 
     The other modules run as usual, also those of a stage for inputs that are not `[B, C, H, W]` on a CPU.
     """
-    changed = []
-    for sequence in sequences:
-        modules = list(sequence)
-        starts = {i for i, m in enumerate(modules) if m in convolutions and _is_stage(modules[i : i + 3])}
-        if starts and "forward" not in vars(sequence):
-            changed.append(sequence)
-            vars(sequence)["forward"] = functools.partial(_forward, modules, starts, compute)
+    with ExitStack() as stack:
+        for sequence in sequences:
+            modules = list(sequence)
+            starts = {i for i, m in enumerate(modules) if m in convolutions and _is_stage(modules[i : i + 3])}
+            if starts:
+                stack.enter_context(replaced_forward(sequence, functools.partial(_forward, modules, starts, compute)))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward pass of this module, unless a user has replaced it already."""
+    if "forward" in vars(module):
+        yield
+        return
+    module.forward = forward  # of this instance, which torch prefers to that of its class
     try:
         yield
     finally:
-        for sequence in changed:
-            del vars(sequence)["forward"]
+        del module.forward
+
+
+def halves(pool: nn.Module) -> bool:
+    """Return whether a max-pooling or mean pooling reads each number once, in blocks of 2 x 2."""
+    form = (pool.kernel_size, pool.stride, pool.padding, getattr(pool, "dilation", 1))
+    plain = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
+    return plain and not pool.ceil_mode and getattr(pool, "divisor_override", None) is None
+
+
+def mean_pooling(x: Tensor) -> Tensor:
+    """Return `avg_pool2d(x, 2)`."""
+    if x.device.type == "cpu" and x.dim() == 4 and min(x.shape[2:]) >= 2:
+        return pooling.MeanPooling.apply(x)
+    return F.avg_pool2d(x, 2)
 
 
 def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: ComputeStage, x: Tensor) -> Tensor:
@@ -53,10 +81,7 @@ def _is_stage(modules: Sequence[nn.Module]) -> bool:
     if kinds.keys() != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv) or any(map(_is_changed, modules)):
         return False
     pool = kinds[nn.MaxPool2d]
-    form = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-    halves = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
-    plain_pool = halves and not (pool.ceil_mode or pool.return_indices)
-    return plain_pool and conv.groups == 1 and conv.dilation == (1, 1)
+    return halves(pool) and not pool.return_indices and conv.groups == 1 and conv.dilation == (1, 1)
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -325,7 +325,7 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
     results = "There is no result.json beside it: the run has not finished, or this is a copy of its ledger."
     if ledger.results:
         results = (
-            f"{' and '.join(ledger.results)} beside it state{'s' * (len(ledger.results) == 1)} its end, and the "
+            f"{' and '.join(ledger.results)} beside it state its end, and the "
             "budgets, deltas, epsilons, numbers of releases and guarantees that follow from it."
         )
     if ledger.signed and ledger.proven:
