@@ -43,7 +43,8 @@ class MeanPooling(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.size = y.shape
+        last = y.is_contiguous(memory_format=torch.channels_last) and not y.is_contiguous()
+        ctx.size, ctx.format = y.shape, torch.channels_last if last else torch.contiguous_format
         height, width = (n // 2 * 2 for n in y.shape[2:])
         rows = y[:, :, 0:height:2, :width] + y[:, :, 1:height:2, :width]
         return (rows[..., 0::2] + rows[..., 1::2]).mul_(0.25)
@@ -52,7 +53,9 @@ class MeanPooling(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> Tensor:
         whole = ctx.size[2:] == (2 * dz.shape[2], 2 * dz.shape[3])
-        dy, quarter = dz.new_empty(ctx.size) if whole else dz.new_zeros(ctx.size), dz * 0.25
+        dy, quarter = torch.empty(ctx.size, dtype=dz.dtype, memory_format=ctx.format), dz * 0.25
+        if not whole:
+            dy.zero_()
         height, width = (2 * n for n in dz.shape[2:])
         dy[:, :, 0:height:2, 0:width:2] = quarter
         dy[:, :, 0:height:2, 1:width:2] = quarter

@@ -41,7 +41,7 @@ def convolution_backward(rows: int, run: int) -> Any:
         line, window = (width + 2 * pad_w) * channels, rows * run
         corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
         # loads and additions of zeros may reach over the end of a run
-        padded, spread = np.zeros(size + LANES, np.float32), np.zeros(size + LANES, np.float32)
+        padded, spread = np.zeros(size + LANES, np.float32), np.zeros(size + LANES if need_dx else 0, np.float32)
         kernel = np.zeros((out * rows if need_dx else 0, full), np.float32)
         for row in range(len(kernel)):
             for k in range(run):
@@ -61,19 +61,17 @@ def convolution_backward(rows: int, run: int) -> Any:
                 h, v = block // (out_w // 2) * 2 + code // 2, block % (out_w // 2) * 2 + code % 2
             corners[spot] = h * down * line + v * right * channels
         for record in range(records):
-            begin = record * height * width * channels
-            for h in range(height):
-                for k in range(width * channels):
-                    padded[corner + h * line + k] = x[begin + h * width * channels + k]
+            numbers = width * channels
+            begin = record * height * numbers
+            copy_rows(x, begin, numbers, padded, corner, line, height, numbers)
             for o in range(out):
                 ends[o] = o * most
             if pooled:
-                numbers = slice(record * most * out, (record + 1) * most * out)
-                list_winners(dy[numbers], winners[numbers], corners, full * rows, need_dx, lists)
+                pooled_map = slice(record * most * out, (record + 1) * most * out)
+                list_winners(dy[pooled_map], winners[pooled_map], corners, full * rows, need_dx, lists)
             else:
                 list_present(dy, record * spots * out, corners, full * rows, lists)
-            for k in range(size if need_dx else 0):
-                spread[k] = np.float32(0)
+            spread[:] = 0
             for r in range(0, rows if need_dx else 0, some):  # one row of all kernels stays in the L1 cache
                 for spot in range(spots):
                     to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
@@ -104,12 +102,21 @@ def convolution_backward(rows: int, run: int) -> Any:
                 for j in range(first, end):
                     total += values[j]
                 db[record * out + o] = total
-            for h in range(height if need_dx else 0):
-                for k in range(width * channels):
-                    dx[begin + h * width * channels + k] = spread[corner + h * line + k]
+            if need_dx:
+                copy_rows(spread, corner, line, dx, begin, numbers, height, numbers)
 
     backward.__qualname__ += f"_{rows}_{run}"  # separate cache files, because numba's index files cannot be shared
     return compiled(backward)
+
+
+@numba.njit(error_model="numpy")
+def copy_rows(source, start, apart, target, to, to_apart, rows, numbers):  # type: ignore[no-untyped-def]
+    """Copy `rows` rows of this many numbers, which begin `apart` and `to_apart` numbers after each other."""
+    for row in range(rows):
+        old = source[start + row * apart : start + row * apart + numbers]  # slices make the loop several times as fast
+        new = target[to + row * to_apart : to + row * to_apart + numbers]
+        for k in range(numbers):
+            new[k] = old[k]
 
 
 @numba.njit(error_model="numpy")
@@ -200,7 +207,7 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         value = builder.load(builder.gep(values, [j]))
         place = builder.add(builder.load(builder.gep(places, [j])), offset)
         windows = [load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
-        grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
+        grown = [multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
         following = builder.add(j, ir.Constant(index, 1))
         for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
             phi.add_incoming(begin, before)
@@ -259,7 +266,7 @@ def load(builder: Any, pointer: Any) -> Any:
     return loaded
 
 
-def _multiply_add(builder: Any, factor: Any, window: Any, total: Any) -> Any:
+def multiply_add(builder: Any, factor: Any, window: Any, total: Any) -> Any:
     """Return `factor * window + total`, rounded once."""
     kind, lanes = window.type, window.type.count
     undefined = ir.Constant(kind, ir.Undefined)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels import pooling, sparse_conv
@@ -32,6 +31,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Unsupported,
     any_module_rule,
     conv2d_backward,
+    conv2d_forward,
     conv2d_rule,
     has_special_backward,
 )
@@ -280,8 +280,7 @@ class FastClippedSum:
             name = self._names[conv]
             note(name, self._units[name], conv2d_rule, (x,))
             with torch.no_grad():
-                y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
-                pooled, winners = pooling.max_relu(y)
+                pooled, winners = pooling.max_relu(conv2d_forward(conv, x))
             return behind_seam(name, conv, (x,), pooled, winners)
 
         def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -301,6 +300,9 @@ class FastClippedSum:
                     tapped = functools.partial(forward, unit.module, functools.partial(tap, name, unit))
                     stack.enter_context(replaced_forward(unit.module, tapped))
                 else:
+                    if has_special_backward(unit.module):
+                        convolve = functools.partial(conv2d_forward, unit.module)
+                        stack.enter_context(replaced_forward(unit.module, convolve))
                     watching = functools.partial(hook, name, unit)
                     stack.callback(unit.module.register_forward_hook(watching).remove)
             for pool in self._pools:
