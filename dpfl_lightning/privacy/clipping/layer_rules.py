@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LANES, pooling, sparse_conv, winograd
+from dpfl_lightning.kernels import LANES, dense_conv, pooling, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
 
@@ -235,11 +235,12 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
 def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Grads:
     out, positions, depth = layer.out_channels, dy.shape[2] * dy.shape[3], layer.weight[0].numel()
     window = (*layer.kernel_size, layer.in_channels)
-    if winograd.suits(x, layer.weight, layer.stride, layer.dilation, layer.groups) and not isinstance(layer.padding, str):
-        dw = winograd.weight_gradients(x, dy, layer.kernel_size[0], layer.padding)
-        return Dense(dw, (0, 1, 4, 2, 3))
     if layer.groups == 1 and _never_form(positions, out, depth):
         return Outer(dy.flatten(2).mT, _patches(layer, x, dy).mT, (out, *window), (0, 1, 4, 2, 3))
+    if has_special_backward(layer):
+        dw = dense_conv.weight_gradients(x, layer.weight, dy, *_form(layer))
+        if dw is not None:
+            return Dense(dw, (0, 1, 4, 2, 3))
     if layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
         at_once = len(x) if x.device.type == "cpu" else CUDA_GRID // max(layer.in_channels, out)
         return Dense(_grouped_weight_grads(layer, x, dy, max(1, at_once)))
@@ -259,11 +260,8 @@ def conv2d_forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """Return the layer's output; on a CPU without a graph, for a layer that `has_special_backward`."""
     if x.device.type != "cpu" or x.dim() != 4:
         return nn.Conv2d.forward(layer, x)
-    assert not isinstance(layer.padding, str)
     with torch.no_grad():
-        if winograd.suits(x, layer.weight, layer.stride, layer.dilation, layer.groups):
-            return winograd.conv2d(x, layer.weight, layer.bias, layer.padding)
-        return nn.Conv2d.forward(layer, x)
+        return dense_conv.conv2d(x, layer.weight, layer.bias, *_form(layer))
 
 
 def conv2d_backward(
@@ -286,19 +284,13 @@ def conv2d_backward(
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
     if winners is not None:
         dy = pooling.spread(dy, winners, _output_size(layer, x))
-    return conv2d_rule(layer, params, (x,), dy), _conv2d_dx(layer, weight, x, dy) if need_dx else None
+    dx = dense_conv.input_gradient(x, weight, dy, *_form(layer)) if need_dx else None
+    return conv2d_rule(layer, params, (x,), dy), dx
 
 
-def _conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of the input."""
-    if winograd.suits(dy, weight.transpose(0, 1), layer.stride, layer.dilation, layer.groups):
-        size = weight.shape[2]
-        padding = [size - 1 - n for n in layer.padding]
-        if min(padding) >= 0:
-            return winograd.conv2d(dy, weight.flip(2, 3).transpose(0, 1), None, padding)
-    form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)  # not transposed
-    wanted = [True, False, False]  # gradients of input, weight and bias
-    return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
+def _form(layer: nn.Conv2d) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+    assert not isinstance(layer.padding, str)
+    return layer.stride, layer.padding, layer.dilation, layer.groups
 
 
 def _output_size(layer: nn.Conv2d, x: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""The loops of `winograd.py`, compiled by numba; the innermost ones are written in LLVM instructions."""
+"""The loops of `dense_conv.py`, compiled by numba; the innermost ones are written in LLVM instructions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +30,14 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
     """
     side = len(into)
     points = side * side
-    transform_in, transform_out, product = _transform(into, False), _transform(out_of, True), _product(ROWS, False)
+    transform_in, transform_out, product = _transform(into, False), _transform(out_of, True), _product(ROWS)
 
     def convolve(x, weights, bias, y, records, height, width, channels, out_h, out_w, out, pad_h, pad_w):  # type: ignore[no-untyped-def]
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (out + LANES - 1) // LANES
         line, tiles, wide = (TILE * across + side - TILE) * channels, down * across, panels * LANES
         padded = np.zeros((TILE * down + side - TILE) * line, np.float32)
         entered, left = np.zeros(BLOCK * points * channels, np.float32), np.zeros(BLOCK * points * wide, np.float32)
-        edge = np.zeros(TILE * TILE * out, np.float32)
+        edge, zeros, places = np.zeros(TILE * TILE * out, np.float32), np.zeros(LANES, np.float32), np.arange(channels)
         for first in range(0, records * tiles, BLOCK):
             count = min(BLOCK, records * tiles - first)
             for t in range(count):
@@ -55,8 +55,9 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
                     for t in range(0, count, ROWS):
                         at, to = (t * points + point) * channels, (t * points + point) * wide + panel * LANES
                         product(
-                            entered, at, points * channels, 1, weights, of, LANES, channels, left, to, points * wide
-                        )
+                            entered, at, points * channels, places, weights, of, LANES, channels, zeros, 0, 0,
+                            left, to, points * wide
+                        )  # fmt: skip
             for t in range(count):
                 record, place = (first + t) // tiles, (first + t) % tiles
                 h, w, of = place // across * TILE, place % across * TILE, t * points * wide
@@ -74,6 +75,42 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
     return compiled(convolve)
 
 
+def _few_channels(
+    x, weights, bias, places, y, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w
+):  # type: ignore[no-untyped-def]
+    """Fill y `[B, H', W', O]` with a convolution of x `[B, H, W, C]`, all flat; O is a multiple of `LANES`.
+
+    The weights are `[panels, depth, LANES]`, and the d-th belongs to the number at `places[d]` in a window of the
+    padded record. y has room for `ROWS * O` more numbers, because `ROWS` outputs are computed together: what is too
+    much is written over by the next ones.
+    """
+    line, depth = (width + 2 * pad_w) * channels, len(places)
+    padded = np.zeros((height + 2 * pad_h) * line + ROWS * right * channels, np.float32)
+    corner, size = pad_h * line + pad_w * channels, width * channels
+    for record in range(records):
+        copy_rows(x, record * height * size, size, padded, corner, line, height, size)
+        for h in range(out_h):
+            for w in range(0, out_w, ROWS):
+                at, to = h * down * line + w * right * channels, ((record * out_h + h) * out_w + w) * out
+                for o in range(0, out, LANES):
+                    direct_product(
+                        padded,
+                        at,
+                        right * channels,
+                        places,
+                        weights,
+                        o * depth,
+                        LANES,
+                        depth,
+                        bias,
+                        o,
+                        0,
+                        y,
+                        to + o,
+                        out,
+                    )
+
+
 def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
     """Return the loops of each record's weight gradient by these matrices, `[n, n]`, `[n, TILE]` and `[size, n]`.
 
@@ -83,7 +120,7 @@ def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
     side, size = len(into), len(out_of)
     points = side * side
     transform_x, transform_dy = _transform(into, False), _transform(from_output, False)
-    transform_out, product = _transform(out_of, False), _product(QUADS, True)
+    transform_out, product = _transform(out_of, False), _product(QUADS)
 
     def weights(x, dy, dw, records, height, width, channels, out_h, out_w, out, pad_h, pad_w):  # type: ignore[no-untyped-def]
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (channels + LANES - 1) // LANES
@@ -92,7 +129,7 @@ def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
         padded = np.zeros((TILE * down + side - TILE) * x_line, np.float32)
         padded_dy = np.zeros(TILE * down * dy_line, np.float32)
         left, right = np.zeros(points * DEPTH * out, np.float32), np.zeros(points * DEPTH * wide, np.float32)
-        sums = np.zeros(points * out * wide, np.float32)
+        sums, places = np.zeros(points * out * wide, np.float32), np.arange(DEPTH) * out
         for record in range(records):
             corner, numbers = pad_h * x_line + pad_w * channels, width * channels
             copy_rows(x, record * height * numbers, numbers, padded, corner, x_line, height, numbers)
@@ -114,7 +151,7 @@ def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
                         of = point * DEPTH * wide + panel * LANES
                         for o in range(0, out, QUADS):
                             at, to = point * DEPTH * out + o, (point * out + o) * wide + panel * LANES
-                            product(left, at, 1, out, right, of, wide, count, sums, to, wide)
+                            product(left, at, 1, places, right, of, wide, count, sums, to, wide, sums, to, wide)
             for o in range(out):
                 to = (record * out + o) * size * size * channels
                 for c in range(0, channels, HALF):
@@ -159,51 +196,55 @@ def _transform(matrix: Matrix, biased: bool) -> Any:
     return transform
 
 
-def _product(rows: int, add: bool) -> Any:
-    """Return an intrinsic: the product of a matrix of `rows` rows and one of `LANES` columns, added if it says `add`.
+def _product(rows: int) -> Any:
+    """Return an intrinsic: the product of a matrix of `rows` rows and one of `LANES` columns, and what is in `begin`.
 
-    `target[to + i to_row + k] (+)= sum_d left[at + i row + d step] right[of + d of_step + k]` for d < depth.
+    It stores `begin[first + i begin_row + k] + sum_d left[at + i row + places[d]] right[of + d of_step + k]` at
+    `target[to + i to_row + k]`, where d runs up to `depth` >= 1.
     """
 
     @intrinsic
-    def product(typing, left, at, row, step, right, of, of_step, depth, target, to, to_row):  # type: ignore[no-untyped-def]
+    def product(  # type: ignore[no-untyped-def]
+        typing, left, at, row, places, right, of, of_step, depth, begin, first, begin_row, target, to, to_row
+    ):
+        arguments = left, at, row, places, right, of, of_step, depth, begin, first, begin_row, target, to, to_row
+
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            left, right, target = (
-                context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 4, 8)
+            left, places, right, begin, target = (
+                context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 4, 8, 11)
             )
-            _, at, row, step, _, of, of_step, depth, _, to, to_row = args
+            _, at, row, _, _, of, of_step, depth, _, first, begin_row, _, to, to_row = args
             index, kind = context.get_value_type(types.intp), vector(HALF)
             starts = [(i, k) for i in range(rows) for k in range(0, LANES, HALF)]
 
-            def places(array: Any, start: Any, k: int) -> Any:
-                return builder.bitcast(
-                    builder.gep(array, [builder.add(start, ir.Constant(index, k))]), kind.as_pointer()
-                )
+            def place(array: Any, start: Any, row: Any, i: int, k: int) -> Any:
+                moved = builder.add(builder.add(start, _times(builder, row, i)), ir.Constant(index, k))
+                return builder.bitcast(builder.gep(array, [moved]), kind.as_pointer())
 
-            targets = [places(target, builder.add(to, _times(builder, to_row, i)), k) for i, k in starts]
             lefts = [builder.gep(left, [builder.add(at, _times(builder, row, i))]) for i in range(rows)]
-            begins = [load(builder, place) if add else ir.Constant(kind, None) for place in targets]
+            begins = [load(builder, place(begin, first, begin_row, i, k)) for i, k in starts]
             before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
             builder.branch(loop)
 
             builder.position_at_end(loop)
-            d, d_left, d_right, *sums = [builder.phi(t) for t in (index, index, index, *[kind] * len(starts))]
-            columns = {k: load(builder, places(right, d_right, k)) for k in range(0, LANES, HALF)}
+            d, d_right, *sums = [builder.phi(t) for t in (index, index, *[kind] * len(starts))]
+            columns = {k: load(builder, place(right, d_right, row, 0, k)) for k in range(0, LANES, HALF)}
+            d_left = builder.load(builder.gep(places, [d]))
             values = [builder.load(builder.gep(pointer, [d_left])) for pointer in lefts]
             grown = [multiply_add(builder, values[i], columns[k], s) for (i, k), s in zip(starts, sums, strict=True)]
-            zero, following = ir.Constant(index, 0), builder.add(d, ir.Constant(index, 1))
-            later = [following, builder.add(d_left, step), builder.add(d_right, of_step), *grown]
-            for phi, begin, end in zip([d, d_left, d_right, *sums], [zero, zero, of, *begins], later, strict=True):
-                phi.add_incoming(begin, before)
+            following = builder.add(d, ir.Constant(index, 1))
+            later = [following, builder.add(d_right, of_step), *grown]
+            for phi, start, end in zip([d, d_right, *sums], [ir.Constant(index, 0), of, *begins], later, strict=True):
+                phi.add_incoming(start, before)
                 phi.add_incoming(end, loop)
             builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
 
             builder.position_at_end(after)
-            for place, total in zip(targets, grown, strict=True):
-                builder.store(total, place).align = 4
+            for (i, k), total in zip(starts, grown, strict=True):
+                builder.store(total, place(target, to, to_row, i, k)).align = 4
             return context.get_dummy_value()
 
-        return types.void(left, at, row, step, right, of, of_step, depth, target, to, to_row), generate
+        return types.void(*arguments), generate
 
     return product
 
@@ -224,3 +265,7 @@ def _combined(builder: Any, factors: Sequence[float], vectors: Sequence[Any]) ->
         elif factor:
             total = multiply_add(builder, ir.Constant(ir.FloatType(), factor), vector_of_numbers, total)
     return total
+
+
+direct_product = _product(ROWS)
+few_channels = compiled(_few_channels)
