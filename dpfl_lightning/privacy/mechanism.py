@@ -86,10 +86,17 @@ class Mechanism:
             return 0.0
         return self.noise_multiplier * max(self.clip_norm * ENLARGED, self.sensitivity(numbers))
 
-    def privatise(self, clipped_sum: Tensor, generator: RandomGenerator, dtype: torch.dtype = torch.float32) -> Tensor:
+    def privatise(
+        self,
+        clipped_sum: Tensor,
+        generator: RandomGenerator,
+        dtype: torch.dtype = torch.float32,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Return `(clipped_sum + noise) / expected_batch_size` in `dtype`, shape `[G, P]` kept.
 
-        An empty batch is a zero sum and gets the same noise. Without noise the sum is only divided.
+        An empty batch is a zero sum and gets the same noise. Without noise the sum is only divided. A CPU may overwrite
+        `into`, of that shape and dtype and contiguous, and return it.
         """
         if self.noise_multiplier == 0:
             return (clipped_sum / self.expected_batch_size).to(dtype)
@@ -101,7 +108,9 @@ class Mechanism:
             integers.add_(integer_noise(generator, laplace, scale, integers))
             return integers.mul_(unit).to(clipped_sum.device, dtype)
         exact = clipped_sum.double().contiguous()
-        released = torch.empty_like(exact, dtype=dtype if dtype == torch.float32 else torch.float64)
+        computed = dtype if dtype == torch.float32 else torch.float64
+        reused = into is not None and into.dtype == computed
+        released = into if into is not None and reused else torch.empty_like(exact, dtype=computed)
         for sums, out in zip(exact.view(-1).split(PIECE), released.view(-1).split(PIECE), strict=True):
             noised_on_grid(sums, integer_noise(generator, laplace, scale, sums), step, unit, out)
         return released.to(dtype)

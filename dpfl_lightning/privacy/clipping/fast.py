@@ -168,7 +168,7 @@ class FastClippedSum:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
         x, wanted, group = self.enter(x), request.chosen(params), request.group
-        totals, norms = Totals(wanted, request.num_groups), [torch.empty(0, device=x.device)]
+        totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=x.device)]
         for rows in chunks_of(len(x), chunk):
             grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), request.order)
             require_proved(len(x), chunk, grads.terms)

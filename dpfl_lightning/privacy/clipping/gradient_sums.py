@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dpfl_lightning.kernels.float64_sums import Products, summing_dtype
+from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.layer_rules import ByName, Grads
 from dpfl_lightning.privacy.clipping.reference import Params
 
@@ -41,10 +41,10 @@ class ChunkGradients:
 class Totals:
     """Accumulates the sums `[G, P]` in float64, parameter by parameter."""
 
-    def __init__(self, params: Params, num_groups: int) -> None:
-        like, width = next(iter(params.values())), sum(p.numel() for p in params.values())
-        self._sums = like.new_zeros(num_groups, width, dtype=summing_dtype(like))
-        self._parts = dict(zip(params, self._sums.split([p.numel() for p in params.values()], dim=1), strict=True))
+    def __init__(self, params: Params, zeros: Tensor) -> None:
+        self._sums = zeros  # [G, P]
+        self._parts = dict(zip(params, zeros.split([p.numel() for p in params.values()], dim=1), strict=True))
+        self._in_place: ByName = {}  # gradients in whose order a part is summed
         self._elsewhere: dict[tuple[str, tuple[int, ...]], tuple[Grads, Tensor]] = {}  # (parameter, order) -> ...
 
     def add(self, chunk: ChunkGradients, factors: Tensor, group: Tensor | None) -> None:
@@ -62,7 +62,8 @@ class Totals:
     def _place(self, name: str, grads: Grads, strided: bool) -> Tensor:
         """Return the tensor `[G, n]` that accumulates a parameter's sum; its rows may be apart if it is `strided`."""
         part, key = self._parts[name], (name, grads.order)
-        if not grads.order and (strided or part.is_contiguous()):
+        usable = part.is_contiguous() or (strided and not grads.order)
+        if usable and self._in_place.setdefault(name, grads).order == grads.order:
             return part
         if key not in self._elsewhere:
             self._elsewhere[key] = grads, torch.zeros_like(part, memory_format=torch.contiguous_format)
@@ -70,6 +71,10 @@ class Totals:
 
     def result(self) -> Tensor:
         """Return `[G, P]` in the order of the parameters; zeros for those without gradients."""
+        for name, grads in self._in_place.items():
+            if grads.order:
+                part = self._parts[name]
+                part.copy_(grads.arranged(part).clone(memory_format=torch.contiguous_format).view(part.shape))
         for (name, _), (grads, total) in self._elsewhere.items():
             ordered_total = grads.arranged(total)
             self._parts[name].unflatten(1, ordered_total.shape[1:]).add_(ordered_total)

@@ -48,7 +48,8 @@ class ClipRequest:
     """How gradients are clipped in the norm of `order` 2 or 1 (not at all if `clip_norm` is inf), and what is summed.
 
     `group` `[B]` int64 in [0, num_groups) puts each record into a row of the sums; None puts all into row 0. `only`
-    restricts norm, clipping and sum to the parameters with these names.
+    restricts norm, clipping and sum to the parameters with these names. `into` `[G, P]` in `summing_dtype` is
+    overwritten by the result and returned, which saves a caller of many large sums the memory of each.
     """
 
     clip_norm: float
@@ -56,6 +57,7 @@ class ClipRequest:
     group: Tensor | None = None
     num_groups: int = 1
     only: Collection[str] | None = None
+    into: Tensor | None = None
 
     def __post_init__(self) -> None:
         require(self.clip_norm > 0, "clip_norm", "be positive", self.clip_norm)
@@ -63,6 +65,13 @@ class ClipRequest:
     def chosen(self, params: Params) -> Params:
         """Return the parameters named in `only`, in their order; all if it is None."""
         return params if self.only is None else {name: p for name, p in params.items() if name in self.only}
+
+    def zeros(self, chosen: Params) -> Tensor:
+        """Return zeros `[G, P]`, in which the gradients of the `chosen` parameters are summed."""
+        if self.into is not None:
+            return self.into.zero_()
+        like, width = next(iter(chosen.values())), sum(p.numel() for p in chosen.values())
+        return like.new_zeros(self.num_groups, width, dtype=summing_dtype(like))
 
 
 class ClippedSum(Protocol):
@@ -196,8 +205,7 @@ class VmapClippedSum:
         require_proved(len(x), self.chunk)
         params = {name: p.detach() for name, p in params.items()}
         wanted, norms = request.chosen(params), [torch.empty(0, device=x.device)]
-        like, width = next(iter(wanted.values())), sum(p.numel() for p in wanted.values())
-        total = like.new_zeros(request.num_groups, width, dtype=summing_dtype(like))
+        total = request.zeros(wanted)
         for rows in chunks_of(len(x), self.chunk):
             by_name = self._grads(params, x[rows], y[rows])
             grads = torch.cat([by_name[name].flatten(1) for name in wanted], dim=1).to(total.dtype)

@@ -20,6 +20,7 @@ from dpfl_lightning.federated.client.engines.unclipped import quicker_without_cl
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
@@ -55,6 +56,8 @@ class FastEngine(SerialEngine):
             torch.set_num_threads(max(1, cores() // population.num_clients))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
+        self._sums: Tensor | None = None  # kept for the next step, because new memory takes longer than the sum
+        self._step: Tensor | None = None
         if on_cpu:  # compiles loops: not in several threads at once, nor in some client's measured time
             example = dummy_batch(population, 8, module.device)
             self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
@@ -125,8 +128,15 @@ class FastEngine(SerialEngine):
             return super().local_training(task, start, batches)
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
+        if self._sums is None:
+            self._sums, self._step = (
+                torch.empty_like(theta[None], dtype=summing_dtype(theta)),
+                torch.empty_like(theta[None]),
+            )
+        request = ClipRequest(task.mechanism.clip_norm, task.mechanism.clip_order, into=self._sums)
         for x, y in batches:
-            step = task.mechanism.privatise(task.sum_of(params, x, y), task.noise, theta.dtype)[0]
+            clipped = task.sum_of(params, x, y, request)
+            step = task.mechanism.privatise(clipped, task.noise, theta.dtype, self._step)[0]
             if task.anchor is not None:
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-task.learning_rate)

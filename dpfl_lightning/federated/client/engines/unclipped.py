@@ -18,7 +18,6 @@ from dpfl_lightning.privacy.clipping.reference import (
     Params,
     SampleLoss,
     chunks_of,
-    summing_dtype,
 )
 from dpfl_lightning.runtime.threads import thread_pool
 
@@ -51,18 +50,17 @@ class UnclippedSum:
     def _summed(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> Tensor:
         """`[G, P]`, chunks added in float64."""
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        chosen = list(request.chosen(leaves).values())
+        chosen = request.chosen(leaves)
         x = self._clipped.enter(x)
 
         def gradient(records: Pass) -> Tensor:
             with torch.enable_grad():
                 loss = self._loss(leaves, x[records], y[records]).sum()
-                parts = torch.autograd.grad(loss, chosen, allow_unused=True, materialize_grads=True)
+                parts = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True, materialize_grads=True)
             return torch.cat([one.flatten() for one in parts])
 
         rows, passes = zip(*_passes(len(x), request.group, self._clipped.chunk or CPU_CHUNK), strict=True)
-        width = sum(p.numel() for p in chosen)
-        total = torch.zeros(request.num_groups, width, dtype=summing_dtype(chosen[0]))
+        total = request.zeros(chosen)
         for row, part in zip(rows, self._side_by_side(gradient, passes), strict=True):
             total[row] += part
         return total
