@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,22 +21,20 @@ RECORDS = 600  # of each of the 20 clients: a quarter of the common work
 ROUNDS = 5
 
 
-def rank_times(
-    say: Callable[[str], None], ranks: Sequence[int] = RANKS, records: int = RECORDS, rounds: int = ROUNDS
-) -> dict[str, Any]:
-    """Records a second by number of ranks, and how often that of the first number; a UserError if a run fails."""
+def rank_times(say: Callable[[str], None]) -> dict[str, Any]:
+    """Records a second by number of ranks, and as a multiple of the first number's; a UserError if a run fails."""
     found: dict[str, Any] = {}
     clients = CASES["common"].clients
-    for count in ranks:
+    for count in RANKS:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         with tempfile.TemporaryDirectory() as folder:
-            options = {"records": records, "rounds": rounds, "folder": f"{folder}/run"}
+            options = {"records": RECORDS, "rounds": ROUNDS, "folder": f"{folder}/run"}
             seconds = measured_apart(launcher, __name__, options, f"{count} ranks")["round"]
-        first = found[str(ranks[0])]["seconds"] if found else seconds
-        rate = round(clients * records / seconds)
+        first = found[str(RANKS[0])]["seconds"] if found else seconds
+        rate = round(clients * RECORDS / seconds)
         found[str(count)] = {"seconds": seconds, "rate": rate, "speedup": round(first / seconds, 3)}
         say(f"ranks: {count}, {rate:,} records/s")
-    return {"of": found, "clients": clients, "records": records}
+    return {"of": found, "clients": clients, "records": RECORDS}
 
 
 def _measured(records: int, rounds: int, folder: str) -> float:

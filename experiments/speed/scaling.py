@@ -52,8 +52,8 @@ SCALINGS = {
         "{:,.2f} ms",
         {"step": "private step", "plain": "plain SGD", "noise": "noise and update of the private step"},
         {"share": ("their share", "{:.0%}"), "ratio": ("ours is", "{:.2f} x")},
-        "One step of an MLP of three layers, batch {batch}, on one thread: the fastest of a few, in turns. The check "
-        "at the start of a run is left out: for 10^8 parameters it takes more memory than most machines have.",
+        "One step of an MLP of three layers, batch {batch}, on one thread: CPU time of the fastest of a few, in turns. "
+        "The check at the start of a run is left out: it holds 18 gradients of the net in float64.",
     ),
     "batch": Scaling(
         "Records a second by the size of a batch",
