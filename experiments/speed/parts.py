@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any
 from unittest.mock import patch
@@ -33,10 +33,9 @@ from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 from experiments.speed.baselines import build_net, random_records
 from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES, STEP_PARTS
 
+Now = Callable[[], float]
 NETS = ("common", "lenet5", "convnet", "resnet20", "resnet18", "lstm", "transformer")
 _STEPS = 3  # in a turn
-
-
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells when it begins and ends
 
 
@@ -63,7 +62,7 @@ class PrivateStep:
         self._task = LocalTask(clipped_sum, mechanism, RandomGenerator(os.urandom(32)), LEARNING_RATE)
 
     def run(self, steps: int = 1) -> list[dict[str, float]]:
-        """CPU seconds of the parts of each step, and of the `step`; the parts add up to the step."""
+        """CPU seconds of the parts of each step, and of the `step`, to which they add up."""
         found = []
 
         @contextmanager
@@ -71,15 +70,15 @@ class PrivateStep:
             self._seconds.clear()
             begun = time.process_time()
             yield
-            took = time.process_time() - begun
-            found.append(self._parts(took) | {"step": took})
+            step = time.process_time() - begun
+            forward, gradients, sums, clipped = (
+                self._seconds[part] for part in ("forward", "gradients", "sums", "clipped sum")
+            )
+            parts = forward, gradients - forward, clipped - gradients - sums, sums, step - clipped
+            found.append(dict(zip(STEP_PARTS, parts, strict=True), step=step))
 
-        with ExitStack() as stack:
-            places = (FastClippedSum, "_gradients"), (Totals, "__init__"), (Totals, "add"), (Totals, "result")
-            for owner, name in places:
-                part = "sums" if owner is Totals else "gradients"
-                stack.enter_context(patch.object(owner, name, self._timed(part, getattr(owner, name))))
-            self._train(steps, clocked)
+        of_sums = [("sums", Totals, name) for name in ("__init__", "add", "result")]
+        self._train(steps, clocked, [("gradients", FastClippedSum, "_gradients"), *of_sums], time.process_time)
         return found
 
     def seconds_outside(self) -> float:
@@ -94,27 +93,28 @@ class PrivateStep:
                 yield
                 seconds.append(time.perf_counter() - begun - self._seconds["loops"])
 
-        with ExitStack() as stack:
-            for owner, name in ((CPUDispatcher, "__call__"), (RandomGenerator, "words")):
-                timed = self._timed("loops", getattr(owner, name), time.perf_counter)
-                stack.enter_context(patch.object(owner, name, timed))
-            self._train(1, watched)
+        loops = [("loops", CPUDispatcher, "__call__"), ("loops", RandomGenerator, "words")]
+        self._train(1, watched, loops, time.perf_counter)
         operators = [event for event in profiler.key_averages() if event.key.startswith("aten::")]
         return seconds[0] - sum(event.self_cpu_time_total for event in operators) / 1e6
 
-    @torch.no_grad()  # as in a run
-    def _train(self, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _train(
+        self, steps: int, around: Callable[[], Any], places: Sequence[tuple[str, type, str]], clock: Now
+    ) -> None:
+        """Take steps, each within `around`, while the methods at `places` (part, class, name) are timed."""
+
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             for _ in range(steps):
                 with around():
                     yield self.x, self.y
 
         drawn: Any = batches()
-        self.engine.local_training(self._task, self._start, drawn)
+        with torch.no_grad(), ExitStack() as stack:
+            for part, owner, name in places:
+                stack.enter_context(patch.object(owner, name, self._timed(part, getattr(owner, name), clock)))
+            self.engine.local_training(self._task, self._start, drawn)
 
-    def _timed(
-        self, part: str, function: Callable[..., Any], clock: Callable = time.process_time
-    ) -> Callable[..., Any]:
+    def _timed(self, part: str, function: Callable[..., Any], clock: Now = time.process_time) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             begun = clock()
             try:
@@ -123,13 +123,6 @@ class PrivateStep:
                 self._seconds[part] += clock() - begun
 
         return call
-
-    def _parts(self, step: float) -> dict[str, float]:
-        forward, gradients, sums, clipped = (
-            self._seconds[part] for part in ("forward", "gradients", "sums", "clipped sum")
-        )
-        found = forward, gradients - forward, clipped - gradients - sums, sums, step - clipped
-        return dict(zip(STEP_PARTS, found, strict=True))
 
 
 def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
@@ -158,20 +151,13 @@ def part_times(repeats: int, say: Callable[[str], None], nets: Sequence[str] = N
             ((x, y),) = random_records(case)
             ours, plain = PrivateStep(build_net(case), x, y, FastEngine(1)), plain_step(build_net(case), x, y)
             steps, outside, plain_seconds = [], [], []
-            for repeat in range(repeats + 1):
-                turn = (
-                    ours.run(_STEPS),
-                    [ours.seconds_outside() for _ in range(_STEPS)],
-                    [plain() for _ in range(_STEPS)],
-                )
-                for kind, rate in _peaks().items():
-                    found[kind] = max(found[kind], round(rate, 1))
-                if repeat:  # the first is a warm-up
-                    steps.extend(turn[0])
-                    outside.extend(turn[1])
-                    plain_seconds.extend(turn[2])
-            best = min(steps, key=itemgetter("step"))
-            times = {**best, "python": max(0.0, min(outside)), "plain": min(plain_seconds)}
+            for _ in range(repeats + 1):
+                steps.append(min(ours.run(_STEPS), key=itemgetter("step")))
+                outside.append(min(ours.seconds_outside() for _ in range(_STEPS)))
+                plain_seconds.append(min(plain() for _ in range(_STEPS)))
+                found |= {kind: max(found[kind], round(rate, 1)) for kind, rate in _peaks().items()}
+            best = min(steps[1:], key=itemgetter("step"))  # the first turn is a warm-up
+            times = {**best, "python": max(0.0, min(outside[1:])), "plain": min(plain_seconds[1:])}
             micros = {part: round(1e6 * seconds / len(x), 1) for part, seconds in times.items()}
             mflop = step_flops(build_net(case), x, y) / len(x) / 1e6
             found["of"][name] = {"model": case.model, "batch": len(x), "mflop": round(mflop, 3), **micros}
@@ -195,8 +181,8 @@ def step_flops(net: nn.Module, x: Tensor, y: Tensor) -> float:
     Behind 2 x 2 max-pooling three quarters of a gradient are zeros, which are not counted.
     """
     counter = _counted(lambda: cross_entropy(net(x), y).backward())
-    layers = list(net.named_children()) if isinstance(net, nn.Sequential) else []
     counts, zeros = counter.get_flop_counts(), 0.0
+    layers = list(net.named_children()) if isinstance(net, nn.Sequential) else []
     for place, (name, layer) in enumerate(layers):
         if isinstance(layer, nn.Conv2d) and any(isinstance(m, nn.MaxPool2d) for _, m in layers[place + 1 : place + 3]):
             zeros += 0.75 * counts[f"Sequential.{name}"][torch.ops.aten.convolution_backward]
@@ -216,12 +202,9 @@ def _peaks() -> dict[str, float]:
     a, form = torch.randn(1024, 1024), torch.channels_last
     x, w = (torch.randn(*shape).to(memory_format=form) for shape in ((8, 128, 32, 32), (128, 128, 3, 3)))
     works: dict[str, Callable[[], Any]] = {"gemm": lambda: a @ a, "convolution": lambda: conv2d(x, w, padding=1)}
-    rates = {}
-    for kind, work in works.items():
-        seconds = []
-        for _ in range(3):
-            begun = time.process_time()
-            work()
-            seconds.append(time.process_time() - begun)
-        rates[kind] = _counted(work).get_total_flops() / min(seconds) / 1e9
-    return rates
+    seconds: dict[str, list[float]] = {kind: [] for kind in works}
+    for kind in [*works] * 3:
+        begun = time.process_time()
+        works[kind]()
+        seconds[kind].append(time.process_time() - begun)
+    return {kind: _counted(work).get_total_flops() / min(seconds[kind]) / 1e9 for kind, work in works.items()}

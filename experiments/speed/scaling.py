@@ -31,8 +31,8 @@ SCALINGS = {
         "{:,}",
         {"rate": "records/s"},
         {"speedup": ("times one rank", "{:.2f} x")},
-        "Processes of one thread each, which torchrun starts: wall clock of a round of {clients} clients x {records} "
-        "records; net, batch and privacy of the common round.",
+        "Processes of one thread each, which torchrun starts: wall clock of the fastest round of {clients} clients "
+        "x {records} records; net, batch and privacy of the common round.",
     ),
     "clients": Scaling(
         "CPU time of the parts of a run",
