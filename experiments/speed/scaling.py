@@ -95,7 +95,7 @@ def scaling_report(results: Mapping[str, Any]) -> str:
 
 
 def draw_scalings(results: Mapping[str, Any], folder: Path) -> None:
-    """Draw each measurement on logarithmic scales."""
+    """Draw each measurement over a logarithmic scale: times on another one, rates from 0."""
     from dpfl_lightning.reporting.figures import log_scale, new_axes  # imports matplotlib
 
     for name, found in results.items():
@@ -104,10 +104,14 @@ def draw_scalings(results: Mapping[str, Any], folder: Path) -> None:
         sizes = [int(size) for size in found["of"]]
         for key, words in one.drawn.items():
             axes.plot(sizes, [row[key] for row in found["of"].values()], marker="o", label=words)
-        log_scale(axes, "x")
-        log_scale(axes, "y")
-        if len(one.drawn) > 1:
-            axes.legend()
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.set_xticks([], minor=True)
+        if one.y == "records/s":
+            axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+        else:
+            log_scale(axes, "y")
+        axes.legend()
         figure.savefig(folder / _figure(name))
 
 
