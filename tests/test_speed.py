@@ -170,10 +170,11 @@ def test_scaling_is_measured_and_drawn(bench, page, tmp_path, monkeypatch):
     monkeypatch.setattr(clients, "client_times", lambda log: times[0](log, clients=(20, 160), cohort=20, rounds=3))
     monkeypatch.setattr(sizes, "parameter_times", lambda log: times[1](log, (1000, 9000), repeats=1))
     monkeypatch.setattr(sizes, "batch_times", lambda log: times[2](log, (2, 4), repeats=1))
-    monkeypatch.setattr(ranks, "RECORDS", 64)
+    for name, value in (("RANKS", (2,)), ("RECORDS", 64), ("ROUNDS", 1)):
+        monkeypatch.setattr(ranks, name, value)
 
     def here(launcher, module, options, what):  # `test_ranks.py` starts ranks
-        assert launcher[-1] in ("--nproc_per_node=1", "--nproc_per_node=2") and module == ranks.__name__
+        assert launcher[-1] == "--nproc_per_node=2" and module == ranks.__name__
         return {"round": ranks._measured(**options)}
 
     monkeypatch.setattr(ranks, "measured_apart", here)
