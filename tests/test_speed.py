@@ -11,15 +11,30 @@ from statistics import median
 
 import pytest
 import torch
+from numba.core.registry import CPUDispatcher
 from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings
 from dpfl_lightning.algorithms.robust_pca import robust_pca as pca
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.fast import FastEngine
-from experiments.speed import class_gradients, clients, layers, matching, measure, peers, robust_pca
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.gradient_sums import Totals
+from experiments.speed import (
+    class_gradients,
+    clients,
+    layers,
+    matching,
+    measure,
+    parts,
+    peers,
+    ranks,
+    robust_pca,
+    sizes,
+)
 from experiments.speed.__main__ import main
 from experiments.speed.baselines import build_net, contestants
-from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES
+from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES, STEP_PARTS
 from experiments.speed.measure import startup
 from experiments.speed.peers import Peer
 from experiments.speed.report import report, write_page
@@ -149,23 +164,50 @@ def test_start_up_is_quick_and_imports_little():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_runs_with_many_clients_are_measured_and_drawn(bench, page, tmp_path, monkeypatch):
+def test_scaling_is_measured_and_drawn(bench, page, tmp_path, monkeypatch):
     """Hardly more memory for eight times the clients; slow tests take thousands."""
-    real = clients.client_times
-    monkeypatch.setattr(clients, "client_times", lambda log: real(log, clients=(20, 160), cohort=20, rounds=3))
-    out, _, results = bench("--cases", "clients", "--page", str(page))
-    few, many = results["clients"]["of"].values()
+    times = clients.client_times, sizes.parameter_times, sizes.batch_times
+    monkeypatch.setattr(clients, "client_times", lambda log: times[0](log, clients=(20, 160), cohort=20, rounds=3))
+    monkeypatch.setattr(sizes, "parameter_times", lambda log: times[1](log, (1000, 9000), repeats=1))
+    monkeypatch.setattr(sizes, "batch_times", lambda log: times[2](log, (2, 4), repeats=1))
+    for name, value in (("RANKS", (2,)), ("RECORDS", 64), ("ROUNDS", 1)):
+        monkeypatch.setattr(ranks, name, value)
+
+    def here(launcher, module, options, what):  # `test_ranks.py` starts ranks
+        assert launcher[-1] == "--nproc_per_node=2" and module == ranks.__name__
+        return {"round": ranks._measured(**options)}
+
+    monkeypatch.setattr(ranks, "measured_apart", here)
+    out, _, results = bench("--cases", "scaling", "--page", str(page))
+    found = {name: list(one["of"].values()) for name, one in results["scaling"].items()}
+    few, many = found["clients"]
     assert few["round"] > 0 and few["end"] > 0 and few["setup"] > 0
     assert 50 < few["peak_mib"] < many["peak_mib"] * 1.1 and many["peak_mib"] < few["peak_mib"] * 1.1
     assert "| 160     |" in out and "20 of them in each round" in out
-    assert "clients.svg" in page.read_text() and "</svg>" in (tmp_path / "clients.svg").read_text()
+    assert list(results["scaling"]["parameters"]["of"]) == ["807", "8887"]
+    assert all(0 < row["share"] < 1 and row["plain"] > 0 for row in found["parameters"])
+    assert all(row["ratio"] == pytest.approx(row["step"] / row["plain"], abs=1e-3) for row in found["batch"])
+    assert all(row["rate"] * row["seconds"] == pytest.approx(20 * 64, rel=1e-2) for row in found["ranks"])
+    for name in results["scaling"]:
+        assert f"scaling_{name}.svg" in page.read_text() and "</svg>" in (tmp_path / f"scaling_{name}.svg").read_text()
 
 
-def test_a_run_that_fails_is_an_error(monkeypatch, capsys):
-    real = clients.client_times
-    monkeypatch.setattr(clients, "client_times", lambda log: real(log, clients=(20,), data="digitz"))
-    assert main(["--cases", "clients"]) == 2
-    assert "20 clients work, got: " in capsys.readouterr().err
+def test_a_run_that_fails_is_an_error():
+    with pytest.raises(UserError, match=r"scaling only where runs with 20 clients work, got: .*no_such_module"):
+        clients.measured_apart([], "no_such_module", {}, "20 clients")
+
+
+def test_a_step_is_timed_by_part_and_left_as_it_was(bench, monkeypatch):
+    real, places = parts.part_times, [vars(owner).copy() for owner in (FastClippedSum, Totals, CPUDispatcher)]
+    monkeypatch.setattr(parts, "part_times", lambda repeats, log: real(repeats, log, nets=("common",)))
+    out, _, results = bench("--cases", "parts", "--repeats", "1")
+    row = results["parts"]["of"]["common"]
+    assert sum(row[part] for part in STEP_PARTS) == pytest.approx(row["step"], abs=0.5)
+    assert min(row[part] for part in STEP_PARTS) > 0 and 0 < row["python"] < row["step"] and row["plain"] > 0
+    first, second, last = (2 * n / 1e6 for n in (28 * 28 * 16 * 25, 14 * 14 * 32 * 400, 1568 * 10))
+    assert row["mflop"] == pytest.approx(first + second + 3 * last + (first + 2 * second) / 4, abs=1e-3)
+    assert min(results["parts"][kind] for kind in ("gemm", "convolution")) > 1 and "| cnn_small | 64 " in out
+    assert [vars(owner) for owner in (FastClippedSum, Totals, CPUDispatcher)] == places
 
 
 # ---- parts beside plain forms

@@ -14,11 +14,12 @@ from dpfl_lightning.errors import UserError, command, nearest, require, require_
 from experiments.pages import split_page
 from experiments.speed.cases import CASES
 from experiments.speed.report import PAGE, report, write_page
+from experiments.speed.scaling import draw_scalings, scaling_times
 
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startup", "clients")
+_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startup", "parts", "scaling")
 
 
 @command
@@ -35,10 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
         write_page(Path(options.page), results)
-        if "clients" in results:
-            from experiments.speed.clients import draw_clients
-
-            draw_clients(results["clients"]["of"], Path(options.page).with_name("clients.svg"))
+        if "scaling" in results:
+            draw_scalings(results["scaling"], Path(options.page).parent)
     if options.json:
         print(json.dumps(results))
     return 0
@@ -48,10 +47,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from dpfl_lightning.federated.client.engines.fast import FastEngine
     from experiments.speed.class_gradients import class_gradient_times
-    from experiments.speed.clients import client_times
     from experiments.speed.layers import layer_times
     from experiments.speed.matching import matching_times
     from experiments.speed.measure import machine, measure, startup
+    from experiments.speed.parts import part_times
     from experiments.speed.robust_pca import robust_pca_times
 
     device = _device(options.device)
@@ -62,8 +61,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.cases:
         if name == "startup":
             results[name] = startup(options.repeats)
-        elif name == "clients":
-            results[name] = client_times(_say)
+        elif name == "parts":
+            results[name] = part_times(options.repeats, _say)
+        elif name == "scaling":
+            results[name] = scaling_times(_say)
         elif name == "robust_pca":
             results[name] = robust_pca_times(options.scale, options.repeats, _say)
         elif name == "matching":
@@ -112,8 +113,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
         "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
-        "over each kind of layer beside Opacus; start-up; time and peak memory of runs with more and more clients. "
-        "Takes minutes; tells its progress on stderr. `gpu` as the first word checks a GPU instead.",
+        "over each kind of layer beside Opacus; start-up; a step by part beside the core's peak; time over ranks, "
+        "clients, parameters and records of a batch. Takes minutes; tells its progress on stderr. "
+        "`gpu` as the first word checks a GPU instead.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -127,7 +129,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--save", metavar="FILE", help="write that object to a file")
     parser.add_argument("--load", metavar="FILE", help="show what --save wrote instead of measuring")
-    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks, its figure beside it")
+    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks, its figures beside it")
     try:
         options, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:

@@ -15,6 +15,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from opacus import PrivacyEngine
@@ -99,16 +100,19 @@ def our_loop(
     device: torch.device,
     engine: SerialEngine,
     noise_multiplier: float = NOISE_MULTIPLIER,
+    rounds: int = 1,
+    **options: Any,
 ) -> tuple[FederatedLoop, ServerState]:
-    """A loop with a planned round, whose engine is not set up yet, and the state before the round."""
+    """A loop with planned rounds, whose engine is not set up yet, and the state before the first."""
     loop = FederatedLoop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES),
         ClientModule(copy.deepcopy(net)),
-        rounds=1,
+        rounds=rounds,
         clients=ClientOptions(count=case.clients, batch_size=tuple(case.sizes), learning_rate=LEARNING_RATE),
         privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM),
         engine=engine,
         device=device.type,
+        **options,
     )
     loop.plan_schedule()
     return loop, ServerState(loop.module.flat[None], (0,) * case.clients)

@@ -8,18 +8,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.callback import Callback
 
 CLIENTS = (100, 1000, 10_000, 100_000)
 COHORT = 100  # clients in a round
 ROUNDS = 6
 RECORDS = 24  # of each client, drawn from one pool: draws of different clients overlap
-PARTS = {"setup": "set-up", "round": "a round", "end": "end of the run"}
 
 
 def client_times(
@@ -36,37 +38,44 @@ def client_times(
     found, load = {}, os.getloadavg()[0]
     for count in clients:
         options = {"count": count, "cohort": cohort and min(cohort, count), "data": data, "rounds": rounds}
-        words = [sys.executable, "-m", __name__, json.dumps(options)]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-        if done.returncode:
-            last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-            raise UserError(f"`--cases` can hold clients only where runs with {count} clients work, got: {last}")
-        found[str(count)] = json.loads(done.stdout.splitlines()[-1])
-        say(f"clients: {count}, {found[str(count)]['round']:.2f} s a round, {found[str(count)]['peak_mib']} MiB")
+        row = found[str(count)] = measured_apart([], __name__, options, f"{count} clients")
+        say(f"clients: {count}, {row['round']:.2f} s a round, {row['peak_mib']} MiB")
     measured = f"{datetime.date.today().isoformat()}, load {load:.1f} before"
     return {"of": found, "cohort": cohort, "records": RECORDS, "data": data, "measured": measured}
 
 
+def measured_apart(launcher: Sequence[str], module: str, options: dict[str, Any], what: str) -> dict[str, float]:
+    """What `python -m launcher -m module options` prints as JSON on its last line; a UserError if it fails."""
+    words = [sys.executable, *launcher, "-m", module, json.dumps(options)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    if done.returncode:
+        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        raise UserError(f"`--cases` can hold scaling only where runs with {what} work, got: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Clock(Callback):
+    """Notes the time when rounds start and end."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self.starts, self.ends = now, list[float](), list[float]()
+
+    def on_round_start(self, view: Any) -> None:
+        self.starts.append(self._now())
+
+    def on_round_end(self, view: Any, report: Any) -> None:
+        self.ends.append(self._now())
+
+
+def seconds_of_rounds(clock: Clock) -> list[float]:
+    """Those of all but the first round, which compiles, and the last one, which evaluates."""
+    seconds = [end - start for start, end in zip(clock.starts, clock.ends, strict=True)]
+    return seconds[1:-1] or seconds
+
+
 def _measured(count: int, cohort: int | None, data: str, rounds: int) -> dict[str, float]:
-    """Run once in this process. The first round compiles, and the last one evaluates: the median is of the others."""
-    from dpfl_lightning.build import build_loop
-    from dpfl_lightning.config.load import from_mapping
-    from dpfl_lightning.federated.server.callback import Callback
-
-    class Clock(Callback):
-        """Notes the CPU time when rounds start and end."""
-
-        def __init__(self) -> None:
-            self._starts: list[float] = []
-            self._ends: list[float] = []
-
-        def on_round_start(self, view: Any) -> None:
-            self._starts.append(time.process_time())
-
-        def on_round_end(self, view: Any, report: Any) -> None:
-            self._ends.append(time.process_time())
-
-    clock, begun = Clock(), time.process_time()
+    """Run once in this process."""
+    clock, begun = Clock(time.process_time), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "rounds": rounds,
@@ -82,12 +91,11 @@ def _measured(count: int, cohort: int | None, data: str, rounds: int) -> dict[st
         }
         build_loop(from_mapping(options), [clock]).run()
     ended = time.process_time()
-    seconds = [end - start for start, end in zip(clock._starts, clock._ends, strict=True)]
-    a_round = median(seconds[1:-1] or seconds)
+    a_round = median(seconds_of_rounds(clock))
     return {
-        "setup": round(clock._starts[0] - begun, 3),
+        "setup": round(clock.starts[0] - begun, 3),
         "round": round(a_round, 4),
-        "end": round(ended - clock._starts[-1] - a_round, 3),
+        "end": round(ended - clock.starts[-1] - a_round, 3),
         "peak_mib": round(_peak_bytes() / 2**20),
     }
 
@@ -98,20 +106,6 @@ def _peak_bytes() -> int:
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-
-
-def draw_clients(found: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draw the CPU seconds of the parts of a run by the number of clients."""
-    from dpfl_lightning.reporting.figures import log_scale, new_axes  # imports matplotlib
-
-    figure, axes = new_axes("CPU time of the parts of a run", "clients", "seconds")
-    clients = [int(count) for count in found]
-    for part, words in PARTS.items():
-        axes.plot(clients, [row[part] for row in found.values()], marker="o", label=words)
-    log_scale(axes, "x")
-    log_scale(axes, "y")
-    axes.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

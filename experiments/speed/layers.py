@@ -13,6 +13,7 @@ from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_mem
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from experiments.speed.cases import CLIP_NORM
 from experiments.speed.matching import Step, in_turns
+from experiments.speed.parts import one_thread
 
 BATCHES = (16, 64)
 WORDS, STEPS, WIDTH = 1000, 32, 128  # of sequences
@@ -70,13 +71,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[
 
 def layer_times(repeats: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """For every layer and batch, as `in_turns` beside Opacus, on one thread: `{layer: {batch: times}}`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     keep_freed_memory()
-    try:
+    with one_thread():
         return {name: {str(batch): _times(name, batch, repeats, device, say) for batch in BATCHES} for name in LAYERS}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _times(name: str, batch: int, repeats: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from dpfl_lightning.runtime.text import markdown
 from experiments.pages import fill_page
-from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
-from experiments.speed.clients import PARTS
+from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER, STEP_PARTS
+from experiments.speed.scaling import scaling_report
 
 #: the name of the marks of its page
 PAGE = "bench"
@@ -53,8 +53,10 @@ def report(results: Mapping[str, Any]) -> str:
         parts += [_layers(results["layers"])]
     if "startup" in results:
         parts.append(_startup(results["startup"]))
-    if "clients" in results:
-        parts.append(_clients(results["clients"]))
+    if "parts" in results:
+        parts.append(_parts(results["parts"]))
+    if "scaling" in results:
+        parts.append(scaling_report(results["scaling"]))
     missing = [reason for found in measured.values() for reason in found.get("not_measured", {}).values()]
     parts += [f"Not measured: {reason}." for reason in missing]
     parts.append(_machine(results))
@@ -166,17 +168,23 @@ def _startup(found: Mapping[str, Any]) -> str:
     )
 
 
-def _clients(found: Mapping[str, Any]) -> str:
-    rows = [
-        [f"{int(count):,}", *(f"{row[part]:.2f} s" for part in PARTS), f"{row['peak_mib']:,} MiB"]
-        for count, row in found["of"].items()
-    ]
+def _parts(found: Mapping[str, Any]) -> str:
+    peak, rows = max(found["gemm"], found["convolution"]), []
+    for row in found["of"].values():
+        shares = (f"{row['mflop'] / row[step] * 1000 / peak:.0%}" for step in ("step", "plain"))
+        times = (f"{row[part]:,.0f}" for part in (*STEP_PARTS, "step", "python", "plain"))
+        rows.append([row["model"], str(row["batch"]), *times, f"{row['mflop']:,.1f}", *shares])
+    headings = ["net", "batch", *STEP_PARTS, "**step**", "of it Python", "plain SGD"]
     return (
-        f"{markdown(['clients', *PARTS.values(), 'peak memory'], rows)}\n\n"
-        f"Runs with many clients, {found['cohort']} of them in each round: CPU seconds, without imports "
-        f"({found['measured']}; {found['data']}, logistic regression, {found['records']} records a client, overlapping "
-        "draws, given noise multiplier). The end evaluates every client and writes results and guarantees.\n\n"
-        "![CPU time over clients](clients.svg)"
+        markdown([*headings, "MFLOP", "of the peak", "plain SGD"], rows)
+        + "\n\nMicroseconds of CPU time a record, on one thread: the fastest step of the engine `fast` in "
+        f"{found['repeats']} turns of three, beside plain SGD steps. Backward holds the gradients of single records, "
+        "which a convolution computes in its backward pass, and the hooks; norms hold the clip factors; update holds "
+        "the engine's loop. Python is wall clock outside of torch's operators, our compiled loops and the cipher, so "
+        "also torch's autograd engine (least of as many steps under torch's profiler, whose own time it holds). MFLOP "
+        "a record are the fewest: forward pass, input gradients and weight gradients, without those that 2 x 2 "
+        "max-pooling zeroes. The peak is this core's most float32 GFLOP/s in the same turns: "
+        f"{found['gemm']:.0f} in a product, {found['convolution']:.0f} in a convolution."
     )
 
 
