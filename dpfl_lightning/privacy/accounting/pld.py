@@ -123,7 +123,7 @@ def _gaussian(rate: float, noise: float, adjacency: str, mesh: float, tail: floa
 def _added_or_removed(rate: float, noise: float, sign: int, mesh: float, tail: float) -> Loss:
     """Return the loss of (1-q) N(0) + q N(-1) beside N(0) (sign 1), or of N(0) beside (1-q) N(0) + q N(1) (sign -1).
 
-    It has the bits of dp_accounting's `from_gaussian_mechanism`, which takes ten times as long: it loops over the grid.
+    It has the bits of dp_accounting's `from_gaussian_mechanism`, which takes six times as long: it loops over the grid.
     """
     from dp_accounting.pld import pld_pmf
 
