@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from opacus_prv import interval
 from oracle import lower_bound
@@ -31,6 +32,22 @@ def test_numerical_composition_is_exact_where_the_exact_value_is_known(mu, steps
     loss, _ = pld._gaussian(1.0, math.sqrt(steps) / mu, "add_remove", mesh, tail)
     found = pld._epsilon([(loss, steps)], mesh, delta)
     assert exact * (1 - 1e-9) <= found <= exact + min(0.005, 0.003 * exact) + 1e-5
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(1e-4, 1.0), st.floats(0.3, 50.0), st.integers(6, 60), st.floats(1e-3, 1.0))
+@example(1.0, 2.0, 20, 0.5)
+def test_a_sampled_gaussian_has_the_bits_of_dp_accounting(rate, noise, tail, fineness):
+    mesh = 2.0 ** math.floor(math.log2(fineness * pld._reach(rate, 1 / noise, -tail) / 10))
+    ours = pld._gaussian(rate, noise, "add_remove", mesh, -float(tail))
+    theirs = from_gaussian_mechanism(
+        noise, value_discretization_interval=mesh, log_mass_truncation_bound=-float(tail), sampling_prob=rate
+    )
+    sides = [(ours[0], theirs._pmf_remove), (ours[1], theirs._pmf_add)]
+    for loss, pmf in sides[: 1 if rate == 1 else 2]:  # full batches: only the first is used
+        expected = pld._loss_of(pmf)
+        assert (loss.lowest, loss.infinite) == (expected.lowest, expected.infinite)
+        np.testing.assert_array_equal(loss.log_probability, expected.log_probability)
 
 
 def test_golden_values():

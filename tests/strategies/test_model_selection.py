@@ -11,6 +11,7 @@ from fakes import a_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch import nn
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
@@ -123,9 +124,16 @@ def test_answers_follow_that_law():
     assert expected.min() > 300 and chisquare(np.bincount(chosen, minlength=3), expected).pvalue > 1e-3
 
 
-def test_scores_are_summed_over_all_records_whatever_the_model_says():
-    module, records = ClientModule(small_net()), 2 * FORWARD_CHUNK + 7
-    x, y = torch.randn(records, 6, generator=torch.Generator().manual_seed(0)), torch.arange(records) % 3
+def pooled_net():
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 2), nn.Flatten(), nn.Linear(24, 3))
+    )
+
+
+@pytest.mark.parametrize(("net", "shape"), [(small_net, (6,)), (pooled_net, (1, 8, 8))])
+def test_scores_are_summed_over_all_records_whatever_the_model_says(net, shape):
+    module, records = ClientModule(net()), 2 * FORWARD_CHUNK + 7
+    x, y = torch.randn(records, *shape, generator=torch.Generator().manual_seed(0)), torch.arange(records) % 3
     x[3] = math.nan
     models = torch.stack([module.flat, 2 * module.flat])
     with torch.no_grad():

@@ -8,8 +8,6 @@ from statistics import fmean, pstdev
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import adjusted_rand_score
-from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.facts import Facts
@@ -139,6 +137,9 @@ def clustering(clusters: Sequence[float], groups: Sequence[int]) -> dict[str, fl
     >>> clustering([0] * 5, [0, 0, 1, 1, 1])
     {'clustering_accuracy': 0.6, 'adjusted_rand_index': 0.0, 'minority_recall': 0.0}
     """
+    from sklearn.metrics import adjusted_rand_score  # slow to import, and only clusters need it
+    from sklearn.metrics.cluster import contingency_matrix
+
     pairs = [(int(cluster), group) for cluster, group in zip(clusters, groups, strict=True) if not math.isnan(cluster)]
     if not pairs:
         return {}
