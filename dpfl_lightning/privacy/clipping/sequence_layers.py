@@ -1,4 +1,4 @@
-"""Forward passes of LSTM, GRU and attention that show their linear maps one by one.
+"""Forward passes of LSTM, GRU, attention and LayerNorm that show what their rules need.
 
 Each linear map is tapped: `tap(part, rule, inputs, output)` watches its output in the graph and returns it. A rule then
 gets the gradient of this output, as that of a layer does, and returns gradients by names in the layer.
@@ -22,6 +22,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Inputs,
     Rule,
     Unsupported,
+    layer_norm_rule,
     linear_gradients,
 )
 from dpfl_lightning.privacy.clipping.reference import Params
@@ -35,13 +36,12 @@ def tapped_forward(layer: nn.Module) -> TappedForward | None:
     """Return the tapped forward pass of a layer, or None if there is none for its type and options, or a user's."""
     if "forward" in vars(layer):
         return None
+    supported = True
     if isinstance(layer, nn.RNNBase):
         supported = layer.batch_first and not layer.proj_size
     elif isinstance(layer, nn.MultiheadAttention):
         plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
         supported = layer.batch_first and plain
-    else:
-        return None
     return TAPPED.get(type(layer)) if supported else None
 
 
@@ -283,7 +283,13 @@ def _gru_backward(
     return dgates.transpose(0, 1), dh, None, None, None
 
 
-# ---- attention
+# ---- normalisation and attention
+
+
+def layer_norm_forward(layer: nn.LayerNorm, tap: Tap, x: Tensor) -> Tensor:
+    """Do what `nn.LayerNorm` does; its rule needs the means and scales, which take as long as the rest."""
+    output, *moments = torch.native_layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+    return tap("output", layer_norm_rule, (x, *moments), output)
 
 
 def attention_forward(
@@ -341,4 +347,5 @@ TAPPED: dict[type[nn.Module], TappedForward] = {
     nn.LSTM: functools.partial(recurrent_forward, recurrence=lstm_recurrence),
     nn.GRU: functools.partial(recurrent_forward, recurrence=gru_recurrence),
     nn.MultiheadAttention: attention_forward,
+    nn.LayerNorm: layer_norm_forward,
 }
