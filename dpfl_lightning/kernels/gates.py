@@ -18,8 +18,8 @@ def suits(gates: Tensor) -> bool:
 
 
 def arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
-    """Return contiguous arrays, which share the memory of tensors that are contiguous."""
-    return tuple(tensor.detach().resolve_neg().contiguous().numpy() for tensor in tensors)
+    """Return arrays that share the tensors' memory; the loops are compiled anew for others than contiguous ones."""
+    return tuple(tensor.detach().numpy() for tensor in tensors)
 
 
 @functools.cache

@@ -176,7 +176,7 @@ def _lstm_backward(
     dh, dc = (state.clone(memory_format=torch.contiguous_format) for state in (dhidden, dcell))
     dgates = tanhs.new_empty(gates.shape)
     step_back = compiled_gates.loops().lstm_step_back
-    arrays = compiled_gates.arrays(gates, cells, tanhs, doutput, dh, dc, dgates)
+    arrays = compiled_gates.arrays(gates, cells, tanhs, doutput.resolve_neg().contiguous(), dh, dc, dgates)
     for t in reversed(range(len(gates))):
         step_back(t, *arrays)
         torch.mm(dgates[t], w_hh, out=dh)
@@ -276,7 +276,9 @@ def _gru_backward(
     dh, dgates = dhidden.clone(memory_format=torch.contiguous_format), hiddens.new_empty(gates.shape)
     drecurrent = hiddens.new_empty(gates.shape[1:])
     step_back = compiled_gates.loops().gru_step_back
-    arrays = compiled_gates.arrays(gates, hiddens, recurrent, doutput, dh, dgates, drecurrent)
+    arrays = compiled_gates.arrays(
+        gates, hiddens, recurrent, doutput.resolve_neg().contiguous(), dh, dgates, drecurrent
+    )
     for t in reversed(range(len(gates))):
         step_back(t, *arrays)
         dh.addmm_(drecurrent, w_hh)
