@@ -1,10 +1,9 @@
-"""Steps of recurrent layers in float32 on a CPU, where torch's small operations take several times as long.
+"""Steps of an LSTM in float32 on a CPU, where torch's small operations take several times as long.
 
 The loops of `gate_loops.py` get the tensors of all steps, and the number of a step.
 """
 
 import functools
-from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -27,42 +26,19 @@ def loops() -> ModuleType:
     """Return `gate_loops`, after checking it against torch."""
     from dpfl_lightning.kernels import gate_loops  # importing numba takes half a second
 
-    with torch.enable_grad():
-        pairs = [*_lstm_pairs(gate_loops), *_gru_pairs(gate_loops)]
-    if not all(torch.allclose(actual, expected, rtol=1e-4, atol=1e-5) for actual, expected in pairs):
-        raise RuntimeError("compiled loops give wrong steps of recurrent layers on this processor: please report it")
-    return gate_loops
-
-
-def _random(*shapes: tuple[int, ...]) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return (3 * torch.randn(shape, generator=generator) for shape in shapes)
-
-
-def _lstm_pairs(gate_loops: ModuleType) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what the loops compute for one step, and what torch does."""
-    state = (3, 9)
-    gates, c, dh, dc, doutput = _random((3, 36), state, state, state, state)
+    generator, state = torch.Generator().manual_seed(0), (3, 9)
+    gates, c, dh, dc, doutput = (
+        3 * torch.randn(shape, generator=generator) for shape in ((3, 36), state, state, state, state)
+    )
     inputs = gates.clone().requires_grad_(), c.clone().requires_grad_()
-    expected = torch.lstm_cell(inputs[0], (torch.zeros(state), inputs[1]), torch.eye(36), torch.zeros(36, 9))
-    expected_grads = torch.autograd.grad(expected, inputs, (dh + doutput, dc))
-    cells, hiddens, tanhs, dgates = torch.stack((c, c)), torch.empty(2, *state), torch.empty(1, *state), gates[None] + 0
-    gates = gates[None]
+    with torch.enable_grad():
+        expected = torch.lstm_cell(inputs[0], (torch.zeros(state), inputs[1]), torch.eye(36), torch.zeros(36, 9))
+        grads = torch.autograd.grad(expected, inputs, (dh + doutput, dc))
+    cells, hiddens, tanhs = torch.stack((c, c)), torch.empty(2, *state), torch.empty(1, *state)
+    gates, dgates = gates[None], torch.empty(1, 3, 36)
     gate_loops.lstm_step(0, *arrays(gates, cells, tanhs, hiddens))
     gate_loops.lstm_step_back(0, *arrays(gates, cells, tanhs, doutput[:, None], dh, dc, dgates))
-    return zip((hiddens[1], cells[1], dgates[0], dc), (*expected, *expected_grads), strict=True)
-
-
-def _gru_pairs(gate_loops: ModuleType) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what the loops compute for one step, and what torch does."""
-    state, weights = (3, 9), (27, 9)
-    gates, h, dh, doutput, w_hh = _random((3, 27), state, state, state, weights)
-    inputs = gates.clone().requires_grad_(), h.clone().requires_grad_()
-    expected = torch.gru_cell(*inputs, torch.eye(27), w_hh)
-    expected_grads = torch.autograd.grad(expected, inputs, dh + doutput)
-    gates, hiddens, recurrent = gates[None], torch.stack((h, h)), (h @ w_hh.mT)[None]
-    dgates, drecurrent = torch.empty_like(gates), torch.empty_like(gates[0])
-    gate_loops.gru_step(0, *arrays(gates, recurrent, hiddens))
-    gate_loops.gru_step_back(0, *arrays(gates, hiddens, recurrent, doutput[:, None], dh, dgates, drecurrent))
-    dh += drecurrent @ w_hh
-    return zip((hiddens[1], dgates[0], dh), (expected, *expected_grads), strict=True)
+    pairs = zip((hiddens[1], cells[1], dgates[0], dc), (*expected, *grads), strict=True)
+    if not all(torch.allclose(actual, exact, rtol=1e-4, atol=1e-5) for actual, exact in pairs):
+        raise RuntimeError("compiled loops give wrong steps of an LSTM on this processor: please report it")
+    return gate_loops

@@ -1,4 +1,4 @@
-"""The compiled steps of recurrent layers, beside torch's."""
+"""The compiled steps of an LSTM, beside torch's."""
 
 import math
 
@@ -28,10 +28,10 @@ def test_activations_are_off_by_a_few_units_in_the_last_place(place, exact):
     torch.testing.assert_close(ends, exact(torch.tensor([math.inf, -math.inf, math.nan])), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["lstm_step", "lstm_step_back", "gru_step", "gru_step_back"])
+@pytest.mark.parametrize("name", ["lstm_step", "lstm_step_back"])
 def test_wrong_loops_are_refused(name, monkeypatch):
     monkeypatch.setattr(gate_loops, name, lambda t, *arrays: arrays[-1].fill(0.0))
-    with pytest.raises(RuntimeError, match="wrong steps of recurrent layers on this processor"):
+    with pytest.raises(RuntimeError, match="wrong steps of an LSTM on this processor"):
         gates.loops.__wrapped__()
 
 

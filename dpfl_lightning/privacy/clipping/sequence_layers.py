@@ -187,12 +187,12 @@ def gru_recurrence(layer: nn.Module, tap: Tap, suffix: str, x: Tensor, hidden: T
     """Run one direction of one layer over x `[B, T, I]`; return outputs `[B, T, H]` and the last state."""
     w_ih, w_hh, b_ih, b_hh = _weights(layer, suffix)
     gates = _time_major_linear(x, w_ih, b_ih)
-    hiddens, recurrent = _gru_steps(gates.detach(), w_hh, b_hh, hidden)
+    hiddens, candidates = _gru_steps(gates.detach(), w_hh, b_hh, hidden)
     reset = gates.detach()[:, :, : hidden.shape[1]].transpose(0, 1)
     rule = functools.partial(_gru_rule, suffix=suffix)
     inputs = (x, hiddens[:-1].transpose(0, 1), reset)
     gates = tap(suffix.lstrip("_"), rule, inputs, gates.transpose(0, 1))
-    output, hidden = _GRUBackward.apply(gates, hidden, w_hh, hiddens, recurrent)
+    output, hidden = _GRUBackward.apply(gates, hidden, w_hh, hiddens, candidates)
     return output, (hidden,)
 
 
@@ -207,7 +207,7 @@ def _gru_rule(layer: nn.Module, params: Params, inputs: Inputs, dgates: Tensor, 
 
 
 def _gru_steps(gates: Tensor, w_hh: Tensor, b_hh: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all hidden states `[T + 1, B, H]`, and their part of the gates `[T, B, 3 H]` before the reset.
+    """Return all hidden states `[T + 1, B, H]`, and the hidden part of the last gate `[T, B, H]` before its reset.
 
     `gates` `[T, B, 3 H]` holds the inputs' part of the gates r, z, n, and afterwards the activated gates.
     """
@@ -215,21 +215,15 @@ def _gru_steps(gates: Tensor, w_hh: Tensor, b_hh: Tensor | None, hidden: Tensor)
     bias = w_hh.new_zeros(3 * size) if b_hh is None else b_hh.detach()
     hiddens, recurrent = hidden.new_empty(len(gates) + 1, *hidden.shape), torch.empty_like(gates)
     hiddens[0] = hidden.detach()
-    if compiled_gates.suits(gates):
-        compiled_step, arrays = compiled_gates.loops().gru_step, compiled_gates.arrays(gates, recurrent, hiddens)
-        for t, step in enumerate(recurrent.unbind()):
-            torch.addmm(bias, hiddens[t], weight, out=step)
-            compiled_step(t, *arrays)
-        return hiddens, recurrent
     h, r, z, n = hiddens.unbind(), *(gate.unbind() for gate in gates.chunk(3, dim=2))
     r_and_z, from_h = (part[:, :, : 2 * size].unbind() for part in (gates, recurrent))
-    candidates = recurrent[:, :, 2 * size :].unbind()
-    for t, (step, candidate) in enumerate(zip(recurrent.unbind(), candidates, strict=True)):
+    candidates = recurrent[:, :, 2 * size :]
+    for t, (step, candidate) in enumerate(zip(recurrent.unbind(), candidates.unbind(), strict=True)):
         torch.addmm(bias, h[t], weight, out=step)
         r_and_z[t].add_(from_h[t]).sigmoid_()
         n[t].addcmul_(r[t], candidate).tanh_()
         torch.lerp(n[t], h[t], z[t], out=h[t + 1])
-    return hiddens, recurrent
+    return hiddens, candidates
 
 
 class _GRUBackward(torch.autograd.Function):
@@ -237,18 +231,16 @@ class _GRUBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, hidden: Tensor, w_hh: Tensor, hiddens: Tensor, recurrent: Tensor
+        ctx: Any, gates: Tensor, hidden: Tensor, w_hh: Tensor, hiddens: Tensor, candidates: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(gates, w_hh, hiddens, recurrent)
+        ctx.save_for_backward(gates, w_hh, hiddens, candidates)
         return hiddens[1:].transpose(0, 1).clone(), hiddens[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, doutput: Tensor, dhidden: Tensor) -> tuple[Tensor | None, ...]:
-        gates, w_hh, hiddens, recurrent = ctx.saved_tensors
-        if compiled_gates.suits(gates):
-            return _gru_backward(gates.transpose(0, 1), w_hh, hiddens, recurrent, doutput, dhidden)
-        (r, z, n), candidates = gates.transpose(0, 1).chunk(3, dim=2), recurrent.chunk(3, dim=2)[2]
+        gates, w_hh, hiddens, candidates = ctx.saved_tensors
+        r, z, n = gates.transpose(0, 1).chunk(3, dim=2)
         dhiddens = torch.empty_like(hiddens[1:])
         drecurrent = dhiddens.new_empty(*dhiddens.shape[:2], 3, dhiddens.shape[2])
         # at first the derivatives of the hidden state by the hidden part of the gates
@@ -267,22 +259,6 @@ class _GRUBackward(torch.autograd.Function):
             dh = torch.addmm(total * z[t], flat[t], w_hh)
         torch.mul(to_new, dhiddens, out=to_n)  # the inputs' part of the last gate is not reset
         return drecurrent.flatten(2).transpose(0, 1), dh, None, None, None
-
-
-def _gru_backward(
-    gates: Tensor, w_hh: Tensor, hiddens: Tensor, recurrent: Tensor, doutput: Tensor, dhidden: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Do by compiled loops what `_GRUBackward.backward` does."""
-    dh, dgates = dhidden.clone(memory_format=torch.contiguous_format), hiddens.new_empty(gates.shape)
-    drecurrent = hiddens.new_empty(gates.shape[1:])
-    step_back = compiled_gates.loops().gru_step_back
-    arrays = compiled_gates.arrays(
-        gates, hiddens, recurrent, doutput.resolve_neg().contiguous(), dh, dgates, drecurrent
-    )
-    for t in reversed(range(len(gates))):
-        step_back(t, *arrays)
-        dh.addmm_(drecurrent, w_hh)
-    return dgates.transpose(0, 1), dh, None, None, None
 
 
 # ---- normalisation and attention
