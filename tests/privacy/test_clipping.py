@@ -430,8 +430,10 @@ def test_frozen_parameters_of_recurrent_layers_and_attention_are_left_out():
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_rules_compute_nothing_for_frozen_parameters(name):
     x, y = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 4, 4)
-    for layer in (nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(4)):
+    for layer in (nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)):
         assert list(RULES[type(layer)](layer, {name: getattr(layer, name)}, (x,), y)) == [name]
+    layer, moments = nn.LayerNorm(4), x[..., :1]
+    assert list(layer_rules.layer_norm_rule(layer, {name: getattr(layer, name)}, (x, moments, moments), y)) == [name]
 
 
 def test_frozen_parameters_and_subsets_are_left_out():

@@ -351,10 +351,10 @@ def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
 
 
 def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dgamma_j = sum_t dy_jt x^_jt`, `dbeta_j = sum_t dy_jt`, with `x^` the normalised input."""
+    """`dgamma_j = sum_t dy_jt x^_jt`, `dbeta_j = sum_t dy_jt`, with `x^ = (x - mean) scale` the normalised input."""
     assert isinstance(layer, nn.LayerNorm)
-    (x,) = inputs
-    normalised = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    x, mean, scale = inputs
+    normalised = torch.addcmul(-mean * scale, x, scale)
     return _scale_and_shift(params, dy, normalised, (len(x), -1, *layer.normalized_shape), dim=1)
 
 
@@ -395,6 +395,5 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
     nn.Conv2d: conv2d_rule,
     nn.GroupNorm: group_norm_rule,
-    nn.LayerNorm: layer_norm_rule,
     nn.Embedding: embedding_rule,
 }
