@@ -8,6 +8,7 @@ Reference: Lavin and Gray (2016), https://arxiv.org/abs/1509.09308.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,14 +85,14 @@ def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
     out, channels, size, _ = weight.shape
-    x_last = x.detach().permute(0, 2, 3, 1).contiguous()
-    y = x.new_empty(len(x_last), *_output_size(x, weight, (1, 1), padding, (1, 1)), out)
+    x_last = channels_last(x)
+    y = np.empty((len(x_last), *_output_size(x, weight, (1, 1), padding, (1, 1)), out), np.float32)
     panels = -(-out // LANES)
     if out % LANES:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, panels * LANES - out))
     packed = weight.detach().view(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
-    arrays = x_last, into @ packed, _bias(x, out, bias), y
-    loops(*_flat(*arrays), *x_last.shape, *y.shape[1:], *padding)
+    arrays = x_last, (into @ packed).numpy(), _bias(out, bias), y
+    loops(*(a.reshape(-1) for a in arrays), *x_last.shape, *y.shape[1:], *padding)
     return _in_format_of(x, y)
 
 
@@ -101,14 +102,14 @@ def _directly(
     from dpfl_lightning.kernels.dense_loops import ROWS
 
     out, channels, rows, columns = weight.shape
-    x_last = x.detach().permute(0, 2, 3, 1).contiguous()
+    x_last = channels_last(x)
     shape = (len(x_last), *_output_size(x, weight, stride, padding, dilation), out)
-    y = x.new_empty(shape[0] * shape[1] * shape[2] * out + ROWS * out)
+    y = np.empty(math.prod(shape) + ROWS * out, np.float32)
     packed = weight.detach().view(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
     places = _places((rows, columns, channels), (x_last.shape[2] + 2 * padding[1]) * channels, *dilation)
-    flat_x, flat_weight, flat_bias, flat_y = _flat(x_last, packed, _bias(x, out, bias), y)
-    loops(flat_x, flat_weight, flat_bias, places, flat_y, *x_last.shape, *shape[1:], *stride, *padding)
-    return _in_format_of(x, y[: -ROWS * out].view(shape))
+    arrays = x_last.reshape(-1), packed.numpy().reshape(-1), _bias(out, bias), places, y
+    loops(*arrays, *x_last.shape, *shape[1:], *stride, *padding)
+    return _in_format_of(x, y[: -ROWS * out].reshape(shape))
 
 
 @functools.lru_cache
@@ -119,18 +120,19 @@ def _places(window: tuple[int, int, int], line: int, down: int, right: int) -> n
 
 
 def _weights_in_blocks(loops: Any, x: Tensor, dy: Tensor, size: int, padding: Pair) -> Tensor:
-    x_last, dy_last = (a.detach().permute(0, 2, 3, 1).contiguous() for a in (x, dy))
-    dw = x.new_empty(len(x_last), dy.shape[1], size, size, x.shape[1])
-    loops(*_flat(x_last, dy_last, dw), *x_last.shape, *dy_last.shape[1:], *padding)
-    return dw
+    x_last, dy_last = channels_last(x), channels_last(dy)
+    dw = np.empty((len(x_last), dy.shape[1], size, size, x.shape[1]), np.float32)
+    loops(*(a.reshape(-1) for a in (x_last, dy_last, dw)), *x_last.shape, *dy_last.shape[1:], *padding)
+    return torch.from_numpy(dw)
 
 
-def _flat(*tensors: Tensor) -> list[np.ndarray]:
-    return [a.numpy().reshape(-1) for a in tensors]
+def channels_last(x: Tensor) -> np.ndarray:
+    """Return x `[B, C, H, W]` as an array `[B, H, W, C]`, without a copy if its memory is in that order."""
+    return x.detach().permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def _bias(x: Tensor, out: int, bias: Tensor | None) -> Tensor:
-    return x.new_zeros(out) if bias is None else bias.detach().contiguous()
+def _bias(out: int, bias: Tensor | None) -> np.ndarray:
+    return np.zeros(out, np.float32) if bias is None else bias.detach().contiguous().numpy()
 
 
 def _output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
@@ -138,8 +140,8 @@ def _output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilatio
     return [(size + 2 * pad - apart * (kernel - 1) - 1) // step + 1 for size, pad, apart, kernel, step in forms]
 
 
-def _in_format_of(x: Tensor, y_last: Tensor) -> Tensor:
-    y = y_last.permute(0, 3, 1, 2)
+def _in_format_of(x: Tensor, y_last: np.ndarray) -> Tensor:
+    y = torch.from_numpy(y_last).permute(0, 3, 1, 2)
     return y if x.stride(1) == 1 else y.contiguous()
 
 

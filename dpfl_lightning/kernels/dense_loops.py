@@ -36,7 +36,7 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (out + LANES - 1) // LANES
         line, tiles, wide = (TILE * across + side - TILE) * channels, down * across, panels * LANES
         padded = np.zeros((TILE * down + side - TILE) * line, np.float32)
-        entered, left = np.zeros(BLOCK * points * channels, np.float32), np.zeros(BLOCK * points * wide, np.float32)
+        entered, left = np.empty(BLOCK * points * channels, np.float32), np.empty(BLOCK * points * wide, np.float32)
         edge, zeros, places = np.zeros(TILE * TILE * out, np.float32), np.zeros(LANES, np.float32), np.arange(channels)
         for first in range(0, records * tiles, BLOCK):
             count = min(BLOCK, records * tiles - first)

@@ -44,10 +44,10 @@ class Products:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         # stored so that the addresses stay valid
         self._pairs = [tuple(factor.resolve_neg().contiguous() for factor in pair) for pair in pairs]
-        self._records = len(self._pairs[0][0])
+        self._records = self._pairs[0][0].shape[0]
         for factor in (factor for pair in self._pairs for factor in pair):
-            fits = factor.dim() == 2 and len(factor) == self._records and factor.dtype == torch.float32
-            if not fits or factor.device.type != "cpu":
+            fits = factor.dim() == 2 and factor.shape[0] == self._records and factor.dtype == torch.float32
+            if not fits or factor.is_cuda or factor.is_meta:
                 raise ValueError(f"products of {self._records} records got {factor.dtype} {tuple(factor.shape)}")
         table = [(left.data_ptr(), left.shape[1], right.data_ptr(), right.shape[1]) for left, right in self._pairs]
         self._table = np.array(table, np.int64)

@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES
+from dpfl_lightning.kernels.dense_conv import channels_last
 
 
 def max_relu(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,13 +72,14 @@ def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_loops(loops: Callable[..., None], y: Tensor) -> tuple[Tensor, Tensor]:
-    y_last = y.detach().permute(0, 2, 3, 1).contiguous()
+    y_last = channels_last(y)
     records, height, width, channels = y_last.shape
     shape = (records, height // 2, width // 2, channels)
-    pooled, winners = y.new_empty(math.prod(shape) + LANES), torch.empty(math.prod(shape) + LANES, dtype=torch.uint8)
-    loops(y_last.numpy().reshape(-1), pooled.numpy(), winners.numpy(), records, height, width, channels)
-    pooled, winners = (a[:-LANES].view(shape) for a in (pooled, winners))
-    return pooled.permute(0, 3, 1, 2), winners
+    numbers = math.prod(shape)
+    pooled, winners = np.empty(numbers + LANES, np.float32), np.empty(numbers + LANES, np.uint8)
+    loops(y_last.reshape(-1), pooled, winners, records, height, width, channels)
+    pooled, winners = (a[:numbers].reshape(shape) for a in (pooled, winners))
+    return torch.from_numpy(pooled).permute(0, 3, 1, 2), torch.from_numpy(winners)
 
 
 @functools.cache

@@ -14,10 +14,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.kernels import LANES
+from dpfl_lightning.kernels.dense_conv import channels_last
 
 MOSTLY_ZEROS = 0.4  # largest share of non-zero numbers for which this beats a dense convolution
 SMALLEST_WINDOW = 16  # numbers in a window; smaller ones do not use vector registers well
@@ -60,14 +62,14 @@ def _backward(
     winners: Tensor | None = None,
 ) -> Gradients:
     out, channels, rows, columns = weight.shape
-    x_last, dy_last, w_last = (a.detach().permute(0, 2, 3, 1).contiguous() for a in (x, dy, weight))
-    places = torch.empty(0, dtype=torch.uint8) if winners is None else winners
-    dw, db = x.new_empty(len(x), out, rows, columns, channels), x.new_empty(len(x), out)
-    dx = torch.empty_like(x_last) if need_dx else x.new_empty(0)
-    flat = (a.numpy().reshape(-1) for a in (x_last, dy_last, places, w_last, dw, db, dx))
+    x_last, dy_last, w_last = channels_last(x), channels_last(dy), channels_last(weight)
+    places = np.empty(0, np.uint8) if winners is None else winners.numpy()
+    dw, db = np.empty((len(x_last), out, rows, columns, channels), np.float32), np.empty((len(x_last), out), np.float32)
+    dx = np.empty(x_last.shape if need_dx else 0, np.float32)
+    flat = (a.reshape(-1) for a in (x_last, dy_last, places, w_last, dw, db, dx))
     scale = 1 if winners is None else 2
     loops(*flat, *x_last.shape, *(scale * n for n in dy_last.shape[1:3]), out, *stride, *padding)
-    return dw, db, dx.permute(0, 3, 1, 2) if need_dx else None
+    return torch.from_numpy(dw), torch.from_numpy(db), torch.from_numpy(dx).permute(0, 3, 1, 2) if need_dx else None
 
 
 @functools.cache

@@ -43,9 +43,7 @@ def convolution_backward(rows: int, run: int) -> Any:
         # loads and additions of zeros may reach over the end of a run
         padded, spread = np.zeros(size + LANES, np.float32), np.zeros(size + LANES if need_dx else 0, np.float32)
         kernel = np.zeros((out * rows if need_dx else 0, full), np.float32)
-        for row in range(len(kernel)):
-            for k in range(run):
-                kernel[row, k] = w[row * run + k]
+        copy_rows(w, 0, run, kernel.reshape(-1), 0, full, len(kernel), run)
         spots = POOL * (out_h // 2) * (out_w // 2) if pooled else out_h * out_w
         most = spots // POOL if pooled else spots  # non-zero numbers of a channel
         # the non-zero numbers of one record's dy, stored twice: by channel and by spot

@@ -37,6 +37,9 @@ class Model(nn.Module):
         check_net(net)
         self.net = net
         self.personal = self.personal or tuple(getattr(net, "personal", ()))
+        tensors = [t for name in ("parameters", "buffers") for t in getattr(net, name)()]
+        names = [n for kind in (net.named_parameters, net.named_buffers) for n, _ in kind(remove_duplicate=False)]
+        self._shares = len(names) > len(tensors)  # finding shared tensors anew takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
@@ -46,7 +49,7 @@ class Model(nn.Module):
 
         Every engine differentiates it: the reference by `vmap` over batches of one, the fast engine by chunks.
         """
-        return self.loss(functional_call(self.net, dict(params), (x,)), y)
+        return self.loss(functional_call(self.net, dict(params), (x,), tie_weights=self._shares), y)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return one loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""

@@ -49,7 +49,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.stages import computed_as_one, halves, mean_pooling, replaced_forward
+from dpfl_lightning.privacy.clipping.stages import computed_as_one, halves, mean_pooling, replaced_forward, stages_of
 
 CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
 CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -154,7 +154,8 @@ class FastClippedSum:
         self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
         self._mean_pools = [m for m in net.modules() if type(m) is nn.AvgPool2d and halves(m)]
         self._names = {unit.module: name for name, unit in self._units.items()}
-        self._sequences = [m for m in net.modules() if type(m) is nn.Sequential]
+        sequences = [m for m in net.modules() if type(m) is nn.Sequential]
+        self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
 
     def under_vmap(self) -> list[str]:
         """Describe the modules without a rule."""
@@ -294,7 +295,7 @@ class FastClippedSum:
 
         with contextlib.ExitStack() as stack:
             if self.channels_last:  # before there are hooks
-                stack.enter_context(computed_as_one(self._sequences, self._names, stage))
+                stack.enter_context(computed_as_one(self._stages, stage))
             for name, unit in self._units.items():
                 if forward := tapped_forward(unit.module):
                     tapped = functools.partial(forward, unit.module, functools.partial(tap, name, unit))

@@ -19,18 +19,22 @@ from dpfl_lightning.privacy.clipping.layer_rules import has_special_backward
 ComputeStage = Callable[[nn.Conv2d, Tensor], Tensor]  # the stage's convolution and input -> its output
 
 
+def stages_of(sequence: nn.Sequential, convolutions: Collection[nn.Module]) -> list[int]:
+    """Return where stages begin that begin with one of the `convolutions`."""
+    modules = list(sequence)
+    return [i for i, m in enumerate(modules) if m in convolutions and _is_stage(modules[i : i + 3])]
+
+
 @contextmanager
-def computed_as_one(
-    sequences: Collection[nn.Sequential], convolutions: Collection[nn.Module], compute: ComputeStage
-) -> Iterator[None]:
-    """Let `compute` replace all stages of these `sequences` that begin with one of the `convolutions`.
+def computed_as_one(stages: Sequence[tuple[nn.Sequential, Sequence[int]]], compute: ComputeStage) -> Iterator[None]:
+    """Let `compute` replace the stages of these sequences (`stages_of`), if no user's hook takes part in them.
 
     The other modules run as usual, also those of a stage for inputs that are not `[B, C, H, W]` on a CPU.
     """
     with ExitStack() as stack:
-        for sequence in sequences:
+        for sequence, begins in stages:
             modules = list(sequence)
-            starts = {i for i, m in enumerate(modules) if m in convolutions and _is_stage(modules[i : i + 3])}
+            starts = {i for i in begins if not any(map(_is_changed, modules[i : i + 3]))}
             if starts:
                 stack.enter_context(replaced_forward(sequence, functools.partial(_forward, modules, starts, compute)))
         yield
@@ -78,7 +82,7 @@ def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: Com
 def _is_stage(modules: Sequence[nn.Module]) -> bool:
     conv, *others = modules
     kinds = {type(m): m for m in others}
-    if kinds.keys() != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv) or any(map(_is_changed, modules)):
+    if kinds.keys() != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv):
         return False
     pool = kinds[nn.MaxPool2d]
     return halves(pool) and not pool.return_indices and conv.groups == 1 and conv.dilation == (1, 1)
