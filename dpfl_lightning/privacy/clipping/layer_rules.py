@@ -6,11 +6,12 @@ weighted sum do not need the full gradient.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ class Outer(Grads):
     """`g_j = sum_t l_jt r_jt^T`, never formed; `left` `[B, T, p]`, `right` `[B, T, d]`.
 
     `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`. The L1 norm
-    has no such form: for T > 1 the gradients are formed. `order` permutes a sum viewed as `[G, *shape]`, as in `Dense`.
+    has no such form: for T > 1 the gradients are formed.
 
     If positions cancel, rounding leaves more of a gradient than the exact sum. The square of a norm is therefore
     enlarged by the possible rounding error, and by `(U / CANCELLING)^2` with `U = sum_t |l_jt| |r_jt|`, which bounds
@@ -121,8 +122,6 @@ class Outer(Grads):
 
     left: Tensor
     right: Tensor
-    shape: tuple[int, ...] = ()
-    order: tuple[int, ...] = ()
 
     @property
     def terms(self) -> int:
@@ -134,8 +133,7 @@ class Outer(Grads):
     def measurable(self, order: int) -> Grads:
         if order == 2 or self.terms == 1:
             return self
-        formed = torch.bmm(self.left.mT, self.right)
-        return Dense(formed.view(len(formed), *self.shape) if self.order else formed, self.order)
+        return Dense(torch.bmm(self.left.mT, self.right))
 
     def norms(self, order: int = 2) -> Tensor:
         (left, left_scale), (right, right_scale) = _scaled(self.left), _scaled(self.right)
@@ -160,6 +158,31 @@ class Outer(Grads):
         else:
             chosen = one_hot(torch.ones_like(factors), group, len(totals))
             by_group += (chosen[:, :, None, None] * left).flatten(1, 2).mT @ right.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Cropped(Grads):
+    """Gradients of the weight of a convolution, `[B, *size]`, which are zero outside these rows and columns."""
+
+    inside: Grads
+    size: tuple[int, ...]
+    crop: Crop
+
+    @property
+    def terms(self) -> int:
+        return self.inside.terms
+
+    def measurable(self, order: int) -> Grads:
+        return Cropped(self.inside.measurable(order), self.size, self.crop)
+
+    def norms(self, order: int = 2) -> Tensor:
+        return self.inside.norms(order)
+
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        part = totals.view(-1, *self.size)[(..., *self.crop)]
+        sums = totals.new_zeros(len(totals), part[0].numel())
+        self.inside.add(sums, factors, group)
+        part += self.inside.arranged(sums).reshape(part.shape)
 
 
 @dataclass(frozen=True)
@@ -188,6 +211,7 @@ class Lookup(Grads):
         totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
 
 
+Crop = tuple[slice, slice]  # rows and columns of a kernel
 Inputs = tuple[Tensor, ...]
 ByName = dict[str, Grads]
 # (layer, its parameters by local name, its inputs, gradient of its output) -> gradients by local name
@@ -236,7 +260,9 @@ def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Grads:
     out, positions, depth = layer.out_channels, dy.shape[2] * dy.shape[3], layer.weight[0].numel()
     window = (*layer.kernel_size, layer.in_channels)
     if layer.groups == 1 and _never_form(positions, out, depth):
-        return Outer(dy.flatten(2).mT, _patches(layer, x, dy).mT, (out, *window), (0, 1, 4, 2, 3))
+        return Outer(
+            dy.flatten(2).mT, _windows(layer, x, dy).permute(0, 4, 5, 3, 1, 2).reshape(len(x), positions, depth)
+        )
     if has_special_backward(layer):
         dw = dense_conv.weight_gradients(x, layer.weight, dy, *_form(layer))
         if dw is not None:
@@ -261,7 +287,8 @@ def conv2d_forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dim() != 4:
         return nn.Conv2d.forward(layer, x)
     with torch.no_grad():
-        return dense_conv.conv2d(x, layer.weight, layer.bias, *_form(layer))
+        form, crop = _without_padding(layer, *x.shape[2:])
+        return dense_conv.conv2d(x, _cropped(layer.weight, crop), layer.bias, *_form(form))
 
 
 def conv2d_backward(
@@ -279,6 +306,10 @@ def conv2d_backward(
     `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap. With `winners` of
     `pooling.max_relu`, `dy` is the gradient of the pooled map.
     """
+    form, crop = _without_padding(layer, *x.shape[2:])
+    if crop is not None:
+        by_name, dx = conv2d_backward(form, params, _cropped(weight, crop), x, dy, need_dx, sparse, winners)
+        return {**by_name, **_only(params, weight=lambda: Cropped(by_name["weight"], weight.shape, crop))}, dx
     if (sparse or winners is not None) and sparse_conv.suits(layer, x, winners is not None):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners)
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
@@ -291,6 +322,40 @@ def conv2d_backward(
 def _form(layer: nn.Conv2d) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
     assert not isinstance(layer.padding, str)
     return layer.stride, layer.padding, layer.dilation, layer.groups
+
+
+def _without_padding(layer: nn.Conv2d, height: int, width: int) -> tuple[nn.Conv2d, Crop | None]:
+    """Return the form of a convolution without the outer part of the kernel that meets padding only, and what is left.
+
+    For example, a kernel of 3 x 3 on a map of 1 x 1 is one of 1 x 1. The form has no numbers. It is the layer itself,
+    and the part is None, if nothing can be left out in equal measure on opposite sides.
+    """
+    assert not isinstance(layer.padding, str)
+    sides = zip((height, width), layer.kernel_size, layer.padding, layer.stride, layer.dilation, strict=True)
+    cuts = tuple(_cut(*side) for side in sides)
+    if not any(cuts):
+        return layer, None
+    sizes = tuple(size - 2 * cut for size, cut in zip(layer.kernel_size, cuts, strict=True))
+    padding = tuple(pad - cut * apart for pad, cut, apart in zip(layer.padding, cuts, layer.dilation, strict=True))
+    form = _form_of(layer.in_channels, layer.out_channels, sizes, layer.stride, padding, layer.dilation, layer.groups)
+    rows, columns = (slice(cut, cut + size) for cut, size in zip(cuts, sizes, strict=True))
+    return form, (rows, columns)
+
+
+def _cut(size: int, kernel: int, pad: int, step: int, apart: int) -> int:
+    """Return how many rows (or columns) at both ends of the kernel meet only the padding of a map of this size."""
+    last = (size + 2 * pad - apart * (kernel - 1) - 1) // step  # position of the output
+    first_rows, last_rows = -((last * step - pad) // apart), kernel - -(-(size + pad) // apart)
+    return max(0, min(first_rows, last_rows, pad // apart, (kernel - 1) // 2))
+
+
+@functools.lru_cache
+def _form_of(*form: Any) -> nn.Conv2d:
+    return nn.utils.skip_init(nn.Conv2d, *form, device="meta")
+
+
+def _cropped(weight: Tensor, crop: Crop | None) -> Tensor:
+    return weight if crop is None else weight[(..., *crop)].contiguous()
 
 
 def _output_size(layer: nn.Conv2d, x: Tensor) -> list[int]:
@@ -309,18 +374,22 @@ def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 def _patches(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
     """Return the inputs of each position of the kernel, `[B, kernel height * kernel width * C, positions]`."""
+    windows, positions = _windows(layer, x, dy), dy.shape[2] * dy.shape[3]
+    if layer.in_channels >= NARROW:  # copy along the channels, which are contiguous
+        return windows.permute(0, 4, 5, 1, 2, 3).reshape(len(x), positions, -1).mT
+    return windows.reshape(len(x), -1, positions)
+
+
+def _windows(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
+    """Return a view of the padded inputs, `[B, kernel height, kernel width, C, *positions]`."""
     channels_last = layer.in_channels >= NARROW
     x = _padded(layer, x).contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     record, channel, row, column = x.stride()
     (down, right), (apart_down, apart_right) = layer.stride, layer.dilation
-    windows = x.as_strided(
+    return x.as_strided(
         (len(x), *layer.kernel_size, layer.in_channels, *dy.shape[2:]),
         (record, apart_down * row, apart_right * column, channel, down * row, right * column),
     )
-    positions = dy.shape[2] * dy.shape[3]
-    if channels_last:  # copy along the channels, which are contiguous
-        return windows.permute(0, 4, 5, 1, 2, 3).reshape(len(x), positions, -1).mT
-    return windows.reshape(len(x), -1, positions)
 
 
 def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor, at_once: int) -> Tensor:
