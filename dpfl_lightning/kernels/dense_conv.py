@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
@@ -64,6 +64,15 @@ def weight_gradients(
     return _weights_in_blocks(_weight_loops(weight.shape[2]), x, dy, weight.shape[2], padding)
 
 
+def gains_in_blocks(layer: nn.Module) -> bool:
+    """Return whether a layer's convolution is computed in blocks if its input has channels last."""
+    if not isinstance(layer, nn.Conv2d) or layer.groups > 1:
+        return False
+    return (
+        _has_blocks(layer.weight, layer.stride, layer.dilation) and layer.weight[:, :, 0, 0].numel() >= FEWEST_PRODUCTS
+    )
+
+
 def _plain(x: Tensor, weight: Tensor, groups: int) -> bool:
     """Return whether loops on one thread suit these tensors; it depends on shapes, dtype and device alone."""
     if torch.get_num_threads() > 1 or groups > 1 or x.dim() != 4 or x.device.type != "cpu":
@@ -72,12 +81,16 @@ def _plain(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 
 def _by_blocks(x: Tensor, weight: Tensor, stride: Pair, dilation: Pair, groups: int) -> bool:
-    out, channels, rows, columns = weight.shape
-    if rows not in POINTS or rows != columns or channels % (LANES // 2) or out % (LANES // 2):
-        return False
     fewest = FEWEST_PRODUCTS if x.stride(1) == 1 else IN_OTHER_FORMAT * FEWEST_PRODUCTS
-    usual = tuple(stride) == tuple(dilation) == (1, 1) and channels * out >= fewest
-    return usual and _plain(x, weight, groups) and min(x.shape[2:]) >= SMALLEST_MAP
+    if not _has_blocks(weight, stride, dilation) or weight.shape[0] * weight.shape[1] < fewest:
+        return False
+    return _plain(x, weight, groups) and min(x.shape[2:]) >= SMALLEST_MAP
+
+
+def _has_blocks(weight: Tensor, stride: Pair, dilation: Pair) -> bool:
+    out, channels, rows, columns = weight.shape
+    whole = channels % (LANES // 2) == 0 == out % (LANES // 2)
+    return whole and rows == columns and rows in POINTS and tuple(stride) == tuple(dilation) == (1, 1)
 
 
 def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.kernels import pooling, sparse_conv
+from dpfl_lightning.kernels import dense_conv, pooling, sparse_conv
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.clipping.layer_rules import (
@@ -124,8 +124,8 @@ class FastClippedSum:
     module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
     A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
-    `channels_last` is the memory format in which records `[B, C, H, W]` enter a net with max-pooling on a CPU: ten
-    times faster, but `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling is then one layer,
+    `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if the net gains from it:
+    max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling is then one layer,
     without a gradient behind the convolution (`stages.py`). `sparse` names convolutions whose output gradients are
     mostly zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
 
@@ -151,7 +151,7 @@ class FastClippedSum:
         self._units = dict(_units(net))
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
-        self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
+        self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
         self._mean_pools = [m for m in net.modules() if type(m) is nn.AvgPool2d and halves(m)]
         self._names = {unit.module: name for name, unit in self._units.items()}
         sequences = [m for m in net.modules() if type(m) is nn.Sequential]
@@ -311,6 +311,13 @@ class FastClippedSum:
             for mean_pool in self._mean_pools:
                 stack.enter_context(replaced_forward(mean_pool, mean_pooling))
             yield calls, edges, anchor
+
+
+def _suits_channels_last(net: nn.Module) -> bool:
+    """Return whether the net is faster with channels last on a CPU: norms of single channels are slower."""
+    if any(isinstance(m, nn.GroupNorm) and m.num_groups == m.num_channels for m in net.modules()):
+        return any(isinstance(m, nn.MaxPool2d) for m in net.modules())
+    return any(isinstance(m, nn.MaxPool2d) or dense_conv.gains_in_blocks(m) for m in net.modules())
 
 
 def _state(module: nn.Module) -> Params:
