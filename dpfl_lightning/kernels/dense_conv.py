@@ -32,9 +32,10 @@ def conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> Tensor:
     """Return `F.conv2d` of these arguments, without a graph, in the memory format of x."""
-    if _by_blocks(x, weight, stride, dilation, groups):
+    fits = x.dim() == 4 and _fits(x, weight, bias, stride, padding, dilation)
+    if fits and _by_blocks(x, weight, stride, dilation, groups):
         return _in_blocks(*_block_loops(weight.shape[2]), x, weight, bias, padding)
-    if _direct(x, weight, groups):
+    if fits and _direct(x, weight, groups):
         return _directly(_direct_loops(), x, weight, bias, stride, padding, dilation)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
@@ -57,14 +58,26 @@ def weight_gradients(
     x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> Tensor | None:
     """Return each record's gradient of the weight, `[B, O, size, size, C]`, or None if there is no fast way."""
-    if not _by_blocks(x, weight, stride, dilation, groups):
+    if dy.dtype != x.dtype or not _by_blocks(x, weight, stride, dilation, groups):
+        return None
+    if list(dy.shape[2:]) != _output_size(x, weight, stride, padding, dilation):  # of a user's forward pass
         return None
     return _weights_in_blocks(_weight_loops(weight.shape[2]), x, dy, weight.shape[2], padding)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> bool:
+    """Return whether torch accepts these arguments for one group; the loops check nothing."""
+    if min(*stride, *dilation) < 1 or min(padding) < 0 or x.shape[1] != weight.shape[1]:
+        return False
+    matches = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
+    return matches and min(_output_size(x, weight, stride, padding, dilation)) > 0
 
 
 def _plain(x: Tensor, weight: Tensor, groups: int) -> bool:
     """Return whether loops on one thread suit these tensors; it depends on shapes, dtype and device alone."""
     if torch.get_num_threads() > 1 or groups > 1 or x.dim() != 4 or x.device.type != "cpu":
+        return False
+    if torch.is_autocast_enabled("cpu"):  # to other numbers than float32
         return False
     return x.dtype == weight.dtype == torch.float32 and x.numel() > 0
 
@@ -89,7 +102,7 @@ def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor
     panels = -(-out // LANES)
     if out % LANES:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, panels * LANES - out))
-    packed = weight.detach().view(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
+    packed = weight.detach().reshape(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
     arrays = x_last, into @ packed, _bias(x, out, bias), y
     loops(*_flat(*arrays), *x_last.shape, *y.shape[1:], *padding)
     return _in_format_of(x, y)
@@ -104,7 +117,7 @@ def _directly(
     x_last = x.detach().permute(0, 2, 3, 1).contiguous()
     shape = (len(x_last), *_output_size(x, weight, stride, padding, dilation), out)
     y = x.new_empty(shape[0] * shape[1] * shape[2] * out + ROWS * out)
-    packed = weight.detach().view(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
+    packed = weight.detach().reshape(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
     places = _places((rows, columns, channels), (x_last.shape[2] + 2 * padding[1]) * channels, *dilation)
     flat_x, flat_weight, flat_bias, flat_y = _flat(x_last, packed, _bias(x, out, bias), y)
     loops(flat_x, flat_weight, flat_bias, places, flat_y, *x_last.shape, *shape[1:], *stride, *padding)
@@ -126,7 +139,7 @@ def _weights_in_blocks(loops: Any, x: Tensor, dy: Tensor, size: int, padding: Pa
 
 
 def _flat(*tensors: Tensor) -> list[np.ndarray]:
-    return [a.numpy().reshape(-1) for a in tensors]
+    return [a.resolve_neg().numpy().reshape(-1) for a in tensors]
 
 
 def _bias(x: Tensor, out: int, bias: Tensor | None) -> Tensor:
