@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from dpfl_lightning.kernels import dense_conv
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.layer_rules import conv2d_forward
+from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
+from dpfl_lightning.privacy.clipping.layer_rules import Dense, conv2d_forward
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of
 
 ONE = (1, 1)
@@ -339,6 +340,59 @@ def test_a_kept_vector_has_the_bits_of_a_new_one(groups, only):
             params, x[:0], y[:0], ClipRequest(0.5, 2, group if group is None else group[:0], groups, only, into)
         )
         assert torch.equal(nothing, torch.zeros_like(new))
+
+
+@pytest.mark.parametrize("channels, size", [(16, 3), (40, 3), (24, 5)])
+@pytest.mark.parametrize("pool", [nn.AvgPool2d, nn.MaxPool2d])
+def test_clipped_sums_are_the_references(by_loops, channels, size, pool):
+    """With max-pooling, the net has channels last in memory."""
+    conv = {"kernel_size": size, "padding": size // 2}
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 16, **conv), nn.InstanceNorm2d(16), nn.ReLU(), nn.Conv2d(16, channels, **conv), pool(2)),
+        *(nn.Tanh(), nn.Conv2d(channels, 16, size, padding=(1, 3)), nn.Flatten(), nn.LazyLinear(4)),
+    )
+    net(torch.zeros(1, 3, 13, 10))
+    params, _, y = batch(net)
+    x, each = torch.randn(5, 3, 13, 10), torch.arange(5)
+    by_loops.clear()
+    rows, norms = FastClippedSum(net, chunk=3)(params, x, y, ClipRequest(0.1, 2, each, 5))
+    # in each of two chunks 3 forward passes, 2 gradients of inputs, and 1 or 2 of weights (none is formed on a small map)
+    assert len(by_loops) == 2 * (6 + (size == 5))
+    wide = {name: p.double() for name, p in params.items()}
+    expected, true_norms = VmapClippedSum(cross_entropy_of(net))(wide, x.double(), y, ClipRequest(0.1, 2, each, 5))
+    assert ((rows - expected).norm(dim=1) <= 1e-5 * expected.norm(dim=1)).all() and (rows.norm(dim=1) <= 0.1).all()
+    torch.testing.assert_close(norms, true_norms, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float32 is summed by compiled loops
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("beside", [True, False])
+def test_gradients_of_one_parameter_are_summed_in_any_orders(dtype, groups, beside):
+    grads = torch.randn(6, 4, 3, 2, 5).to(dtype)  # [B, O, C, height, width]
+    params = {"w": grads[0], "b": torch.zeros(7)} if beside else {"w": grads[0]}
+    group, factors = torch.arange(6) % groups, torch.rand(6).double()
+    expected = torch.zeros(groups, sum(p.numel() for p in params.values())).double()
+    orders = [(0, 1, 4, 2, 3), (0, 4, 3, 1, 2), ()]  # of [B, O, height, width, C], [B, height, width, C, O]
+    forms = [grads.permute(0, 1, 3, 4, 2), grads.permute(0, 3, 4, 2, 1), grads]
+    for first in range(3):
+        totals = Totals(params, torch.zeros_like(expected))
+        for i in range(4):
+            form = Dense(forms[(first + i) % 3].contiguous(), orders[(first + i) % 3])
+            totals.add(ChunkGradients({"w": form}, 2), factors, group)
+        once = torch.zeros(groups, grads[0].numel()).double()
+        once.index_add_(0, group, factors[:, None] * grads.flatten(1).double())
+        expected[:, : once.shape[1]] = 4 * once
+        torch.testing.assert_close(totals.result(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_vector_that_does_not_fit_is_refused():
+    net = body(16, 3)
+    params, x, y = batch(net)
+    sums, _ = FastClippedSum(net)(params, x, y, ClipRequest(1.0))
+    for into in (sums.float(), sums[:, :-1], torch.cat([sums, sums]), sums[0]):
+        for clipped_sum in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net))):
+            with pytest.raises(ValueError, match="`into`"):
+                clipped_sum(params, x, y, ClipRequest(1.0, into=into))
 
 
 def test_threads_with_copies_of_a_net_compute_what_one_thread_does():
