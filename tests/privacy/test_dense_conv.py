@@ -356,7 +356,7 @@ def test_clipped_sums_are_the_references(by_loops, channels, size, pool):
     x, each = torch.randn(5, 3, 13, 10), torch.arange(5)
     by_loops.clear()
     rows, norms = FastClippedSum(net, chunk=3)(params, x, y, ClipRequest(0.1, 2, each, 5))
-    # in each of two chunks 3 forward passes, 2 gradients of inputs, and 1 or 2 of weights (none is formed on a small map)
+    # in each of two chunks 3 forward passes, 2 gradients of inputs, 1 or 2 of weights (none is formed on a small map)
     assert len(by_loops) == 2 * (6 + (size == 5))
     wide = {name: p.double() for name, p in params.items()}
     expected, true_norms = VmapClippedSum(cross_entropy_of(net))(wide, x.double(), y, ClipRequest(0.1, 2, each, 5))
