@@ -61,7 +61,7 @@ def weight_gradients(
     """Return each record's gradient of the weight, `[B, O, size, size, C]`, or None if there is no fast way."""
     if dy.dtype != x.dtype or not _by_blocks(x, weight, stride, dilation, groups):
         return None
-    if list(dy.shape[2:]) != _output_size(x, weight, stride, padding, dilation):  # of a user's forward pass
+    if list(dy.shape[2:]) != output_size(x, weight, stride, padding, dilation):  # of a user's forward pass
         return None
     return _weights_in_blocks(_weight_loops(weight.shape[2]), x, dy, weight.shape[2], padding)
 
@@ -71,7 +71,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding:
     if min(*stride, *dilation) < 1 or min(padding) < 0 or x.shape[1] != weight.shape[1]:
         return False
     matches = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
-    return matches and min(_output_size(x, weight, stride, padding, dilation)) > 0
+    return matches and min(output_size(x, weight, stride, padding, dilation)) > 0
 
 
 def _plain(x: Tensor, weight: Tensor, groups: int) -> bool:
@@ -99,7 +99,7 @@ def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:
 def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
     out, channels, size, _ = weight.shape
     x_last = x.detach().permute(0, 2, 3, 1).contiguous()
-    y = x.new_empty(len(x_last), *_output_size(x, weight, (1, 1), padding, (1, 1)), out)
+    y = x.new_empty(len(x_last), *output_size(x, weight, (1, 1), padding, (1, 1)), out)
     panels = -(-out // LANES)
     if out % LANES:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, panels * LANES - out))
@@ -116,7 +116,7 @@ def _directly(
 
     out, channels, rows, columns = weight.shape
     x_last = x.detach().permute(0, 2, 3, 1).contiguous()
-    shape = (len(x_last), *_output_size(x, weight, stride, padding, dilation), out)
+    shape = (len(x_last), *output_size(x, weight, stride, padding, dilation), out)
     y = x.new_empty(shape[0] * shape[1] * shape[2] * out + ROWS * out)
     packed = weight.detach().reshape(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
     places = _places((rows, columns, channels), (x_last.shape[2] + 2 * padding[1]) * channels, *dilation)
@@ -147,7 +147,8 @@ def _bias(x: Tensor, out: int, bias: Tensor | None) -> Tensor:
     return x.new_zeros(out) if bias is None else bias.detach().contiguous()
 
 
-def _output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
+def output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
+    """Return height and width of a convolution's output."""
     forms = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
     return [(size + 2 * pad - apart * (kernel - 1) - 1) // step + 1 for size, pad, apart, kernel, step in forms]
 
