@@ -34,9 +34,10 @@ def conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> Tensor:
     """Return `F.conv2d` of these arguments, without a graph, in the memory format of x."""
-    if _by_blocks(x, weight, stride, dilation, groups):
+    fits = x.dim() == 4 and _fits(x, weight, bias, stride, padding, dilation)
+    if fits and _by_blocks(x, weight, stride, dilation, groups):
         return _in_blocks(*_block_loops(weight.shape[2]), x, weight, bias, padding)
-    if _direct(x, weight, groups):
+    if fits and _direct(x, weight, groups):
         return _directly(_direct_loops(), x, weight, bias, stride, padding, dilation)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
@@ -59,23 +60,33 @@ def weight_gradients(
     x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> Tensor | None:
     """Return each record's gradient of the weight, `[B, O, size, size, C]`, or None if there is no fast way."""
-    if not _by_blocks(x, weight, stride, dilation, groups):
+    if dy.dtype != x.dtype or not _by_blocks(x, weight, stride, dilation, groups):
+        return None
+    if list(dy.shape[2:]) != output_size(x, weight, stride, padding, dilation):  # of a user's forward pass
         return None
     return _weights_in_blocks(_weight_loops(weight.shape[2]), x, dy, weight.shape[2], padding)
 
 
 def gains_in_blocks(layer: nn.Module) -> bool:
     """Return whether a layer's convolution is computed in blocks if its input has channels last."""
-    if not isinstance(layer, nn.Conv2d) or layer.groups > 1:
+    if not isinstance(layer, nn.Conv2d) or not _has_blocks(layer.weight, layer.stride, layer.dilation):
         return False
-    return (
-        _has_blocks(layer.weight, layer.stride, layer.dilation) and layer.weight[:, :, 0, 0].numel() >= FEWEST_PRODUCTS
-    )
+    return layer.groups == 1 and layer.in_channels * layer.out_channels >= FEWEST_PRODUCTS
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> bool:
+    """Return whether torch accepts these arguments for one group; the loops check nothing."""
+    if min(*stride, *dilation) < 1 or min(padding) < 0 or x.shape[1] != weight.shape[1]:
+        return False
+    matches = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
+    return matches and min(output_size(x, weight, stride, padding, dilation)) > 0
 
 
 def _plain(x: Tensor, weight: Tensor, groups: int) -> bool:
     """Return whether loops on one thread suit these tensors; it depends on shapes, dtype and device alone."""
     if torch.get_num_threads() > 1 or groups > 1 or x.dim() != 4 or x.device.type != "cpu":
+        return False
+    if torch.is_autocast_enabled("cpu"):  # to other numbers than float32
         return False
     return x.dtype == weight.dtype == torch.float32 and x.numel() > 0
 
@@ -100,12 +111,12 @@ def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:
 def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
     out, channels, size, _ = weight.shape
     x_last = channels_last(x)
-    y = np.empty((len(x_last), *_output_size(x, weight, (1, 1), padding, (1, 1)), out), np.float32)
+    y = np.empty((len(x_last), *output_size(x, weight, (1, 1), padding, (1, 1)), out), np.float32)
     panels = -(-out // LANES)
     if out % LANES:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, panels * LANES - out))
-    packed = weight.detach().view(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
-    arrays = x_last, (into @ packed).numpy(), _bias(out, bias), y
+    packed = weight.detach().reshape(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
+    arrays = x_last, (into @ packed).resolve_neg().numpy(), _bias(out, bias), y
     loops(*(a.reshape(-1) for a in arrays), *x_last.shape, *y.shape[1:], *padding)
     return _in_format_of(x, y)
 
@@ -117,11 +128,11 @@ def _directly(
 
     out, channels, rows, columns = weight.shape
     x_last = channels_last(x)
-    shape = (len(x_last), *_output_size(x, weight, stride, padding, dilation), out)
+    shape = (len(x_last), *output_size(x, weight, stride, padding, dilation), out)
     y = np.empty(math.prod(shape) + ROWS * out, np.float32)
-    packed = weight.detach().view(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
+    packed = weight.detach().reshape(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
     places = _places((rows, columns, channels), (x_last.shape[2] + 2 * padding[1]) * channels, *dilation)
-    arrays = x_last.reshape(-1), packed.numpy().reshape(-1), _bias(out, bias), places, y
+    arrays = x_last.reshape(-1), packed.resolve_neg().numpy().reshape(-1), _bias(out, bias), places, y
     loops(*arrays, *x_last.shape, *shape[1:], *stride, *padding)
     return _in_format_of(x, y[: -ROWS * out].reshape(shape))
 
@@ -142,14 +153,15 @@ def _weights_in_blocks(loops: Any, x: Tensor, dy: Tensor, size: int, padding: Pa
 
 def channels_last(x: Tensor) -> np.ndarray:
     """Return x `[B, C, H, W]` as an array `[B, H, W, C]`, without a copy if its memory is in that order."""
-    return x.detach().permute(0, 2, 3, 1).contiguous().numpy()
+    return x.detach().permute(0, 2, 3, 1).contiguous().resolve_neg().numpy()
 
 
 def _bias(out: int, bias: Tensor | None) -> np.ndarray:
-    return np.zeros(out, np.float32) if bias is None else bias.detach().contiguous().numpy()
+    return np.zeros(out, np.float32) if bias is None else bias.detach().contiguous().resolve_neg().numpy()
 
 
-def _output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
+def output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
+    """Return height and width of a convolution's output."""
     forms = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
     return [(size + 2 * pad - apart * (kernel - 1) - 1) // step + 1 for size, pad, apart, kernel, step in forms]
 

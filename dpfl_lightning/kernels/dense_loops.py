@@ -30,7 +30,7 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
     """
     side = len(into)
     points = side * side
-    transform_in, transform_out, product = _transform(into, False), _transform(out_of, True), _product(ROWS)
+    transform_in, transform_out = _transform(into, False), _transform(out_of, True)
 
     def convolve(x, weights, bias, y, records, height, width, channels, out_h, out_w, out, pad_h, pad_w):  # type: ignore[no-untyped-def]
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (out + LANES - 1) // LANES
@@ -54,7 +54,7 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
                     of = (point * panels + panel) * channels * LANES
                     for t in range(0, count, ROWS):
                         at, to = (t * points + point) * channels, (t * points + point) * wide + panel * LANES
-                        product(
+                        product_of_rows(
                             entered, at, points * channels, places, weights, of, LANES, channels, zeros, 0, 0,
                             left, to, points * wide
                         )  # fmt: skip
@@ -93,7 +93,7 @@ def _few_channels(
             for w in range(0, out_w, ROWS):
                 at, to = h * down * line + w * right * channels, ((record * out_h + h) * out_w + w) * out
                 for o in range(0, out, LANES):
-                    direct_product(
+                    product_of_rows(
                         padded,
                         at,
                         right * channels,
@@ -120,7 +120,7 @@ def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
     side, size = len(into), len(out_of)
     points = side * side
     transform_x, transform_dy = _transform(into, False), _transform(from_output, False)
-    transform_out, product = _transform(out_of, False), _product(QUADS)
+    transform_out = _transform(out_of, False)
 
     def weights(x, dy, dw, records, height, width, channels, out_h, out_w, out, pad_h, pad_w):  # type: ignore[no-untyped-def]
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (channels + LANES - 1) // LANES
@@ -151,7 +151,9 @@ def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
                         of = point * DEPTH * wide + panel * LANES
                         for o in range(0, out, QUADS):
                             at, to = point * DEPTH * out + o, (point * out + o) * wide + panel * LANES
-                            product(left, at, 1, places, right, of, wide, count, sums, to, wide, sums, to, wide)
+                            product_of_quads(
+                                left, at, 1, places, right, of, wide, count, sums, to, wide, sums, to, wide
+                            )
             for o in range(out):
                 to = (record * out + o) * size * size * channels
                 for c in range(0, channels, HALF):
@@ -193,6 +195,8 @@ def _transform(matrix: Matrix, biased: bool) -> Any:
 
         return types.void(source, at, row, column, target, to, to_row, to_column, bias, begin), generate
 
+    # By default a random name, which would differ in every process, so that no process finds the loops in the cache.
+    transform._set_uuid(f"{__name__} {matrix} {biased}")
     return transform
 
 
@@ -267,5 +271,5 @@ def _combined(builder: Any, factors: Sequence[float], vectors: Sequence[Any]) ->
     return total
 
 
-direct_product = _product(ROWS)
+product_of_rows, product_of_quads = _product(ROWS), _product(QUADS)
 few_channels = compiled(_few_channels)

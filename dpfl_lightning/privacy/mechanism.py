@@ -109,8 +109,8 @@ class Mechanism:
             return integers.mul_(unit).to(clipped_sum.device, dtype)
         exact = clipped_sum.double().contiguous()
         computed = dtype if dtype == torch.float32 else torch.float64
-        reused = into is not None and into.dtype == computed
-        released = into if into is not None and reused else torch.empty_like(exact, dtype=computed)
+        fits = into is not None and into.dtype == computed and into.shape == exact.shape
+        released = into if into is not None and fits else torch.empty_like(exact, dtype=computed)
         for sums, out in zip(exact.view(-1).split(PIECE), released.view(-1).split(PIECE), strict=True):
             noised_on_grid(sums, integer_noise(generator, laplace, scale, sums), step, unit, out)
         return released.to(dtype)

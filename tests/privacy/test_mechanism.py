@@ -46,6 +46,19 @@ def test_noise_has_the_stated_level_also_on_an_empty_sum(kind, generator):
     assert mechanism.event(5) == {Gaussian: GaussianEvent(1.0, 2.0, 5), Laplace: LaplaceEvent(2.0, 5)}[kind]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_vector_changes_no_bit_and_one_that_does_not_fit_is_left_alone(kind):
+    mechanism, sums = kind(1.0, 1.0, 0.1, 5.0), torch.randn(2, 70_000).double()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        new = mechanism.privatise(sums, rng(1), dtype)
+        for shape, kept_dtype in itertools.product(((2, 70_000), (2, 69_999)), (torch.float32, torch.float64)):
+            before, into = sums.clone(), torch.full(shape, float("nan"), dtype=kept_dtype)
+            released = mechanism.privatise(sums, rng(1), dtype, into)
+            assert torch.equal(released, new) and torch.equal(sums, before)
+            fits = dtype == kept_dtype and shape == (2, 70_000)
+            assert (released.data_ptr() == into.data_ptr()) == fits
+
+
 CASES = [
     (kind, clip, z, count)
     for kind, clip, z, count in itertools.product(KINDS, (1e-6, 0.3, 1.0, 20.0), (1e-4, 0.7, 5.0, 1e4), (1, 100, 10**6))

@@ -125,9 +125,9 @@ class FastClippedSum:
 
     A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
     `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if the net gains from it:
-    max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling is then one layer,
-    without a gradient behind the convolution (`stages.py`). `sparse` names convolutions whose output gradients are
-    mostly zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
+    max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling
+    is then one layer, without a gradient behind the convolution (`stages.py`). `sparse` names convolutions whose output
+    gradients are mostly zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
 
     Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
     https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.

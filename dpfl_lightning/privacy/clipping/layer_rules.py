@@ -248,8 +248,9 @@ def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
 def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
     """`dW_j[o,c,u,v] = sum_hw dy_j[o,h,w] x_j[c, s h + d u, s w + d v]` (x padded), `db_j = sum_hw dy_j`.
 
-    One of three ways: the gradient is never formed if the map is small compared with the kernel; one convolution whose
-    groups are the records; or a matmul over patches, for few input channels and on accelerators.
+    One of four ways: the gradient is never formed if the map is small compared with the kernel; compiled loops
+    (`dense_conv.py`); one convolution whose groups are the records; or a matmul over patches, for few input channels
+    and on accelerators.
     """
     assert isinstance(layer, nn.Conv2d)
     forms = {"weight": lambda: _conv2d_weight_grads(layer, inputs[0], dy), "bias": lambda: Dense(dy.sum(dim=(2, 3)))}
@@ -314,7 +315,7 @@ def conv2d_backward(
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners)
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
     if winners is not None:
-        dy = pooling.spread(dy, winners, _output_size(layer, x))
+        dy = pooling.spread(dy, winners, dense_conv.output_size(x, weight, *_form(layer)[:3]))
     dx = dense_conv.input_gradient(x, weight, dy, *_form(layer)) if need_dx else None
     return conv2d_rule(layer, params, (x,), dy), dx
 
@@ -356,13 +357,6 @@ def _form_of(*form: Any) -> nn.Conv2d:
 
 def _cropped(weight: Tensor, crop: Crop | None) -> Tensor:
     return weight if crop is None else weight[(..., *crop)].contiguous()
-
-
-def _output_size(layer: nn.Conv2d, x: Tensor) -> list[int]:
-    """Return height and width of the output of a convolution without dilation."""
-    assert not isinstance(layer.padding, str)
-    forms = zip(x.shape[2:], layer.padding, layer.kernel_size, layer.stride, strict=True)
-    return [(size + 2 * padding - kernel) // stride + 1 for size, padding, kernel, stride in forms]
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:

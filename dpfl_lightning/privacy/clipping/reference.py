@@ -68,10 +68,13 @@ class ClipRequest:
 
     def zeros(self, chosen: Params) -> Tensor:
         """Return zeros `[G, P]`, in which the gradients of the `chosen` parameters are summed."""
-        if self.into is not None:
-            return self.into.zero_()
         like, width = next(iter(chosen.values())), sum(p.numel() for p in chosen.values())
-        return like.new_zeros(self.num_groups, width, dtype=summing_dtype(like))
+        shape, dtype = (self.num_groups, width), summing_dtype(like)
+        if self.into is None:
+            return like.new_zeros(shape, dtype=dtype)
+        if self.into.shape != shape or self.into.dtype != dtype:
+            raise ValueError(f"`into` is {self.into.dtype} {tuple(self.into.shape)}, but the sums are {dtype} {shape}")
+        return self.into.zero_()
 
 
 class ClippedSum(Protocol):

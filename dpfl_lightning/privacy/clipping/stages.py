@@ -60,11 +60,11 @@ def halves(pool: nn.Module) -> bool:
     return plain and not pool.ceil_mode and getattr(pool, "divisor_override", None) is None
 
 
-def mean_pooling(x: Tensor) -> Tensor:
-    """Return `avg_pool2d(x, 2)`."""
-    if x.device.type == "cpu" and x.dim() == 4 and min(x.shape[2:]) >= 2:
-        return pooling.MeanPooling.apply(x)
-    return F.avg_pool2d(x, 2)
+def mean_pooling(input: Tensor) -> Tensor:
+    """Return `avg_pool2d(input, 2)`; the argument has the name that `nn.AvgPool2d` gives it."""
+    if input.device.type == "cpu" and input.dim() == 4 and min(input.shape[2:]) >= 2:
+        return pooling.MeanPooling.apply(input)
+    return F.avg_pool2d(input, 2)
 
 
 def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: ComputeStage, x: Tensor) -> Tensor:
