@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
 from dpfl_lightning.kernels import LANES
 
@@ -185,7 +186,7 @@ def _weight_loops(size: int) -> Any:
     outputs, weights, inputs = matrices(size)
     loops = weight_loops(inputs.tolist(), outputs.T.tolist(), weights.T.tolist())
     x, weight, dy = _example(8, size)
-    expected = torch.nn.grad.conv2d_weight(x, weight.shape, dy, padding=(1, 2))
+    expected = conv2d_weight(x, weight.shape, dy, padding=(1, 2))
     _check(_weights_in_blocks(loops, x, dy, size, (1, 2)).sum(dim=0).permute(0, 3, 1, 2), expected)
     return loops
 
