@@ -5,6 +5,7 @@ own over one record's H numbers, because LLVM makes vectors only of loops over f
 """
 
 import functools
+import math
 
 import numpy as np
 
@@ -20,7 +21,7 @@ MAGIC = f32(12582912)  # 1.5 * 2^23: adding it rounds to the nearest integer, in
 EXP = tuple(map(f32, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
 """Coefficients of `(exp(r) - 1 - r) / r^2` for `|r| <= ln(2) / 2`, from Cephes, highest power first."""
 
-TANH_END = f32(7.90531110763549805)
+TANH_END, TANH_IS_ONE = f32(7.90531110763549805), f32(8.5)
 TANH_LOW = (1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03)
 TANH_HIGH = (-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08)
 TANH_ABOVE = tuple(map(f32, TANH_HIGH + TANH_LOW))
@@ -49,12 +50,13 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
 
 @_inlined
 def _tanh(x):  # type: ignore[no-untyped-def]
-    x = _clamped(x, TANH_END)
+    given, x = x, _clamped(x, TANH_END)
     s = x * x
     a6, a5, a4, a3, a2, a1, a0 = TANH_ABOVE
     b3, b2, b1, b0 = TANH_BELOW
     above = x * ((((((a6 * s + a5) * s + a4) * s + a3) * s + a2) * s + a1) * s + a0)
-    return above / (((b3 * s + b2) * s + b1) * s + b0)
+    y = above / (((b3 * s + b2) * s + b1) * s + b0)
+    return math.copysign(ONE, given) if abs(given) > TANH_IS_ONE else y  # 1 exactly: no gradient where saturated
 
 
 @_inlined

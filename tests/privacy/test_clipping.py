@@ -436,6 +436,15 @@ def test_rules_compute_nothing_for_frozen_parameters(name):
     assert list(layer_rules.layer_norm_rule(layer, {name: getattr(layer, name)}, (x, moments, moments), y)) == [name]
 
 
+def test_layer_norm_in_low_precision_keeps_the_normalised_input():
+    """On a CPU the moments of the forward pass are rounded to bfloat16, which is too coarse for a large mean."""
+    layer, x = nn.LayerNorm(32), 10 + torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    x = x.bfloat16()
+    _, *moments = torch.native_layer_norm(x, (32,), None, None, layer.eps)
+    weight = layer_rules.layer_norm_rule(layer, {"weight": layer.weight}, (x, *moments), torch.ones_like(x))["weight"]
+    assert torch.equal(weight.grads, nn.functional.layer_norm(x, (32,)))
+
+
 def test_frozen_parameters_and_subsets_are_left_out():
     net = cnn().eval()
     net[0].requires_grad_(False)

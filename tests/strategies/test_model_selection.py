@@ -22,6 +22,7 @@ from dpfl_lightning.federated.messages.query import ChargedQuery, LowestLoss, No
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -130,11 +131,25 @@ def pooled_net():
     )
 
 
-@pytest.mark.parametrize(("net", "shape"), [(small_net, (6,)), (pooled_net, (1, 8, 8))])
+class Viewing(nn.Module):
+    """Takes a view of a feature map and of a parameter, which must not have channels last in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pool, self.last = nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Linear(36, 3)
+        self.scale = nn.Parameter(torch.ones(1, 4, 3, 3))
+
+    def forward(self, x):
+        return self.last(self.pool(self.conv(x)).view(len(x), -1) * self.scale.view(-1))
+
+
+@pytest.mark.parametrize(("net", "shape"), [(small_net, (6,)), (pooled_net, (1, 8, 8)), (Viewing, (3, 8, 8))])
 def test_scores_are_summed_over_all_records_whatever_the_model_says(net, shape):
     module, records = ClientModule(net()), 2 * FORWARD_CHUNK + 7
     x, y = torch.randn(records, *shape, generator=torch.Generator().manual_seed(0)), torch.arange(records) % 3
     x[3] = math.nan
+    x = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0].enter(x)
+    assert (x.stride(1) == 1) == (net is not Viewing)
     models = torch.stack([module.flat, 2 * module.flat])
     with torch.no_grad():
         losses = [module.sample_loss(module.unflatten(model), x, y).nan_to_num(2.0).clamp(0, 2) for model in models]

@@ -19,6 +19,7 @@ from dpfl_lightning.federated.messages.query import (
     Query,
     SelectModel,
 )
+from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
@@ -161,26 +162,21 @@ def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModu
 
 def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """The loss of each record with each of the models `[M, P]`, `[b, M]`."""
-    return torch.stack([module.sample_loss(_parameters(module, model), x, y) for model in models], dim=1)
+    return torch.stack([module.sample_loss(_parameters(module, model, x), x, y) for model in models], dim=1)
 
 
-def _parameters(module: ClientModule, model: Tensor) -> dict[str, Tensor]:
-    """The parameters of `model` `[P]`, with the weights of convolutions channels last if that suits the net.
+def _parameters(module: ClientModule, model: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """The parameters of `model` `[P]`, with the weights of convolutions in the memory format in which `x` has entered.
 
-    Under `vmap` a convolution has the memory format of its weight, not of its input, and max-pooling takes ten times as
-    long on a CPU if channels come first.
+    Under `vmap` a convolution has the memory format of its weight, not of its input. Channels last are ten times as
+    fast before max-pooling on a CPU, but not all nets support them: `ClippedSum.enter` knows.
     """
     params = module.unflatten(model)
-    if model.device.type != "cpu" or not any(isinstance(layer, nn.MaxPool2d) for layer in module.net.modules()):
+    if x.dim() != 4 or x.stride(1) != 1:
         return params
-    return {name: _channels_last(value) if value.dim() == 4 else value for name, value in params.items()}
-
-
-def _channels_last(weight: Tensor) -> Tensor:
-    if weight.shape[1] > 1:
-        return weight.contiguous(memory_format=torch.channels_last)
-    height, width = weight.shape[2:]  # a tensor with one channel needs the strides set explicitly
-    return weight.as_strided(weight.shape, (height * width, 1, width, 1))
+    layers = [name for name, layer in module.net.named_modules() if type(layer) is nn.Conv2d]
+    weights = [f"{name}.weight".lstrip(".") for name in layers]
+    return params | {name: channels_last(params[name]) for name in weights if name in params}
 
 
 def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:

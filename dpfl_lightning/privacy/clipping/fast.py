@@ -184,10 +184,7 @@ class FastClippedSum:
     def enter(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or not self.channels_last or x.dim() != 4:
             return x
-        if x.shape[1] > 1:
-            return x.contiguous(memory_format=torch.channels_last)
-        height, width = x.shape[2:]  # a tensor with one channel needs the strides set explicitly
-        return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
+        return pooling.channels_last(x)
 
     def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
         """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""

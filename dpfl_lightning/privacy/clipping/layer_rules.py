@@ -417,7 +417,10 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
     """`dgamma_j = sum_t dy_jt x^_jt`, `dbeta_j = sum_t dy_jt`, with `x^ = (x - mean) scale` the normalised input."""
     assert isinstance(layer, nn.LayerNorm)
     x, mean, scale = inputs
-    normalised = torch.addcmul(-mean * scale, x, scale)
+    if x.dtype in (torch.float16, torch.bfloat16):  # the moments are rounded to that on a CPU
+        normalised = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    else:
+        normalised = torch.addcmul(-mean * scale, x, scale)
     return _scale_and_shift(params, dy, normalised, (len(x), -1, *layer.normalized_shape), dim=1)
 
 
