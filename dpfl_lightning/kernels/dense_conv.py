@@ -110,7 +110,7 @@ def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
     out, channels, size, _ = weight.shape
-    x_last = channels_last(x)
+    x_last = nhwc(x)
     y = np.empty((len(x_last), *output_size(x, weight, (1, 1), padding, (1, 1)), out), np.float32)
     panels = -(-out // LANES)
     if out % LANES:
@@ -127,7 +127,7 @@ def _directly(
     from dpfl_lightning.kernels.dense_loops import ROWS
 
     out, channels, rows, columns = weight.shape
-    x_last = channels_last(x)
+    x_last = nhwc(x)
     shape = (len(x_last), *output_size(x, weight, stride, padding, dilation), out)
     y = np.empty(math.prod(shape) + ROWS * out, np.float32)
     packed = weight.detach().reshape(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
@@ -145,13 +145,13 @@ def _places(window: tuple[int, int, int], line: int, down: int, right: int) -> n
 
 
 def _weights_in_blocks(loops: Any, x: Tensor, dy: Tensor, size: int, padding: Pair) -> Tensor:
-    x_last, dy_last = channels_last(x), channels_last(dy)
+    x_last, dy_last = nhwc(x), nhwc(dy)
     dw = np.empty((len(x_last), dy.shape[1], size, size, x.shape[1]), np.float32)
     loops(*(a.reshape(-1) for a in (x_last, dy_last, dw)), *x_last.shape, *dy_last.shape[1:], *padding)
     return torch.from_numpy(dw)
 
 
-def channels_last(x: Tensor) -> np.ndarray:
+def nhwc(x: Tensor) -> np.ndarray:
     """Return x `[B, C, H, W]` as an array `[B, H, W, C]`, without a copy if its memory is in that order."""
     return x.detach().permute(0, 2, 3, 1).contiguous().resolve_neg().numpy()
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES
-from dpfl_lightning.kernels.dense_conv import channels_last
+from dpfl_lightning.kernels.dense_conv import nhwc
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_loops(loops: Callable[..., None], y: Tensor) -> tuple[Tensor, Tensor]:
-    y_last = channels_last(y)
+    y_last = nhwc(y)
     records, height, width, channels = y_last.shape
     shape = (records, height // 2, width // 2, channels)
     numbers = math.prod(shape)

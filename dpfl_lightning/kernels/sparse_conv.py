@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.kernels import LANES
-from dpfl_lightning.kernels.dense_conv import channels_last
+from dpfl_lightning.kernels.dense_conv import nhwc
 
 MOSTLY_ZEROS = 0.4  # largest share of non-zero numbers for which this beats a dense convolution
 SMALLEST_WINDOW = 16  # numbers in a window; smaller ones do not use vector registers well
@@ -62,7 +62,7 @@ def _backward(
     winners: Tensor | None = None,
 ) -> Gradients:
     out, channels, rows, columns = weight.shape
-    x_last, dy_last, w_last = channels_last(x), channels_last(dy), channels_last(weight)
+    x_last, dy_last, w_last = nhwc(x), nhwc(dy), nhwc(weight)
     places = np.empty(0, np.uint8) if winners is None else winners.numpy()
     dw, db = np.empty((len(x_last), out, rows, columns, channels), np.float32), np.empty((len(x_last), out), np.float32)
     dx = np.empty(x_last.shape if need_dx else 0, np.float32)

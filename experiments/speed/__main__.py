@@ -120,8 +120,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--cases", default=",".join(_NAMES), metavar="NAME,...", help=f"of {', '.join(_NAMES)} (all)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds of each contestant (5)")
-    parser.add_argument("--scale", type=float, default=1.0, help="this share of the clients, for a quick look (1)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds of each contestant (5; not of scaling)")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="this share of the clients of rounds, for a quick look (1)"
+    )
     parser.add_argument("--workers", type=int, help="clients our engine trains at the same time (its own choice)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (cpu)")
     parser.add_argument("--peers", action="store_true", help="Flower and pfl-research on the common round, too")

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
@@ -27,7 +26,7 @@ from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import Totals
-from dpfl_lightning.privacy.clipping.reference import ClippedSum
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 from experiments.speed.baselines import build_net, random_records
@@ -50,9 +49,10 @@ class PrivateStep:
     """Steps of one client on a fixed batch x `[B, *X]`, y `[B]`."""
 
     def __init__(self, net: nn.Module, x: Tensor, y: Tensor, engine: FastEngine) -> None:
-        self.x, self.y, self.engine, self._seconds = x, y, engine, Counter[str]()
+        self.x, self.y, self.engine = x, y, engine
+        self._seconds: dict[str, float] = {}
         module = ClientModule(net)
-        module.sample_loss = self._timed("forward", module.sample_loss)
+        setattr(module, "sample_loss", self._timed("forward", module.sample_loss))  # noqa: B010
         population = Population.from_datasets([(x, y)], held_out=0.0, num_classes=NUM_CLASSES)
         engine.setup(module, population, Streams(), "poisson")
         torch.set_num_threads(1)  # the engine chose for the whole process
@@ -72,12 +72,13 @@ class PrivateStep:
             yield
             step = time.process_time() - begun
             forward, gradients, sums, clipped = (
-                self._seconds[part] for part in ("forward", "gradients", "sums", "clipped sum")
+                self._seconds.get(part, 0.0) for part in ("forward", "gradients", "sums", "clipped sum")
             )
             parts = forward, gradients - forward, clipped - gradients - sums, sums, step - clipped
             found.append(dict(zip(STEP_PARTS, parts, strict=True), step=step))
 
-        of_sums = [("sums", Totals, name) for name in ("__init__", "add", "result")]
+        places = [(Totals, "__init__"), (Totals, "add"), (Totals, "result"), (ClipRequest, "zeros")]
+        of_sums: list[tuple[str, type, str]] = [("sums", *place) for place in places]
         self._train(steps, clocked, [("gradients", FastClippedSum, "_gradients"), *of_sums], time.process_time)
         return found
 
@@ -91,7 +92,7 @@ class PrivateStep:
                 self._seconds.clear()
                 begun = time.perf_counter()
                 yield
-                seconds.append(time.perf_counter() - begun - self._seconds["loops"])
+                seconds.append(time.perf_counter() - begun - self._seconds.get("loops", 0.0))
 
         loops = [("loops", CPUDispatcher, "__call__"), ("loops", RandomGenerator, "words")]
         self._train(1, watched, loops, time.perf_counter)
@@ -120,7 +121,7 @@ class PrivateStep:
             try:
                 return function(*args, **kwargs)
             finally:
-                self._seconds[part] += clock() - begun
+                self._seconds[part] = self._seconds.get(part, 0.0) + clock() - begun
 
         return call
 

@@ -41,7 +41,7 @@ def _measured(records: int, rounds: int, folder: str) -> float:
     """Seconds of the fastest round of the run, of which this process is a rank."""
     torch.set_num_threads(1)
     case, clock = dataclasses.replace(CASES["common"], records=records), Clock(time.perf_counter)
-    options = {"rounds": rounds, "callbacks": [clock], "output_dir": folder, "evaluate_every": rounds}
+    options: dict[str, Any] = {"rounds": rounds, "callbacks": [clock], "output_dir": folder, "evaluate_every": rounds}
     our_loop(case, build_net(case), random_records(case), torch.device("cpu"), FastEngine(1), **options)[0].run()
     return min(seconds_of_rounds(clock)) if launched().rank == 0 else 0.0
 

@@ -174,11 +174,11 @@ def _parts(found: Mapping[str, Any]) -> str:
         shares = (f"{row['mflop'] / row[step] * 1000 / peak:.0%}" for step in ("step", "plain"))
         times = (f"{row[part]:,.0f}" for part in (*STEP_PARTS, "step", "python", "plain"))
         rows.append([row["model"], str(row["batch"]), *times, f"{row['mflop']:,.1f}", *shares])
-    headings = ["net", "batch", *STEP_PARTS, "**step**", "of it Python", "plain SGD"]
+    headings = ["net", "batch", *STEP_PARTS, "**step**", "Python at most", "plain SGD"]
     return (
-        markdown([*headings, "MFLOP", "of the peak", "plain SGD"], rows)
+        markdown([*headings, "MFLOP", "of the peak", "plain SGD of it"], rows)
         + "\n\nMicroseconds of CPU time a record, on one thread: the fastest step of the engine `fast` in "
-        f"{found['repeats']} turns of three, beside plain SGD steps. Backward holds the gradients of single records, "
+        f"{found['repeats']} x 3 steps, beside plain SGD steps. Backward holds the gradients of single records, "
         "which a convolution computes in its backward pass, and the hooks; norms hold the clip factors; update holds "
         "the engine's loop. Python is wall clock outside of torch's operators, our compiled loops and the cipher, so "
         "also torch's autograd engine (least of as many steps under torch's profiler, whose own time it holds). MFLOP "

@@ -60,5 +60,5 @@ def _fastest(net: nn.Module, batch: int, engine: FastEngine, repeats: int) -> di
     """Seconds of the parts of the fastest step after a warm-up, and of the fastest `plain` step, in turns."""
     ((x, y),) = random_records(dataclasses.replace(COMMON, clients=1, records=batch))
     ours, plain = PrivateStep(net, x, y, engine), plain_step(net, x, y)
-    turns = [(*ours.run(), plain()) for _ in range(repeats + 1)][1:]
+    turns = [(ours.run()[0], plain()) for _ in range(repeats + 1)][1:]
     return {**min((step for step, _ in turns), key=itemgetter("step")), "plain": min(plain for _, plain in turns)}
