@@ -117,7 +117,7 @@ def floating_point_noise(patch: MonkeyPatch) -> None:
 
     alone = Mechanism.privatise
 
-    def privatise(self, clipped, generator, dtype=torch.float32):
+    def privatise(self, clipped, generator, dtype=torch.float32, into=None):
         return (alone if self.noise_multiplier == 0 else noisy)(self, clipped, generator, dtype)
 
     def privatise_rows(self, clipped):
