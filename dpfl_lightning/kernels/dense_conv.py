@@ -47,10 +47,9 @@ def input_gradient(
 ) -> Tensor:
     """Return the gradient of x from that of the output, `dy` `[B, O, H', W']`."""
     if _by_blocks(dy, weight.transpose(0, 1), stride, dilation, groups) and max(padding) < weight.shape[2]:
-        loops = _block_loops(weight.shape[2])
-        return _in_blocks(
-            *loops, dy, weight.flip(2, 3).transpose(0, 1), None, [weight.shape[2] - 1 - n for n in padding]
-        )
+        size = weight.shape[2]
+        flipped, padding = weight.flip(2, 3).transpose(0, 1), [size - 1 - n for n in padding]
+        return _in_blocks(*_block_loops(size), dy, flipped, None, padding)
     form = (stride, padding, dilation, False, [0, 0], groups)  # not transposed
     wanted = [True, False, False]  # gradients of input, weight and bias
     return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
@@ -108,7 +107,9 @@ def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:
     return weight.shape[1] <= FEW_CHANNELS and weight.shape[0] % LANES == 0 and _plain(x, weight, groups)
 
 
-def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
+def _in_blocks(
+    loops: Any, weight_transform: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair
+) -> Tensor:
     out, channels, size, _ = weight.shape
     x_last = nhwc(x)
     y = np.empty((len(x_last), *output_size(x, weight, (1, 1), padding, (1, 1)), out), np.float32)
@@ -116,7 +117,7 @@ def _in_blocks(loops: Any, into: Tensor, x: Tensor, weight: Tensor, bias: Tensor
     if out % LANES:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, panels * LANES - out))
     packed = weight.detach().reshape(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
-    arrays = x_last, (into @ packed).resolve_neg().numpy(), _bias(out, bias), y
+    arrays = x_last, (weight_transform @ packed).resolve_neg().numpy(), _bias(out, bias), y
     loops(*(a.reshape(-1) for a in arrays), *x_last.shape, *y.shape[1:], *padding)
     return _in_format_of(x, y)
 
@@ -198,12 +199,12 @@ def _block_loops(size: int) -> tuple[Any, Tensor]:
     from dpfl_lightning.kernels.dense_loops import forward_loops  # importing numba takes half a second
 
     outputs, weights, inputs = matrices(size)
-    into = torch.from_numpy(np.kron(weights, weights)).float()
+    weight_transform = torch.from_numpy(np.kron(weights, weights)).float()
     loops = forward_loops(inputs.tolist(), outputs.tolist())
     x, weight, _ = _example(8, size)
     bias = weight[:, 0, 0, 0]
-    _check(_in_blocks(loops, into, x, weight, bias, (1, 2)), F.conv2d(x, weight, bias, padding=(1, 2)))
-    return loops, into
+    _check(_in_blocks(loops, weight_transform, x, weight, bias, (1, 2)), F.conv2d(x, weight, bias, padding=(1, 2)))
+    return loops, weight_transform
 
 
 @functools.cache

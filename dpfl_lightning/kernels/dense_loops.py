@@ -21,22 +21,22 @@ DEPTH = 49  # tiles at a time for weight gradients; odd, so that the points do n
 Matrix = Sequence[Sequence[float]]
 
 
-def forward_loops(into: Matrix, out_of: Matrix) -> Any:
+def forward_loops(input_transform: Matrix, output_transform: Matrix) -> Any:
     """Return the loops of a convolution by the algorithm of these matrices, `[n, n]` and `[TILE, n]`.
 
     They take flat arrays: x `[B, H, W, C]`, the transformed weights `[n * n, panels, C, LANES]` (of O numbers, filled
     up with zeros), a bias of O numbers, and y `[B, H', W', O]`, which they fill; then the sizes B, H, W, C, H', W', O
     and the padding. C and O are multiples of `HALF`.
     """
-    side = len(into)
+    side = len(input_transform)
     points = side * side
-    transform_in, transform_out = _transform(into, False), _transform(out_of, True)
+    transform_in, transform_out = _transform(input_transform, False), _transform(output_transform, True)
 
     def convolve(x, weights, bias, y, records, height, width, channels, out_h, out_w, out, pad_h, pad_w):  # type: ignore[no-untyped-def]
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (out + LANES - 1) // LANES
         line, tiles, wide = (TILE * across + side - TILE) * channels, down * across, panels * LANES
         padded = np.zeros((TILE * down + side - TILE) * line, np.float32)
-        entered, left = np.empty(BLOCK * points * channels, np.float32), np.empty(BLOCK * points * wide, np.float32)
+        entered, products = np.empty(BLOCK * points * channels, np.float32), np.empty(BLOCK * points * wide, np.float32)
         edge, zeros, places = np.zeros(TILE * TILE * out, np.float32), np.zeros(LANES, np.float32), np.arange(channels)
         for first in range(0, records * tiles, BLOCK):
             count = min(BLOCK, records * tiles - first)
@@ -56,7 +56,7 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
                         at, to = (t * points + point) * channels, (t * points + point) * wide + panel * LANES
                         product_of_rows(
                             entered, at, points * channels, places, weights, of, LANES, channels, zeros, 0, 0,
-                            left, to, points * wide
+                            products, to, points * wide
                         )  # fmt: skip
             for t in range(count):
                 record, place = (first + t) // tiles, (first + t) % tiles
@@ -64,10 +64,10 @@ def forward_loops(into: Matrix, out_of: Matrix) -> Any:
                 to = ((record * out_h + h) * out_w + w) * out
                 if h + TILE <= out_h and w + TILE <= out_w:
                     for o in range(0, out, HALF):
-                        transform_out(left, of + o, side * wide, wide, y, to + o, out_w * out, out, bias, o)
+                        transform_out(products, of + o, side * wide, wide, y, to + o, out_w * out, out, bias, o)
                 else:
                     for o in range(0, out, HALF):
-                        transform_out(left, of + o, side * wide, wide, edge, o, TILE * out, out, bias, o)
+                        transform_out(products, of + o, side * wide, wide, edge, o, TILE * out, out, bias, o)
                     rows, numbers = min(TILE, out_h - h), min(TILE, out_w - w) * out
                     copy_rows(edge, 0, TILE * out, y, to, out_w * out, rows, numbers)
 
@@ -94,33 +94,21 @@ def _few_channels(
                 at, to = h * down * line + w * right * channels, ((record * out_h + h) * out_w + w) * out
                 for o in range(0, out, LANES):
                     product_of_rows(
-                        padded,
-                        at,
-                        right * channels,
-                        places,
-                        weights,
-                        o * depth,
-                        LANES,
-                        depth,
-                        bias,
-                        o,
-                        0,
-                        y,
-                        to + o,
-                        out,
-                    )
+                        padded, at, right * channels, places, weights, o * depth, LANES, depth, bias, o, 0,
+                        y, to + o, out
+                    )  # fmt: skip
 
 
-def weight_loops(into: Matrix, from_output: Matrix, out_of: Matrix) -> Any:
+def weight_loops(input_transform: Matrix, dy_transform: Matrix, dw_transform: Matrix) -> Any:
     """Return the loops of each record's weight gradient by these matrices, `[n, n]`, `[n, TILE]` and `[size, n]`.
 
     They take flat arrays: x `[B, H, W, C]`, dy `[B, H', W', O]` and dw `[B, O, size, size, C]`, which they fill; then
     the sizes B, H, W, C, H', W', O and the padding. C and O are multiples of `HALF`.
     """
-    side, size = len(into), len(out_of)
+    side, size = len(input_transform), len(dw_transform)
     points = side * side
-    transform_x, transform_dy = _transform(into, False), _transform(from_output, False)
-    transform_out = _transform(out_of, False)
+    transform_x, transform_dy = _transform(input_transform, False), _transform(dy_transform, False)
+    transform_out = _transform(dw_transform, False)
 
     def weights(x, dy, dw, records, height, width, channels, out_h, out_w, out, pad_h, pad_w):  # type: ignore[no-untyped-def]
         down, across, panels = (out_h + TILE - 1) // TILE, (out_w + TILE - 1) // TILE, (channels + LANES - 1) // LANES

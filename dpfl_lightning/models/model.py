@@ -37,9 +37,7 @@ class Model(nn.Module):
         check_net(net)
         self.net = net
         self.personal = self.personal or tuple(getattr(net, "personal", ()))
-        tensors = [t for name in ("parameters", "buffers") for t in getattr(net, name)()]
-        names = [n for kind in (net.named_parameters, net.named_buffers) for n, _ in kind(remove_duplicate=False)]
-        self._shares = len(names) > len(tensors)  # finding shared tensors anew takes half of a call
+        self._shares = _shares_tensors(net)  # known once, because finding it out takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
@@ -85,3 +83,9 @@ class Model(nn.Module):
         """Return `flat` `[P]` as named views that share its memory."""
         parts = flat.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+
+def _shares_tensors(net: nn.Module) -> bool:
+    """Return whether a parameter or buffer has several names."""
+    kinds = (net.named_parameters, net.named_buffers)
+    return any(len(list(named(remove_duplicate=False))) > len(list(named())) for named in kinds)

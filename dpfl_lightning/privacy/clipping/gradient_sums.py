@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.kernels.float64_sums import Products
-from dpfl_lightning.privacy.clipping.layer_rules import ByName, Grads
+from dpfl_lightning.privacy.clipping.layer_rules import ByName, Grads, arranged
 from dpfl_lightning.privacy.clipping.reference import Params
+
+Form = tuple[tuple[int, ...], tuple[int, ...]]  # shape and order of `Grads`
 
 
 class ChunkGradients:
@@ -44,8 +46,8 @@ class Totals:
     def __init__(self, params: Params, zeros: Tensor) -> None:
         self._sums = zeros  # [G, P]
         self._parts = dict(zip(params, zeros.split([p.numel() for p in params.values()], dim=1), strict=True))
-        self._in_place: ByName = {}  # gradients in whose order a part is summed
-        self._elsewhere: dict[tuple[str, tuple[int, ...]], tuple[Grads, Tensor]] = {}  # (parameter, order) -> ...
+        self._in_place: dict[str, Form] = {}  # the shape and order in which a part is summed
+        self._elsewhere: dict[tuple[str, Form], Tensor] = {}  # sums in other orders
 
     def add(self, chunk: ChunkGradients, factors: Tensor, group: Tensor | None) -> None:
         """Add a chunk's gradients with their factors `[B]` to their groups `[B]`."""
@@ -61,22 +63,22 @@ class Totals:
 
     def _place(self, name: str, grads: Grads, strided: bool) -> Tensor:
         """Return the tensor `[G, n]` that accumulates a parameter's sum; its rows may be apart if it is `strided`."""
-        part, key = self._parts[name], (name, grads.order)
+        part, form = self._parts[name], (grads.shape, grads.order)
         usable = part.is_contiguous() or (strided and not grads.order)
-        if usable and self._in_place.setdefault(name, grads).order == grads.order:
+        if usable and self._in_place.setdefault(name, form)[1] == grads.order:
             return part
-        if key not in self._elsewhere:
-            self._elsewhere[key] = grads, torch.zeros_like(part, memory_format=torch.contiguous_format)
-        return self._elsewhere[key][1]
+        if (name, form) not in self._elsewhere:
+            self._elsewhere[name, form] = torch.zeros_like(part, memory_format=torch.contiguous_format)
+        return self._elsewhere[name, form]
 
     def result(self) -> Tensor:
         """Return `[G, P]` in the order of the parameters; zeros for those without gradients."""
-        for name, grads in self._in_place.items():
-            if grads.order:
+        for name, (shape, order) in self._in_place.items():
+            if order:
                 part = self._parts[name]
-                part.copy_(grads.arranged(part).clone(memory_format=torch.contiguous_format).view(part.shape))
-        for (name, _), (grads, total) in self._elsewhere.items():
-            ordered_total = grads.arranged(total)
+                part.copy_(arranged(part, shape, order).clone(memory_format=torch.contiguous_format).view(part.shape))
+        for (name, form), total in self._elsewhere.items():
+            ordered_total = arranged(total, *form)
             self._parts[name].unflatten(1, ordered_total.shape[1:]).add_(ordered_total)
         return self._sums
 

@@ -67,12 +67,13 @@ class Grads(ABC):
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
         """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); a factor of 0 adds nothing.
 
-        `totals` `[G, n]` is float64, contiguous, reordered later by `arranged`; `factors` `[B]` float64, `group` `[B]`.
+        `totals` `[G, n]` is float64, contiguous, reordered later (`arranged`); `factors` `[B]` float64, `group` `[B]`.
         """
 
-    def arranged(self, totals: Tensor) -> Tensor:
-        """Return a view of `totals` `[G, n]` in the order of the parameter, `[G, ...]`."""
-        return totals.view(-1, *self.shape).permute(self.order) if self.order else totals
+
+def arranged(totals: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """Return a view of `totals` `[G, n]` in the order of the parameter, `[G, ...]` (`shape`, `order` of `Grads`)."""
+    return totals.view(-1, *shape).permute(order) if order else totals
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +183,7 @@ class Cropped(Grads):
         part = totals.view(-1, *self.size)[(..., *self.crop)]
         sums = totals.new_zeros(len(totals), part[0].numel())
         self.inside.add(sums, factors, group)
-        part += self.inside.arranged(sums).reshape(part.shape)
+        part += arranged(sums, self.inside.shape, self.inside.order).reshape(part.shape)
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,8 @@ class FastEngine(SerialEngine):
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
         if self._sums is None:
-            self._sums, self._step = (
-                torch.empty_like(theta[None], dtype=summing_dtype(theta)),
-                torch.empty_like(theta[None]),
-            )
+            self._sums = torch.empty_like(theta[None], dtype=summing_dtype(theta))
+            self._step = torch.empty_like(theta[None])
         request = ClipRequest(task.mechanism.clip_norm, task.mechanism.clip_order, into=self._sums)
         for x, y in batches:
             clipped = task.sum_of(params, x, y, request)
