@@ -86,6 +86,7 @@ class Model(nn.Module):
 
 
 def _shares_tensors(net: nn.Module) -> bool:
-    """Return whether a parameter or buffer has several names."""
+    """Return whether a tensor has several names, as parameter or buffer."""
     kinds = (net.named_parameters, net.named_buffers)
-    return any(len(list(named(remove_duplicate=False))) > len(list(named())) for named in kinds)
+    tensors = [tensor for named in kinds for _, tensor in named(remove_duplicate=False)]
+    return len(set(tensors)) < len(tensors)

@@ -8,6 +8,7 @@ from torch import nn
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.models import MODELS, PersonalInput, build, check_net
+from dpfl_lightning.models.model import Model
 
 COUNTS = [
     ("cnn_small", (1, 28, 28), 10, {}, 28_938),
@@ -166,3 +167,14 @@ def test_nets_that_can_be_private_pass():
     frozen = nn.Linear(2, 2).requires_grad_(False)
     norms = [nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.LayerNorm(2)]
     check_net(nn.Sequential(frozen, *norms, nn.Dropout(), nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_the_loss_reads_a_tensor_of_several_names_from_the_given_parameters(kind):
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
+    weight = net[0].weight
+    del net[2].weight
+    net[2].register_parameter("weight", weight) if kind == "parameter" else net[2].register_buffer("weight", weight)
+    given, x, y = torch.randn(3, 3), torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    expected = nn.functional.cross_entropy((x @ given.mT).tanh() @ given.mT, y, reduction="none")
+    torch.testing.assert_close(Model(net).sample_loss({"0.weight": given}, x, y), expected)
