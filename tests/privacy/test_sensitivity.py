@@ -11,7 +11,7 @@ from torch.func import functional_call
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for
-from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer, Unsupported
+from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer, Unsupported, arranged
 from dpfl_lightning.privacy.clipping.reference import (
     CANCELLING,
     SUM_ROUNDING,
@@ -338,7 +338,7 @@ def in_full(grads):
     """The nine gradients in full."""
     totals = torch.zeros(9, 24 if isinstance(grads, Lookup) else 360, dtype=torch.float64)
     grads.add(totals, torch.ones(9, dtype=torch.float64), torch.arange(9))
-    return grads.arranged(totals).flatten(1)
+    return arranged(totals, grads.shape, grads.order).flatten(1)
 
 
 @pytest.mark.parametrize("order", [1, 2])

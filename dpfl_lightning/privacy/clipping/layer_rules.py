@@ -339,7 +339,8 @@ def _without_padding(layer: nn.Conv2d, height: int, width: int) -> tuple[nn.Conv
         return layer, None
     sizes = tuple(size - 2 * cut for size, cut in zip(layer.kernel_size, cuts, strict=True))
     padding = tuple(pad - cut * apart for pad, cut, apart in zip(layer.padding, cuts, layer.dilation, strict=True))
-    form = _form_of(layer.in_channels, layer.out_channels, sizes, layer.stride, padding, layer.dilation, layer.groups)
+    stride, dilation = tuple(layer.stride), tuple(layer.dilation)
+    form = _form_of(layer.in_channels, layer.out_channels, sizes, stride, padding, dilation, layer.groups)
     rows, columns = (slice(cut, cut + size) for cut, size in zip(cuts, sizes, strict=True))
     return form, (rows, columns)
 
