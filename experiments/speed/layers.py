@@ -11,9 +11,9 @@ from torch.func import functional_call
 
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.runtime.threads import one_thread_an_operator
 from experiments.speed.cases import CLIP_NORM
 from experiments.speed.matching import Step, in_turns
-from experiments.speed.parts import one_thread
 
 BATCHES = (16, 64)
 WORDS, STEPS, WIDTH = 1000, 32, 128  # of sequences
@@ -72,7 +72,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[
 def layer_times(repeats: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     """For every layer and batch, as `in_turns` beside Opacus, on one thread: `{layer: {batch: times}}`."""
     keep_freed_memory()
-    with one_thread():
+    with one_thread_an_operator():
         return {name: {str(batch): _times(name, batch, repeats, device, say) for batch in BATCHES} for name in LAYERS}
 
 

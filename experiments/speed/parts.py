@@ -29,6 +29,7 @@ from dpfl_lightning.privacy.clipping.gradient_sums import Totals
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
+from dpfl_lightning.runtime.threads import one_thread_an_operator
 from experiments.speed.baselines import build_net, random_records
 from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES, STEP_PARTS
 
@@ -145,7 +146,7 @@ def part_times(repeats: int, say: Callable[[str], None], nets: Sequence[str] = N
 
     `gemm` and `convolution` are the most float32 GFLOP/s of the core in the same turns.
     """
-    with one_thread():
+    with one_thread_an_operator():
         found: dict[str, Any] = {"gemm": 0.0, "convolution": 0.0, "repeats": repeats, "of": {}}
         for name in nets:
             case = dataclasses.replace(CASES[name], clients=1, records=CASES[name].batch_size)
@@ -164,16 +165,6 @@ def part_times(repeats: int, say: Callable[[str], None], nets: Sequence[str] = N
             found["of"][name] = {"model": case.model, "batch": len(x), "mflop": round(mflop, 3), **micros}
             say(f"parts: {name}, {micros['step']:,.0f} us a record, plain {micros['plain']:,.0f} us")
         return found
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def step_flops(net: nn.Module, x: Tensor, y: Tensor) -> float:

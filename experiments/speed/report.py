@@ -181,7 +181,7 @@ def _parts(found: Mapping[str, Any]) -> str:
         f"{found['repeats']} x 3 steps, beside plain SGD steps. Backward holds the gradients of single records, "
         "which a convolution computes in its backward pass, and the hooks; norms hold the clip factors; update holds "
         "the engine's loop. Python is wall clock outside of torch's operators, our compiled loops and the cipher, so "
-        "also torch's autograd engine (least of as many steps under torch's profiler, whose own time it holds). MFLOP "
+        "also torch's autograd engine (least of as many steps under torch's profiler, with the profiler's time). MFLOP "
         "a record are the fewest: forward pass, input gradients and weight gradients, without those that 2 x 2 "
         "max-pooling zeroes. The peak is this core's most float32 GFLOP/s in the same turns: "
         f"{found['gemm']:.0f} in a product, {found['convolution']:.0f} in a convolution."

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.runtime.threads import one_thread_an_operator
 from experiments.speed.baselines import build_net, random_records
 from experiments.speed.cases import CASES, NUM_CLASSES
-from experiments.speed.parts import PrivateStep, Unchecked, one_thread, plain_step
+from experiments.speed.parts import PrivateStep, Unchecked, plain_step
 
 PARAMETERS = (10**4, 10**5, 10**6, 10**7, 10**8)
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
@@ -23,7 +24,7 @@ def parameter_times(
 ) -> dict[str, Any]:
     """Milliseconds of the fastest private step of an MLP, of its noise and update, and of the plain step."""
     found = {}
-    with one_thread():
+    with one_thread_an_operator():
         for wanted in parameters:
             net = mlp(wanted)
             exact = sum(parameter.numel() for parameter in net.parameters())
@@ -38,7 +39,7 @@ def parameter_times(
 def batch_times(say: Callable[[str], None], batches: Sequence[int] = BATCHES, repeats: int = 6) -> dict[str, Any]:
     """Records a second of the fastest step of the common net with batches of these sizes, private and plain."""
     found = {}
-    with one_thread():
+    with one_thread_an_operator():
         for batch in batches:
             best = _fastest(build_net(COMMON), batch, FastEngine(1), repeats)
             step, plain = (round(batch / best[part]) for part in ("step", "plain"))
