@@ -40,6 +40,7 @@ class Population:
         public: rows of records that were declared public and belong to no client, or None.
         caveats: sentences about the data for every guarantee of the run.
         groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
+        names: [N] different names of the clients for reports, or empty.
     """
 
     x: Tensor
@@ -51,6 +52,7 @@ class Population:
     public: Tensor | None = None
     caveats: tuple[str, ...] = ()
     groups: tuple[int, ...] | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def num_clients(self) -> int:

@@ -47,7 +47,11 @@ class Model(nn.Module):
 
         Every engine differentiates it: the reference by `vmap` over batches of one, the fast engine by chunks.
         """
-        return self.loss(functional_call(self.net, dict(params), (x,), tie_weights=self._shares), y)
+        return self.loss(self.output(params, x), y)
+
+    def output(self, params: Params, x: Tensor) -> Tensor:
+        """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
+        return functional_call(self.net, dict(params), (x,), tie_weights=self._shares)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return one loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""

@@ -40,7 +40,8 @@ T = TypeVar("T")
 def facts_of(population: Population, **extra: Any) -> Facts:
     """What the server may know about a population; `extra` are further fields of `Facts`."""
     truth = None if population.groups is None else {"groups": population.groups}
-    return Facts(population.num_records, population.num_classes, population.input_shape, truth=truth, **extra)
+    shape = population.num_records, population.num_classes, population.input_shape
+    return Facts(*shape, truth=truth, names=population.names, **extra)
 
 
 class LocalClients:

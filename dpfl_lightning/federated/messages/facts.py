@@ -16,6 +16,7 @@ class Facts:
         reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.
+        names: of the clients, for reports; empty if they have only numbers.
     """
 
     num_records: tuple[int, ...]
@@ -24,6 +25,11 @@ class Facts:
     batch_size: tuple[int, ...] = ()
     reported_epsilon: tuple[float, ...] = ()
     truth: Mapping[str, object] | None = None
+    names: tuple[str, ...] = ()
+
+    def name_of(self, client: int) -> str:
+        """Return the name of a client for reports; its number if it has none."""
+        return self.names[client] if self.names else str(client)
 
     @property
     def num_clients(self) -> int:

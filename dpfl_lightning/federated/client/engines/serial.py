@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client import answers
@@ -74,7 +73,7 @@ class SerialEngine:
         with evaluating(self.module.net):
             for chunk in rows.split(forward_chunk(model.device)):
                 x = self.clipped_sum.enter(self.population.x[chunk])
-                parts.append(functional_call(self.module.net, params, (x,)))
+                parts.append(self.module.output(params, x))
         return torch.cat(parts)
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
