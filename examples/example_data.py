@@ -45,7 +45,7 @@ def hospital_csv(path: Path) -> Path:
 
 
 def library_texts(sizes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return tokens [n, LENGTH] and labels [n] of each client of `sizes`: is a sentence from numpy, torch or sklearn?"""
+    """Return tokens [n, LENGTH] and labels [n] of each client: is a sentence from numpy, torch or sklearn?"""
     texts = [
         [text for folder in folders for text in _sentences(library, folder)] for library, folders in LIBRARIES.items()
     ]

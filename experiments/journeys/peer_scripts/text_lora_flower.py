@@ -7,7 +7,8 @@ from pathlib import Path
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0")  # read when flwr and ray are imported
 
 import torch
-from example_data import LENGTH, VOCABULARY, library_texts, public_texts
+from example_data import library_texts
+from example_transformer import Transformer, pretrained
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
@@ -42,43 +43,12 @@ class LoRA(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
-class Transformer(nn.Module):
-    """One transformer layer over words [B, LENGTH] (0: none), whose mean is classified, [B, classes]."""
-
-    def __init__(self, classes, width=64):
-        super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Parameter(0.02 * torch.randn(LENGTH, width))
-        nn.init.normal_(self.words.weight, std=0.05)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.expand, self.shrink = nn.Linear(width, 128), nn.Linear(128, width)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, tokens):
-        used = (tokens > 0).unsqueeze(-1)
-        x = self.words(tokens) + self.places
-        x = x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), used.transpose(1, 2))
-        x = x + self.shrink(F.relu(self.expand(self.norm(x))))
-        return self.head((x * used).sum(1) / used.sum(1))
-
-
 def with_adapters(net):
-    """The net, frozen but for new adapters and a new head."""
+    """Freeze the net, and add adapters and a new head, which are trained."""
     net.requires_grad_(False)
     net.query, net.value, net.expand = LoRA(net.query), LoRA(net.value), LoRA(net.expand)
     net.head = nn.Linear(net.head.in_features, 3)
     return net
-
-
-def pretrained():
-    """A transformer trained on public sentences, with adapters."""
-    x, y, classes = public_texts()
-    net = Transformer(classes)
-    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    for rows in (rows for _ in range(3) for rows in torch.randperm(len(y)).split(64)):
-        optimizer.zero_grad()
-        F.cross_entropy(net(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return with_adapters(net)
 
 
 def trainable(net):
@@ -109,7 +79,7 @@ def train(message: Message, context: Context) -> Message:
         )
         context.state["privacy"] = ConfigRecord({"noise_multiplier": noise_multiplier, "steps": 0})
     spent = context.state["privacy"]
-    net = with_adapters(Transformer(3))
+    net = with_adapters(Transformer())
     net.load_state_dict(torch.load(NET))
     net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
     private, optimizer, loader = PrivacyEngine().make_private(
@@ -146,7 +116,7 @@ class FedAvgWithEpsilons(FedAvg):
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    net = with_adapters(Transformer(3))
+    net = with_adapters(Transformer())
     net.load_state_dict(torch.load(NET))
     test_x, test_y = torch.load(TEXTS)["test"]
 
@@ -168,6 +138,6 @@ def main(grid: Grid, context: Context) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.save(library_texts(SIZES), TEXTS)
-    torch.save(pretrained().state_dict(), NET)
+    torch.save(with_adapters(pretrained()).state_dict(), NET)
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
     run_simulation(server_app, client_app, num_supernodes=len(EPSILONS), backend_config=backend)

@@ -4,7 +4,8 @@ import copy
 import warnings
 
 import torch
-from example_data import LENGTH, VOCABULARY, library_texts, public_texts
+from example_data import library_texts
+from example_transformer import pretrained
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
@@ -31,43 +32,12 @@ class LoRA(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
-class Transformer(nn.Module):
-    """One transformer layer over words [B, LENGTH] (0: none), whose mean is classified, [B, classes]."""
-
-    def __init__(self, classes, width=64):
-        super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Parameter(0.02 * torch.randn(LENGTH, width))
-        nn.init.normal_(self.words.weight, std=0.05)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.expand, self.shrink = nn.Linear(width, 128), nn.Linear(128, width)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, tokens):
-        used = (tokens > 0).unsqueeze(-1)
-        x = self.words(tokens) + self.places
-        x = x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), used.transpose(1, 2))
-        x = x + self.shrink(F.relu(self.expand(self.norm(x))))
-        return self.head((x * used).sum(1) / used.sum(1))
-
-
 def with_adapters(net):
-    """The net, frozen but for new adapters and a new head."""
+    """Freeze the net, and add adapters and a new head, which are trained."""
     net.requires_grad_(False)
     net.query, net.value, net.expand = LoRA(net.query), LoRA(net.value), LoRA(net.expand)
     net.head = nn.Linear(net.head.in_features, 3)
     return net
-
-
-def pretrained():
-    """A transformer trained on public sentences, with adapters."""
-    x, y, classes = public_texts()
-    net = Transformer(classes)
-    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    for rows in (rows for _ in range(3) for rows in torch.randperm(len(y)).split(64)):
-        optimizer.zero_grad()
-        F.cross_entropy(net(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return with_adapters(net)
 
 
 class Client:
@@ -117,7 +87,7 @@ def weighted_mean(states, weights):
 
 def main():
     torch.manual_seed(0)
-    texts, net = library_texts(SIZES), pretrained()
+    texts, net = library_texts(SIZES), with_adapters(pretrained())
     clients = {name: Client(copy.deepcopy(net), *texts[name], epsilon) for name, epsilon in EPSILONS.items()}
     test_x, test_y = texts["test"]
     for round in range(1, ROUNDS + 1):
