@@ -179,7 +179,7 @@ def build_loop(
     facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(
         population,
-        ClientModule(build_net(options, facts)),
+        ClientModule(build_net(options, facts), options.task, options.evaluation.metrics),
         rounds=options.rounds,
         clients=options.clients,
         privacy=options.privacy,

@@ -23,15 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         takes=["data"],
     )
     report = evaluate_run(options, Path(flags.run))
-    accuracy = report["test_accuracy"]
-    scored = "regression" if accuracy is None else f"test accuracy {accuracy:.2%}"
-    print(f"{scored}, test loss {report['test_loss']:.4f}")
+    print(f"test {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
     for row in report["clients"]:
-        shown = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
-        print(f"  client {row['client']:>3}  accuracy {shown}")
+        shown = _scores(row["accuracy"], row["loss"], row["metrics"])
+        print(f"  client {row['client']:>3}  {'no held-out records' if row['loss'] is None else shown}")
     if flags.json:
         print(json.dumps(report))
     return 0
+
+
+def _scores(accuracy: float | None, loss: float | None, metrics: dict[str, float | None]) -> str:
+    shown = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
+    values = {"loss": loss, **metrics}.items()
+    return ", ".join([*shown, *(f"{name} {'-' if value is None else f'{value:.4f}'}" for name, value in values)])
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +44,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
-    """Return accuracies in [0, 1] (None for a regression) and test loss of the final models of the run in a folder.
+    """Return accuracies in [0, 1] (None for a regression), losses and metrics of the run's final models.
 
     Raises UserError if the run is not finished, or its models do not fit the data in `options`.
 
@@ -53,6 +57,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.evaluation import evaluate
     from dpfl_lightning.federated.client.module import ClientModule
     from dpfl_lightning.federated.messages.evaluation import ClientModels
+    from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
 
     result = run / "result.json"
@@ -62,7 +67,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     single = (run / "model.pt").is_file()
     files = [run / "model.pt"] if single else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     population = build_population(options)
-    module = ClientModule(build_net(options, population))
+    module = ClientModule(build_net(options, population), options.task, options.evaluation.metrics)
     models = []
     for file in files:
         try:
@@ -74,8 +79,9 @@ def evaluate_run(options: Options, run: Path) -> dict:
     engine = SerialEngine()
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
     scores = evaluate(module, population, ClientModels(torch.stack(models), model_of), engine)
-    clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
-    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}
+    test, clients = scores.test, enumerate(scores.clients)
+    rows = [{"client": client, **vars(one), "loss": finite_or_none(one.loss)} for client, one in clients]
+    return {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics, "clients": rows}
 
 
 if __name__ == "__main__":

@@ -90,17 +90,22 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
         return summary
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     accuracy, spread = summary["test_accuracy"], summary["test_accuracy_std"]
-    if accuracy is not None:
-        print(f"{len(seeds)} seeds: test accuracy {accuracy:.2%} +- {spread:.2%} (standard deviation)")
+    scores = [] if accuracy is None else [f"accuracy {accuracy:.2%} +- {spread:.2%}"]
+    for name, mean in summary["test_metrics"].items():
+        scores += [] if mean is None else [f"{name} {mean:.4g} +- {summary['test_metrics_std'][name]:.4g}"]
+    if scores:
+        print(f"{len(seeds)} seeds: test {', '.join(scores)} (standard deviation)")
     print(summary["guarantee"])
     return summary
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
-    """Return mean and spread of the test accuracy over seeds, and a guarantee for all runs together."""
+    """Return mean and spread of test accuracy and metrics over seeds, and a guarantee for all runs together."""
     from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
+    metrics = [result["test_metrics"] for result in results]
+    values = {name: [one[name] for one in metrics if one[name] is not None] for name in metrics[0]}
     spent = [[client["epsilon_spent"] for client in result["clients"]] for result in results]
     epsilons = [max(math.inf if one is None else one for one in clients) for clients in spent]
     delta = delta_text(math.fsum(max(client["delta"] for client in result["clients"]) for result in results))
@@ -115,6 +120,8 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
         "test_accuracy": fmean(accuracies) if accuracies else None,
         "test_accuracy_std": stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "test_accuracy_of": accuracies,
+        "test_metrics": {name: fmean(known) if known else None for name, known in values.items()},
+        "test_metrics_std": {name: stdev(known) if len(known) > 1 else 0.0 for name, known in values.items()},
         "runs": [result["output_dir"] for result in results],
         "guarantee": together,
     }

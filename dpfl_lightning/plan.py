@@ -92,7 +92,7 @@ def _plan_run(words: Sequence[str]) -> int:
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
     notes = loop.describe()
-    print("\n".join([_run_text(planned), *notes]))
+    print("\n".join([_run_text(planned), f"Task: {loop.info.task}", *notes]))
     if flags.json:
         rows = [
             {
@@ -104,7 +104,7 @@ def _plan_run(words: Sequence[str]) -> int:
             }
             for client, client_plan in enumerate(planned)
         ]
-        print(json.dumps({"clients": rows, "notes": notes}))
+        print(json.dumps({"clients": rows, "task": loop.info.task, "notes": notes}))
     return 0
 
 

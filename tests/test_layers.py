@@ -45,7 +45,7 @@ ONLY_IN = {
     "jsonargparse": {"plan"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
-    "torchmetrics": {"federated.client.evaluation"},
+    "torchmetrics": {"federated.client.metrics"},
     "lightning": {"federated.client.module", "federated.client.engines.trainer", "federated.transport.ranks"},
 }
 

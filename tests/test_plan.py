@@ -285,7 +285,7 @@ def test_the_plan_of_a_run_has_the_schedule_of_every_client(shown, monkeypatch):
     )
     loop = types.SimpleNamespace(
         accountant=rdp,
-        info=types.SimpleNamespace(sampling="poisson"),
+        info=types.SimpleNamespace(sampling="poisson", task="binary (named)"),
         caveats=("data sizes are public",),
         clients=types.SimpleNamespace(unprotected=()),
         population=types.SimpleNamespace(num_records=(100, 100)),

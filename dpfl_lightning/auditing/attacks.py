@@ -60,7 +60,7 @@ def grid(
     if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would hide the grid
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
-    if not like.y.is_floating_point():
+    if like.y.dim() == 1 and not like.y.is_floating_point():
         jobs.append((ClassGradients(like.num_classes), 1))
     off_grid, numbers = 0, 0
     for (job, steps), together in itertools.product(jobs, (False, True)):

@@ -324,5 +324,5 @@ def _command_parser(
 
 def _type_text(hint: Any) -> str:
     if get_args(hint):
-        return str(hint).removeprefix("typing.").replace("None", "null")
+        return str(hint).replace("typing.", "").replace("None", "null")
     return hint.__name__

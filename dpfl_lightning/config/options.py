@@ -193,6 +193,8 @@ class EvaluationOptions:
 
     Args:
         every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
+        metrics: list of metrics beside accuracy, such as [auroc, f1]; empty uses those of the task. Values of several
+            classes are averaged (macro).
         exact_times: report the times of rounds and of the run as measured, which a caveat of the guarantee states. By
             default only times of the whole run are reported, rounded up to a power of two seconds, because a time can
             depend on records. Simulations and runs without privacy always report exact times. A resumed run cannot
@@ -200,6 +202,7 @@ class EvaluationOptions:
     """
 
     every: AtLeastOne = 1
+    metrics: tuple[str, ...] = ()
     exact_times: bool = False
 
 
@@ -230,6 +233,8 @@ class Options:
         data: see DataOptions.
         model: the net: {name, options}. personal_input: true adds an input transformation that each client keeps to
             itself (PRIVATEFL). For your own net: {class_path: package.module.Class, init_args: {...}}.
+        task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
+            the model's outputs and the labels, and the plan shows it.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None trains without clipping, noise or guarantee.
         strategies: strategies of the server: {name: options}, with at most one base rule (default size_weighted). Name
@@ -248,6 +253,7 @@ class Options:
     seed: AtLeastZero = 0
     data: DataOptions = field(default_factory=DataOptions)
     model: Annotated[dict, _NAME_OR_CLASS] = field(default_factory=lambda: {"name": "cnn_small"})
+    task: str | None = None
     clients: ClientOptions = field(default_factory=ClientOptions)
     privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
     strategies: Strategies = field(default_factory=lambda: {"size_weighted": {}})
@@ -318,8 +324,9 @@ def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
             if section or name not in SECTIONS:
                 key = f"{section}.{name}" if section else name
                 names, hint = names_of(key), hints[name]
-                if key in NAMES and hint is str:
-                    hint, names = Literal[*names], []
+                if key in NAMES and str in (hint, *get_args(hint)):
+                    one: Any = Literal[*names]
+                    hint, names = {str: one, str | None: one | None}.get(hint, tuple[one, ...]), []
                 more = f" Names: {', '.join(names)}." if names else ""
                 bound = next(iter(getattr(annotated, "__metadata__", ())), None)
                 help_text = " ".join(texts[name].split()).partition(": ")[2] + more

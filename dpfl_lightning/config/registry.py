@@ -39,6 +39,8 @@ REGISTRIES = {
 NAMES = {
     "data.name": [("data.sources", "SOURCES"), ("data.datasets", "BUILT_IN")],
     "engine.name": [("build", "ENGINES")],
+    "task": [("models.tasks", "TASKS")],
+    "evaluation.metrics": [("federated.client.metrics", "METRICS")],
     "privacy.accountant": [("privacy.accounting.accountant", "ACCOUNTANTS")],
     "sweep.sampler": [("search.samplers", "SAMPLERS")],
     "sweep.pruner": [("search.samplers", "PRUNERS")],

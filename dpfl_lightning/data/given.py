@@ -9,10 +9,11 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.models.tasks import IGNORED
 
 
 def pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
-    """Return x [n, *X] float32 and y [n] (int64, or float32) of one source, after checking it."""
+    """Return x [n, *X] float32 and y [n, ...] (int64, or float32) of one source, after checking it."""
     if isinstance(source, TorchDataset):
         source = _collected(source, where)
     is_pair = isinstance(source, tuple | list) and len(source) == 2
@@ -21,7 +22,7 @@ def pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
     require(x.is_floating_point(), f"{where}: x", "be floating", x.dtype, "Pass x.float() / 255 for bytes.")
     require(x.ndim >= 2, f"{where}: x", "have the shape [records, ...]", tuple(x.shape))
     require(len(x) >= 1, f"{where}: x", "hold at least one record", tuple(x.shape))
-    require(y.shape == x.shape[:1], f"{where}: y", f"have the shape [{len(x)}]", tuple(y.shape))
+    require(y.shape[:1] == x.shape[:1], f"{where}: y", f"have the shape [{len(x)}, ...]", tuple(y.shape))
     for name, part in (("x", x), ("y", y)):
         require(bool(part.isfinite().all()), f"{where}: {name}", "be finite", "NaN or infinity")
     return x.float(), y.float() if y.is_floating_point() else y.long()
@@ -60,6 +61,8 @@ def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | N
         shape = tuple(first_x.shape[1:])
         require(x.shape[1:] == shape, f"{where}: x", f"have records of shape {shape}, as {first}", tuple(x.shape[1:]))
         require(y.dtype == first_y.dtype, f"{where}: y", f"be {first_y.dtype}, as {first}", y.dtype)
+        shape = tuple(first_y.shape[1:])
+        require(y.shape[1:] == shape, f"{where}: y", f"have labels of shape {shape}, as {first}", tuple(y.shape[1:]))
     if regression:
         advice = "Pass y.long() for classes."
         require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
@@ -68,8 +71,11 @@ def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | N
     whole = isinstance(num_classes, int) and not isinstance(num_classes, bool) and num_classes >= 1
     require(whole, "num_classes", "be the number of classes (at least 1)", num_classes, advice)
     assert num_classes is not None  # for mypy
+    several = first_y.ndim > 1  # of which some may be ignored, or each is 0 or 1
+    most = max(num_classes, 2) if several else num_classes
     for where, (_, y) in pairs.items():
+        y = y.where(y != IGNORED, 0) if several else y
         label_range = int(y.min()), int(y.max())
-        must = f"hold classes from 0 to {num_classes - 1}"
-        require(label_range[0] >= 0 and label_range[1] < num_classes, f"{where}: y", must, label_range)
+        must = f"hold classes from 0 to {most - 1}{f' or {IGNORED} (ignored)' * several}"
+        require(label_range[0] >= 0 and label_range[1] < most, f"{where}: y", must, label_range)
     return num_classes

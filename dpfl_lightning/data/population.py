@@ -33,10 +33,10 @@ class Population:
     """The private records of N clients, who hold row numbers, never copies. Guarantees do not cover held-out records.
 
     Args:
-        x, y: [n, *X] inputs and [n] int64 labels, or float32 targets of a regression, of all clients.
+        x, y: [n, *X] inputs and [n, ...] int64 labels, or float32 targets of a regression, of all clients.
         train_of, held_out_of: [N] rows of each client's training and held-out records, disjoint.
         test: [m] rows of the test set of the run, or None.
-        num_classes: 1 for a regression.
+        num_classes: 1 for a regression; the number of labels (multilabel) or tokens (language modelling).
         public: rows of records that were declared public and belong to no client, or None.
         caveats: sentences about the data for every guarantee of the run.
         groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
@@ -140,7 +140,9 @@ class Population:
             with_share = round(records_per_client / (1 - held_out_per_client % 1))  # a share is below 1
             options["records_per_client"] = with_share + int(held_out_per_client)
         x, y, pool, test, public = _stored(dataset, public_records, use_public)
-        labels = as_classes(y.numpy())
+        must = f"be {', '.join(_ALIKE)} if a record has several labels"
+        require(y.ndim == 1 or name in _ALIKE, "data.partition.name", must, name)
+        labels = as_classes(y.numpy()) if y.ndim == 1 else np.zeros(len(y), dtype=np.int64)
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
@@ -177,12 +179,14 @@ class Population:
         """Create a population from your data, on the CPU. Raises a UserError that names the client if they do not fit.
 
         Args:
-            clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
-                floating: a regression), or a map-style torch Dataset of such (x, y).
+            clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n, ...] (integers:
+                classes, -100 for a pixel or token to ignore; floating: a regression), or a map-style torch Dataset of
+                such (x, y).
             test: the test set of the run in the same form, or None.
             held_out: probability in [0, 1) with which each record is held out. Each record and `seed` decide alone, so
                 that equal records stay together.
-            num_classes: number of classes, a public fact that no label may decide; None for a regression.
+            num_classes: number of classes (of labels if each is 0 or 1, of tokens in language modelling), a public
+                fact that no label may decide; None for a regression.
 
         **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
         has to return each record independently of the others, which random transformations do not.

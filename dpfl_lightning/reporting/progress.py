@@ -4,7 +4,7 @@ import atexit
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class Progress(Callback):
             f"estimated time: {duration(run.estimated_seconds)}",
             style="bold",
         )
+        if run.task:
+            self._print(f"Task: {run.task}")
         self._print(_frame(view))
         self._print(f"Output folder: {run.output_dir}")
         if run.first_round > run.rounds:
@@ -71,7 +73,7 @@ class Progress(Callback):
         run = view.run
         estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
-        score = _score(report.test_accuracy, report.test_loss)
+        score = _score(report.test_accuracy, report.test_loss, report.test_metrics)
         epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets) + " (simulated)" * view.run.simulated
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
@@ -97,7 +99,7 @@ class Progress(Callback):
             self._print(words, style="bold yellow")
             return
         self._table(_result_columns(result))
-        score = _score(result.test_accuracy, result.test_loss)
+        score = _score(result.test_accuracy, result.test_loss, result.test_metrics)
         self._print(
             f"{f'Test {score}' if score else 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{_times(view, result)}; {result.reason}.",
@@ -219,6 +221,8 @@ def _result_columns(result: RunResult) -> _Columns:
         columns["noise multiplier"] = values("noise_multiplier"), ".4g"
     if any(value is not None for value in values("accuracy")):
         columns["accuracy"] = values("accuracy"), ".1%"
+    for name in result.metrics_mean:
+        columns[name] = [client["metrics"].get(name) for client in result.clients], ".4g"
     return columns
 
 
@@ -242,10 +246,10 @@ def _private(result: RunResult) -> bool:
     return any(client["noise_multiplier"] for client in result.clients)
 
 
-def _score(accuracy: float | None, loss: float | None) -> str:
-    if accuracy is not None:
-        return f"accuracy {accuracy:.2%}"
-    return "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
+def _score(accuracy: float | None, loss: float | None, metrics: Mapping[str, float | None]) -> str:
+    measured = "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
+    score = measured if accuracy is None else f"accuracy {accuracy:.2%}"
+    return ", ".join([*filter(None, [score]), *(f"{name} {_text(value, '.4g')}" for name, value in metrics.items())])
 
 
 def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:

@@ -229,7 +229,7 @@ class EmptyDraws(Streams):
 
 class Adam(ClientModule):
     def configure_optimizers(self):
-        return torch.optim.Adam(self.trainable, lr=self.task.learning_rate)
+        return torch.optim.Adam(self.trainable, lr=self.local_task.learning_rate)
 
 
 class HalfSteps(ClientModule):

@@ -13,7 +13,9 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.metrics import check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models.tasks import described
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
 
@@ -23,11 +25,15 @@ def dummy_batch(population: Population, records: int, device: torch.device) -> t
     x = torch.randn(records, *population.input_shape, generator=generator)
     if not population.x.is_floating_point():
         x = (x > 0).float()  # whole numbers may be rows of a table
-    if population.y.is_floating_point():
-        y = torch.randn(records, generator=generator)
-    else:
-        y = torch.randint(population.num_classes, (records,), generator=generator)
-    return x.to(device, population.x.dtype), y.to(device, population.y.dtype)
+    return x.to(device, population.x.dtype), dummy_labels(population, records, generator).to(device)
+
+
+def dummy_labels(population: Population, records: int, generator: torch.Generator) -> Tensor:
+    """Return random labels `[records, ...]` on the CPU; 0 and 1, which every task knows, if a record has several."""
+    shape, dtype = (records, *population.y.shape[1:]), population.y.dtype
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(2 if len(shape) > 1 else population.num_classes, shape, generator=generator).to(dtype)
 
 
 @torch.no_grad()
@@ -45,25 +51,32 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
 def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
-    Raises UserError if its `sample_loss` raises, does not give one loss for each record, gives a record another loss
-    among other records, with dropout and without, or changes its buffers.
+    Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
+    record, gives a record another loss among other records, with dropout and without, or changes its buffers.
     """
     x, y = dummy_batch(population, records=2, device=module.device)
-    if not y.is_floating_point():
-        y = torch.full_like(y, population.num_classes - 1)  # out of range if there are fewer outputs than classes
     try:
         with torch.no_grad():
+            with _drawing_alike(module.device):
+                output = module.output(module.named_trainable, x)
+            module.task = task = module.infer_task(output, y, population.num_classes)
+            if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
+                y = torch.full_like(y, population.num_classes - 1)
             losses = module.sample_loss(module.named_trainable, x, y)
         problem = "" if losses.shape == (2,) else f"losses of shape {tuple(losses.shape)} for 2 records"
+    except UserError:
+        raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         problem = str(error).strip().splitlines()[0]
     if problem:
         outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
-        regression = "Real numbers as labels make a regression: of classes pass y.long(). " * y.is_floating_point()
         raise UserError(
             f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
-            f"{regression}Choose another model, or another shape of data."
+            "Choose another model, or another shape of data."
         )
+    module.task_note = described(task, tuple(output.shape[1:]), tuple(y.shape[1:]), module.named_task is not None)
+    task.check(population.y)
+    check_metrics(module.metrics, task)
     _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
 
 

@@ -22,7 +22,8 @@ from dpfl_lightning.privacy.accounting.planned import once_each
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
-_OF_A_ROUND = ("task", "local_optimizer", "net")  # attributes of a `ClientModule` that are no settings
+# attributes of a `ClientModule` that are no settings, or follow from its net and the records
+_OF_A_ROUND = ("local_task", "local_optimizer", "net", "metrics", "task", "task_note")
 _OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # LayerNorm: its creation draws no random numbers
 _COLUMNS = {
     "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),

@@ -1,5 +1,6 @@
 """The private training step of a client as a LightningModule."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import lightning as L
@@ -54,19 +55,22 @@ class LocalTask:
 class ClientModule(Model, L.LightningModule):
     """The local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
 
-    Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to `[B, num_classes]` (or `[B, 1]`, a regression).
-    To change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
-    `stacked`), or set `personal` to the names of parameters that stay with each client. Raises as `Model`.
+    Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to outputs `[B, ...]`, or to a dictionary or
+    object with such `logits` (Hugging Face). `task` is a key of `models.tasks.TASKS`, None to infer it from shapes and
+    dtypes; `metrics` are keys of `federated.client.metrics.METRICS`, empty for those of the task. To change more,
+    override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine `stacked`), or
+    set `personal` to the names of parameters that stay with each client. Raises as `Model`.
 
-    **Privacy** One `training_step` is one step of `task.mechanism`, which was charged beforehand. It adds noise before
-    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger and is
-    refused.
+    **Privacy** One `training_step` is one step of the mechanism of `local_task`, which was charged beforehand. It adds
+    noise before any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger
+    and is refused.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net)
+    def __init__(self, net: nn.Module, task: str | None = None, metrics: Sequence[str] = ()) -> None:
+        super().__init__(net, task)
         self.automatic_optimization = False
-        self.task: LocalTask | None = None
+        self.metrics = tuple(metrics)
+        self.local_task: LocalTask | None = None
 
     @property
     def plain_sgd(self) -> bool:
@@ -91,7 +95,7 @@ class ClientModule(Model, L.LightningModule):
 
     def begin(self, task: LocalTask, flat: Tensor) -> None:
         """Start a client's round at `flat` `[P]` with a fresh optimiser."""
-        self.task = task
+        self.local_task = task
         with torch.no_grad():
             for parameter, value in zip(self.trainable, self.unflatten(flat).values(), strict=True):
                 parameter.copy_(value)
@@ -101,9 +105,9 @@ class ClientModule(Model, L.LightningModule):
         self._require_task()
 
     def _require_task(self) -> LocalTask:
-        if self.task is None:
+        if self.local_task is None:
             raise UserError(
                 "`ClientModule` must be trained by a FederatedLoop, got a bare Trainer, which has no privacy ledger. "
                 "For one client alone, give the loop a Population of one."
             )
-        return self.task
+        return self.local_task

@@ -11,7 +11,7 @@ class Facts:
 
     Args:
         num_records: of training, of each client.
-        num_classes: 1 for a regression.
+        num_classes: 1 for a regression; the number of labels (multilabel) or tokens (language modelling).
         batch_size: expected, of each client.
         reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.clients import Clients, RunPlan
-from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
@@ -290,6 +290,7 @@ class Run:
             exact_times=self.exact_times,
             options=self.options,
             strategy_notes=self.strategy_notes,
+            task=self.model.task_note,
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
@@ -336,6 +337,7 @@ class Run:
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
             **_on_test(scores),
+            metrics_mean=mean_metrics([] if scores is None else [score.metrics for score in scores.clients]),
         )
 
     def _client_rows(
@@ -361,6 +363,7 @@ class Run:
                 "steps": account.steps,
                 "accuracy": score.accuracy,
                 "loss": finite_or_none(score.loss),
+                "metrics": dict(score.metrics),
                 "model": models.model_of[client],
                 "true_group": None if groups is None else groups[client],
             }
@@ -371,4 +374,5 @@ class Run:
 def _on_test(scores: Evaluation | None) -> dict[str, Any]:
     if scores is None:
         return {"test_accuracy": None, "test_loss": None}
-    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss}
+    test = scores.test
+    return {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": dict(test.metrics)}

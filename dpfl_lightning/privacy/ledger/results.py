@@ -30,9 +30,9 @@ RESULTS = ("result.json", "guarantees.json")
 _NOT_COMPARED = (
     *("output_dir", "wall_seconds", "training_seconds", "client_seconds", "records_per_second", "reason"),
     *("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"),
-    *("accuracy_of_groups", "metrics", "client_embedding"),
+    *("accuracy_of_groups", "test_metrics", "metrics_mean", "metrics", "client_embedding"),
 )
-_NOT_COMPARED_OF_A_CLIENT = ("noise_std", "accuracy", "loss", "model", "true_group")
+_NOT_COMPARED_OF_A_CLIENT = ("noise_std", "accuracy", "loss", "metrics", "model", "true_group")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 

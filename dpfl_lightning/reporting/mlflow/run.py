@@ -149,6 +149,7 @@ class Tracking(Callback):
 def _frame(view: View) -> dict[str, str]:
     """Return the assumptions behind every epsilon of the run, as tags."""
     frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
+    frame["task"] = view.run.task
     events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
     if not any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent)):
         return {**frame, "guarantee": "no privacy"}
@@ -173,6 +174,7 @@ def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str
     overall = {
         "test_accuracy": report.test_accuracy,
         "test_loss": report.test_loss,
+        **{f"test_{name}": value for name, value in report.test_metrics.items()},
         **accuracy_over_clients(accuracies),
         "epsilon_max": max(report.epsilon_spent),
         "epsilon_mean": fmean(report.epsilon_spent),
@@ -201,6 +203,7 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
         **{name: getattr(result, name) for name in _RESULTS},
+        **{f"test_{name}": value for name, value in result.test_metrics.items()},
         **{f"accuracy_{name}": result.accuracy_of_groups.get(name) for name in ("majority", "minority")},
         **{name: value for name, value in result.metrics.items() if name in MATCHES and not isinstance(value, list)},
         "epsilon_max": None if None in spent else max(spent),

@@ -451,6 +451,9 @@ class Distillation(Strategy, Callback):
         facts, given = view.facts, self._switches
         classes = facts.num_classes
         require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has no classes.")
+        task = view.module.task
+        one_class = task is None or task.one_class
+        require(one_class, "task", "be multiclass or binary for distillation", task and task.name)
         image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are not images."
         must = "be none for these data"
         require(image or given["augmentation"] == "none", f"{KEY}.augmentation", must, given["augmentation"], advice)
