@@ -95,6 +95,7 @@ class ProxyObjective:
             records, scored, self.card = distilled.records, public, distilled.card
             content = distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes()
             self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        _require_classes(records[1], options)
         device = torch.device("cuda" if torch.cuda.is_available() and options.engine.device != "cpu" else "cpu")
         num_classes = self.card.get("num_classes")
         num_classes = int(records[1].max()) + 1 if num_classes is None else int(num_classes)
@@ -246,6 +247,7 @@ class FederatedObjective:
                 f"{count:,} public records"
             )
         self._population: Population | None = None
+        _require_classes(self._people(options).y, options)
 
     def check(self, options: Options) -> None:
         """Raise UserError if nothing can be built from these options."""
@@ -266,7 +268,7 @@ class FederatedObjective:
         if watcher.ended:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
         if result.test_accuracy is None:
-            raise UserError(f"`data.name` must have classes, because accuracy is the score, got {options.data.name!r}.")
+            raise UserError(f"`data` must have records for evaluation, got none of {options.data.name!r}.")
         seconds = result.wall_seconds if self._private else time.perf_counter() - begun
         return Outcome(result.test_accuracy, loop.module.num_params, seconds)
 
@@ -284,6 +286,11 @@ class FederatedObjective:
 
 
 Objective = ProxyObjective | FederatedObjective
+
+
+def _require_classes(y: Tensor, options: Options) -> None:
+    must = "have classes, because accuracy is the score"
+    require(not y.is_floating_point(), "data.name", must, options.data.name)
 
 
 def _check_private(options: Options) -> None:
