@@ -1,10 +1,12 @@
 """Every engine, by registration, against the reference: same noise, same draws, same parameters."""
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import reference
+import task_cases
 import torch
 from conftest import FIXED_KEY, small_net
 from hypothesis import given, settings
@@ -87,6 +89,17 @@ def test_engine_equals_the_reference(engine, make_loop):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     pulled, plain = assert_as_serial(engine, make_loop, parts=[FedProx(2.0)]), released(engine, make_loop)
     assert not torch.allclose(pulled, plain)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "language_modeling"])
+def test_engines_equal_the_reference_for_labels_of_any_shape(task, make_loop):
+    torch.manual_seed(0)
+    net, options = task_cases.NETS[task](), {"population": task_cases.population(task)}
+    options |= {"privacy": PrivacyOptions(noise_multiplier=0.5), "clients": ClientOptions(3, 4, learning_rate=0.3)}
+    expected = released("serial", make_loop, module=ClientModule(copy.deepcopy(net)), **options)
+    for engine in OTHERS:
+        actual = released(engine, make_loop, module=ClientModule(copy.deepcopy(net)), **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 LAPLACE = {

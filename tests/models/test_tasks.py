@@ -7,13 +7,17 @@ from types import SimpleNamespace
 import pytest
 import sklearn.metrics as sk
 import torch
+from task_cases import NETS, K, N, T, V, population, records
 from torch import nn
+from torch.func import vmap
 from torch.nn import functional as F
 
 from dpfl_lightning import ClientModule, FederatedLoop, Population
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Dataset
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import evaluation
+from dpfl_lightning.federated.client.answers import losses_at
 from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
@@ -21,22 +25,7 @@ from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.tasks import TASKS, task_of
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
-
-N, T, V, K = 40, 4, 7, 3
-
-
-class Attention(nn.Module):
-    """A language model with its own attention: tokens [B, T] -> [B, T, V]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(V, 8), nn.LayerNorm(8)
-        self.keys, self.head = nn.Linear(8, 8), nn.Linear(8, V)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        scores = (x @ self.keys(x).transpose(1, 2)).softmax(dim=-1)
-        return self.head(self.norm(x + scores @ x))
+from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 
 class Named(nn.Module):
@@ -48,49 +37,6 @@ class Named(nn.Module):
 
     def forward(self, x):
         return {self.key: self.net(x)}
-
-
-def convolutions(outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
-
-
-def records(task: str):
-    """x, y and num_classes of some records."""
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 4, generator=g)
-    if task == "multiclass":
-        return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), K
-    if task == "binary":
-        return x, (x[:, 0] > 0).long(), 2
-    if task == "multilabel":
-        return x, (x[:, :K] > 0).long(), K
-    if task == "regression":
-        return x, x[:, 0] * 2 + x[:, 1], None
-    if task == "segmentation":
-        x = torch.randn(N, 1, 5, 5, generator=g)
-        y = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
-        y[:, 0] = -100
-        return x, y, K
-    x = torch.randint(V, (N, T), generator=g)
-    y = (x + 1) % V
-    y[0, 1:], y[1] = -100, -100
-    return x, y, V
-
-
-def population(task: str) -> Population:
-    x, y, classes = records(task)
-    rows = torch.arange(N).split([10, 10, 10, 5, 5])
-    return Population(x, y, list(rows[:3]), [*rows[3:], rows[0][:0]], torch.arange(20, N), classes or 1)
-
-
-NETS = {
-    "multiclass": lambda: nn.Linear(4, K),
-    "binary": lambda: nn.Linear(4, 1),
-    "multilabel": lambda: nn.Linear(4, K),
-    "regression": lambda: nn.Linear(4, 1),
-    "segmentation": lambda: convolutions(K),
-    "language_modeling": Attention,
-}
 
 
 def test_loss_is_the_mean_over_a_records_labels_and_right_is_what_counts():
@@ -246,6 +192,9 @@ def test_gradients_by_layer_rules_are_those_of_vmap(task):
     module, people = ClientModule(NETS[task]()), population(task)
     x, y = dummy_batch(people, 4, torch.device("cpu"))
     assert clipped_sum_for(module.net, module.sample_loss, x, y)[1] == "fast: exact rules for all layers"
+    models = module.flat + torch.randn(2, module.num_params)
+    alone = vmap(lambda x, y: losses_at(module, models, x[None], y[None])[0])(x, y)  # as clients choose a model
+    torch.testing.assert_close(alone, losses_at(module, models, x, y), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "language_modeling"])
@@ -304,3 +253,22 @@ def test_what_does_not_fit_is_refused_before_a_run():
     people.y[0, 0] = 2
     with pytest.raises(UserError, match="`y` must hold 0 or 1 for each label of task multilabel"):
         check_fits(ClientModule(nn.Linear(4, K)), people)
+
+
+def test_what_needs_one_class_a_record_refuses_other_tasks(tmp_path):
+    people, module = population("segmentation"), ClientModule(NETS["segmentation"]())
+    options = {"clients": ClientOptions(batch_size=5), "privacy": PrivacyOptions(noise_multiplier=1.0)}
+    options |= {"output_dir": tmp_path / "run", "device": "cpu"}
+    loop = FederatedLoop(people, module, rounds=1, strategies=[Distillation()], **options)
+    with pytest.raises(UserError, match="`task` must be multiclass or binary for distillation, got 'segmentation'"):
+        loop.run()
+    assert not (tmp_path / "run").exists()
+    x, y, classes = records("segmentation")
+    dataset = Dataset("mine", x, y, x[:9], y[:9], classes)
+    parts = Population.partitioned(dataset, num_clients=3)
+    assert parts.y.shape == (N + 9, 5, 5) and sum(parts.num_records) == N
+    with pytest.raises(UserError, match="name` must be iid, sizes, overlapping if a record has"):
+        Population.partitioned(dataset, num_clients=3, partition=("dirichlet", {}))
+    for option in ({"groups": ("label_shift", {"count": 3})}, {"label_noise": ("records", {"share": 0.5})}):
+        with pytest.raises(UserError, match="`data` must have one class for each record"):
+            Population.partitioned(dataset, num_clients=3, **option)
