@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.models import check_net
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import Params
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
@@ -21,6 +22,7 @@ def forward_chunk(device: torch.device) -> int:
 class Model(nn.Module):
     """A net with a loss for each record, `[B, *X]` -> `[B, num_classes]`, or `[B, 1]` for a regression.
 
+    Records that are a tuple of tensors are the net's arguments, those in a dictionary its keyword arguments.
     `ClientModule` adds the private training step to it. Raises UserError if a layer mixes records (BatchNorm), no
     parameter is trainable, or `personal` names no parameter.
 
@@ -42,16 +44,17 @@ class Model(nn.Module):
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
 
-    def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
         """Return one loss per record `[B]` for `x [B, *X]`, `y [B]`; it may depend on that record alone.
 
         Every engine differentiates it: the reference by `vmap` over batches of one, the fast engine by chunks.
         """
         return self.loss(self.output(params, x), y)
 
-    def output(self, params: Params, x: Tensor) -> Tensor:
+    def output(self, params: Params, x: Inputs) -> Tensor:
         """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
-        return functional_call(self.net, dict(params), (x,), tie_weights=self._shares)
+        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
+        return functional_call(self.net, dict(params), args, kwargs, tie_weights=self._shares)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return one loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""
