@@ -26,9 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     accuracy = report["test_accuracy"]
     scored = "regression" if accuracy is None else f"test accuracy {accuracy:.2%}"
     print(f"{scored}, test loss {report['test_loss']:.4f}")
+    width = max(3, *(len(row["name"]) for row in report["clients"]))
     for row in report["clients"]:
         shown = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
-        print(f"  client {row['client']:>3}  accuracy {shown}")
+        print(f"  client {row['name']:>{width}}  accuracy {shown}")
     if flags.json:
         print(json.dumps(report))
     return 0
@@ -69,12 +70,16 @@ def evaluate_run(options: Options, run: Path) -> dict:
             module.net.load_state_dict(torch.load(file, weights_only=True))
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
-            raise UserError(f"`data` must fit the run's model, got {options.data.name!r}: {reason}.") from None
+            data = options.data.class_path or options.data.name
+            raise UserError(f"`data` must fit the run's model, got {data!r}: {reason}.") from None
         models.append(module.flat)
     engine = SerialEngine()
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
     scores = evaluate(module, population, ClientModels(torch.stack(models), model_of), engine)
-    clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
+    clients = [
+        {"client": client, "name": population.name_of(client), "accuracy": one.accuracy}
+        for client, one in enumerate(scores.clients)
+    ]
     return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}
 
 
