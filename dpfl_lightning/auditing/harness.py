@@ -99,6 +99,7 @@ class Harness:
             test=None,
             public=None,
             caveats=(),
+            names=(),
         )
         engine.setup(module, self.population, streams, sampling)
 

@@ -28,8 +28,10 @@ def clients_of_frame(table: Any, client: str) -> dict[str, "DataFrame"]:
     frame = frame_of(table)
     _check_columns(frame, [client], "client")
     require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
-    groups = {str(name): rows for name, rows in frame.groupby(client, sort=True)}
-    return {name: groups[name] for name in sorted(groups)}
+    groups = list(frame.groupby(client, sort=True))
+    names = [str(name) for name, _ in groups]
+    require(len(set(names)) == len(names), f"df: {client}", "hold different names as text", names)
+    return {name: rows for name, (_, rows) in zip(names, groups, strict=True)}
 
 
 def records_of_frame(

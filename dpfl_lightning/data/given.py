@@ -155,12 +155,12 @@ def _tensor(value: Any, where: str) -> Tensor:
         raise UserError(f"`{where}` must hold numbers, got {got}. Convert images to tensors.") from error
 
 
-def check_alike(pairs: Mapping[str, tuple[Inputs, Tensor]], num_classes: int | None) -> int:
-    """Check that every source fits the first one, and return the number of classes, 1 for a regression."""
-    first, (first_x, first_y) = next(iter(pairs.items()))
+def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None) -> int:
+    """Check that every source (its name, x, y) fits the first one, and return num_classes, 1 for a regression."""
+    first, first_x, first_y = pairs[0]
     regression = first_y.is_floating_point()
     shape, dtypes = record_shape(first_x), _dtypes(first_x)
-    for where, (x, y) in pairs.items():
+    for where, x, y in pairs:
         must = f"have records of shape {shape}, as {first}"
         require(record_shape(x) == shape, f"{where}: x", must, record_shape(x))
         require(_dtypes(x) == dtypes, f"{where}: x", f"be {dtypes}, as {first}", _dtypes(x))
@@ -173,7 +173,7 @@ def check_alike(pairs: Mapping[str, tuple[Inputs, Tensor]], num_classes: int | N
     whole = isinstance(num_classes, int) and not isinstance(num_classes, bool) and num_classes >= 1
     require(whole, "num_classes", "be the number of classes (at least 1)", num_classes, advice)
     assert num_classes is not None  # for mypy
-    for where, (_, y) in pairs.items():
+    for where, _, y in pairs:
         label_range = int(y.min()), int(y.max())
         must = f"hold classes from 0 to {num_classes - 1}"
         require(label_range[0] >= 0 and label_range[1] < num_classes, f"{where}: y", must, label_range)

@@ -61,6 +61,13 @@ class Population:
     groups: tuple[int, ...] | None = None
     names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.names:
+            fits = len(set(self.names)) == len(self.names) == len(self.train_of)
+            require(fits, "names", f"be {len(self.train_of)} different names, one per client", self.names)
+            odd = next((name for name in self.names if not name.isprintable() or not name.strip()), None)
+            require(odd is None, "names", "be printable", odd)
+
     @property
     def num_clients(self) -> int:
         return len(self.train_of)
@@ -225,15 +232,15 @@ class Population:
             require(fits, "classes", "be different names, as many as num_classes", list(classes))
             num_classes = len(classes)
         names = tuple(map(str, clients)) if isinstance(clients, Mapping) else ()
-        require(len(set(names)) == len(names), "clients", "have different names", names)
-        given = dict(zip(names or map(str, range(len(clients))), _values(clients), strict=True))
-        sources = [Source.of(records, f"client {name}", classes) for name, records in given.items()]
+        given = clients.values() if isinstance(clients, Mapping) else clients
+        whose = [f"client {name}" for name in names or range(len(clients))]
+        sources = [Source.of(records, where, classes) for where, records in zip(whose, given, strict=True)]
         sources += [] if test is None else [Source.of(test, "test", classes)]
         if lazy:
             xs, ys, draws_of, digests = zip(*(scanned(source, seed) for source in sources), strict=True)
         else:
             xs, ys = zip(*(source.read() for source in sources), strict=True)
-        pairs = {source.where: (x, y) for source, x, y in zip(sources, xs, ys, strict=True)}
+        pairs = [(source.where, x, y) for source, x, y in zip(sources, xs, ys, strict=True)]
         num_classes = check_alike(pairs, num_classes)
         x, y = joined(xs), torch.cat(ys)
         ends = np.cumsum([len(labels) for labels in ys])[: len(clients)]
@@ -336,10 +343,6 @@ class Population:
         """
         clients, test, num_classes = image_folders(path, classes, size, channels)
         return cls.from_datasets(clients, test, num_classes=num_classes, lazy=lazy, **options)
-
-
-def _values(clients: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
-    return list(clients.values() if isinstance(clients, Mapping) else clients)
 
 
 def _stored(

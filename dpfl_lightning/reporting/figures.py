@@ -127,7 +127,7 @@ def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
 
 
 def _budget_figure(result: RunResult) -> Figure | None:
-    points = [(c["epsilon_budget"], c["accuracy"], c["name"]) for c in result.clients]
+    points = [(c["epsilon_budget"], c["accuracy"], _name(result, c["client"])) for c in result.clients]
     points = [point for point in points if None not in point]
     if not points:
         return None
@@ -165,8 +165,12 @@ def _weights_figure(result: RunResult) -> Figure | None:
     return figure
 
 
+def _name(result: RunResult, client: int) -> str:
+    return result.clients[client]["name"].replace("$", r"\$")  # which would begin a formula
+
+
 def _name_ticks(axes: Any, clients: Sequence[int], result: RunResult) -> None:
-    names = [result.clients[client]["name"] for client in clients]
+    names = [_name(result, client) for client in clients]
     turned = 90 if sum(map(len, names)) > 80 else 0
     axes.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 40 else 4, rotation=turned)
 
@@ -189,7 +193,7 @@ def _noise_figure(result: RunResult) -> Figure | None:
     for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # labels alternate between sides
         away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
         style = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
-        axes.annotate(result.clients[client]["name"], (x[row], y[row]), (away, -away), **style)
+        axes.annotate(_name(result, client), (x[row], y[row]), (away, -away), **style)
     ratios = [estimate / truth for estimate, truth in zip(y, x, strict=True)]
     words = (
         "standard deviation of one parameter\narea: weight in the last round\nestimated / true: "
@@ -264,9 +268,7 @@ def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
     for group in sorted(set(true.values())):
         axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
     for client, point, _, _ in rows if len(rows) <= 40 else ():
-        axes.annotate(
-            result.clients[client]["name"], point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray"
-        )
+        axes.annotate(_name(result, client), point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
     words = "size: confidence\n+: mean of a cluster"
     figure.legend(fontsize=7, loc="outside right upper", title=words, title_fontsize=7)
     return figure

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import rich.progress
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
 from rich.table import Column, Table
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
@@ -128,7 +129,7 @@ class Progress(Callback):
             summaries = [_summarised(values, form) for values, form in list(columns.values())[1:]]  # not the names
             texts = [["smallest", "median", "largest"], *summaries]
         for row in zip(*texts, strict=True):
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         self.console.print()
         self.console.print(table)
         if count > _MOST_ROWS:

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from conftest import private
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import build_engine
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
@@ -87,8 +89,6 @@ def test_the_trainer_gets_a_tuple(make_loop, one_noise):
 
 
 def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(make_loop, tmp_path):
-    from conftest import private
-
     with pytest.raises(UserError, match=r"`engine.name` must be fast or serial for records that are not one tensor"):
         trained(make_loop, "dictionary", "stacked", output_dir=tmp_path / "stacked").run()
     for kind in ("words", "dictionary"):
@@ -96,6 +96,11 @@ def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(m
         with pytest.raises(UserError, match="must have records that are one floating tensor"):
             loop.run()
     assert not list(tmp_path.glob("run*/ledger.jsonl"))
+
+
+def test_an_audit_refuses_records_that_it_cannot_scale(make_loop):
+    with pytest.raises(UserError, match=r"`data` must be one floating tensor a record to audit, .*got \(5,\)"):
+        audit(trained(make_loop, "words", "fast", privacy=private()))
 
 
 class Mixing(Words):

@@ -83,6 +83,18 @@ def test_a_table_that_does_not_fit_is_refused_by_column_and_client(changes, choi
         Population.from_dataframe(patients(**changes), **{**CHOICES, **choices})
 
 
+def test_names_are_different_and_printable():
+    table = patients()
+    table["hospital"] = [1, "1"] * 30
+    with pytest.raises(UserError, match="`df: hospital` must hold different names as text"):
+        Population.from_dataframe(table, **CHOICES)
+    pair = torch.randn(9, 2), torch.arange(9) % 2
+    for clients, message in (({1: pair, "1": pair}, "be 2 different names"), ({"a\x1b[2J": pair}, "be printable")):
+        with pytest.raises(UserError, match=f"`names` must {message}"):
+            Population.from_datasets(clients, num_classes=2)
+    assert Population.from_datasets([pair, pair], num_classes=2).name_of(1) == "1"
+
+
 # ---- datamodules
 
 
