@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.federated.server.settings import slow_notice
 
-    clients = _clients(flags.for_clients, options.clients.count)
-    report = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
+    loop = build_loop(options)
+    clients = _clients(flags.for_clients, loop.population.num_clients)
+    report = audit(loop, clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
     print(text(report))
     if flags.json:
         print(json.dumps(report))

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
-from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.config.registry import imported
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.own import own_population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
@@ -47,11 +48,16 @@ ENGINES: dict[str, type[SerialEngine]] = {
 def build_population(options: Options) -> Population:
     """Return the clients of a configuration, with the records of its data set."""
     values = dataclasses.asdict(options.data)
+    class_path, init_args, arguments = (values.pop(key) for key in OWN_DATA)
+    if class_path is not None:
+        return own_population(class_path, init_args, arguments, options.clients.count)
     dataset = data.load(values.pop("name"), values.pop("folder"), values.pop("download"))
     for key in ("partition", "groups", "label_noise"):
         if (named := values[key]) is not None:
             values[key] = named.pop("name"), named
-    return Population.partitioned(dataset, num_clients=options.clients.count, seed=options.seed, **values)
+    count = options.clients.count
+    assert count is not None  # for mypy: `config.options.check` requires it
+    return Population.partitioned(dataset, num_clients=count, seed=options.seed, **values)
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:
@@ -132,7 +138,7 @@ class FederatedLoop(ServerLoop):
         sides = population, module, FastEngine() if engine is None else engine, privacy
         local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
         clients = clients or ClientOptions()
-        settings = client_settings(population.num_records, clients, privacy, seed)
+        settings = client_settings(population.num_records, clients, privacy, seed, population.names)
         facts = facts_of(
             population,
             batch_size=tuple(client.batch_size for client in settings),

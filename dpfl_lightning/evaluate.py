@@ -24,9 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report = evaluate_run(options, Path(flags.run))
     print(f"test {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
+    width = max(3, *(len(row["name"]) for row in report["clients"]))
     for row in report["clients"]:
         shown = _scores(row["accuracy"], row["loss"], row["metrics"])
-        print(f"  client {row['client']:>3}  {'no held-out records' if row['loss'] is None else shown}")
+        print(f"  client {row['name']:>{width}}  {'no held-out records' if row['loss'] is None else shown}")
     if flags.json:
         print(json.dumps(report))
     return 0
@@ -74,13 +75,17 @@ def evaluate_run(options: Options, run: Path) -> dict:
             module.net.load_state_dict(torch.load(file, weights_only=True))
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
-            raise UserError(f"`data` must fit the run's model, got {options.data.name!r}: {reason}.") from None
+            data = options.data.class_path or options.data.name
+            raise UserError(f"`data` must fit the run's model, got {data!r}: {reason}.") from None
         models.append(module.flat)
     engine = SerialEngine()
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
     scores = evaluate(module, population, ClientModels(torch.stack(models), model_of), engine)
-    test, clients = scores.test, enumerate(scores.clients)
-    rows = [{"client": client, **vars(one), "loss": finite_or_none(one.loss)} for client, one in clients]
+    rows = [
+        {"client": client, "name": population.name_of(client), **vars(one), "loss": finite_or_none(one.loss)}
+        for client, one in enumerate(scores.clients)
+    ]
+    test = scores.test
     return {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics, "clients": rows}
 
 

@@ -92,11 +92,13 @@ def _plan_run(words: Sequence[str]) -> int:
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
     notes = loop.describe()
-    print("\n".join([_run_text(planned), f"Task: {loop.info.task}", *notes]))
+    names = [loop.facts.name_of(client) for client in range(len(planned))]
+    print("\n".join([_run_text(planned, names), f"Task: {loop.info.task}", *notes]))
     if flags.json:
         rows = [
             {
                 "client": client,
+                "name": names[client],
                 **client_plan.as_dict(),
                 "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
                 "num_records": client_plan.num_records,
@@ -158,12 +160,12 @@ def _event_cells(event: Event) -> list[str]:
     return ["1", "none", "-"]  # `NonPrivateEvent`: uses all records, and its noise does not count
 
 
-def _run_text(planned: Sequence[ClientPlan]) -> str:
+def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     """Return a table of all clients and the guarantee with the largest epsilon."""
     head = ["client", "records", "batch", "sample rate", "steps", "noise multiplier", "budget", "epsilon", "delta"]
     rows = [
         [
-            client,
+            name,
             client_plan.num_records,
             client_plan.batch_size,
             f"{client_plan.sample_rate:.5f}",
@@ -174,12 +176,12 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
             f"{client_plan.guarantee.delta:g}",
             ", ".join(f"{line.count} {line.purpose}" for line in client_plan.schedule.planned),
         ]
-        for client, client_plan in enumerate(planned)
+        for name, client_plan in zip(names, planned, strict=True)
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     parts = [_columns([[*head, "releases"], *rows]), f"Largest epsilon: {_promise(weakest)}"]
     if len(weakest.schedule.planned) > 1:
-        parts.append(f"Schedule of client {planned.index(weakest)}, which has it:\n{_schedule_text(weakest)}")
+        parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{_schedule_text(weakest)}")
     return "\n".join(parts)
 
 

@@ -329,7 +329,7 @@ FILE_MISTAKES = [
     ("seed: -1", "`seed` must be >= 0"),
     ("data: fashion_mnist", "`data` must be a mapping of keys", "Write data: {name: fashion_mnist}"),
     ("data:", "`data` must be a mapping of keys, got None"),
-    ("data: {name: null}", "`data.name` must be one of fashion_mnist, mnist,", "got None"),
+    ("data: {name: null}", "`data.name` must be a data set if there is no data.class_path", "got None"),
     ("data: {download: perhaps}", "`data.download` must be true or false, got 'perhaps'"),
     ("data: {held_out_per_client: 1.5}", "a fraction below 1 or a whole number, got 1.5"),
     ("data: {partition: iid}", "`data.partition` must be a mapping, got 'iid'", "Write {name: iid}."),

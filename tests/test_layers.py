@@ -43,6 +43,8 @@ ONLY_IN = {
     "opacus": {"privacy.accounting.accountant"},
     "dp_accounting": {"privacy.accounting.pld"},
     "jsonargparse": {"plan"},
+    "pandas": {"data.frames"},
+    "PIL": {"data.images"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.metrics"},

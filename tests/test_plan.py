@@ -290,6 +290,7 @@ def test_the_plan_of_a_run_has_the_schedule_of_every_client(shown, monkeypatch):
         clients=types.SimpleNamespace(unprotected=()),
         population=types.SimpleNamespace(num_records=(100, 100)),
         plan_schedule=lambda: types.SimpleNamespace(clients=schedules),
+        facts=types.SimpleNamespace(name_of=str),
         describe=lambda: ["both take part in every round"],
     )
     monkeypatch.setattr("dpfl_lightning.build.build_loop", lambda options: loop)

@@ -236,7 +236,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     strategy = _Asks()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)
-        cpu, dtype = torch.device("cpu"), loop.population.x.dtype
+        cpu, dtype = torch.device("cpu"), loop.population.empty_batch[0].dtype
         pairs = [made_up(loop.population, 8, loop.seed + client, cpu, dtype) for client in range(2)]
         result = FederatedLoop(
             Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes),

@@ -100,6 +100,7 @@ class Harness:
             test=None,
             public=None,
             caveats=(),
+            names=(),
         )
         engine.setup(module, self.population, streams, sampling)
 

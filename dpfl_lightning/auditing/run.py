@@ -40,6 +40,9 @@ def audit(
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
     require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "A run without privacy has no claim.")
+    x = loop.population.empty_batch[0]
+    must = "be one floating tensor a record to audit, because an audit scales its artificial records"
+    require(isinstance(x, torch.Tensor) and x.is_floating_point(), "data", must, loop.population.input_shape)
     require(0 < confidence < 1, "--confidence", "be in (0, 1)", confidence)
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     targets, left_out = subjects(loop, chosen)

@@ -177,6 +177,8 @@ class _Values:
             for values in (self._values, self._origins):
                 for below in [one for one in values if one.startswith(f"{key}.")]:
                     del values[below]
+            if key == "data.class_path" and value not in (None, self._values.get(key)):
+                self._drop_data_set_before(origin)
             self._values[key], self._origins[key] = value, origin
         else:
             parents = (one for one, known in self._keys.items() if "mapping" in in_words(known.hint))
@@ -185,6 +187,12 @@ class _Values:
                 near = nearest_key(key, self._keys)
                 raise UserError(f"`{key}` must be a known key. {near}".rstrip() + f" Set {origin}.")
             self._put_below(parent, key.removeprefix(f"{parent}."), value, origin)
+
+    def _drop_data_set_before(self, origin: str) -> None:
+        """Drop the keys of other data; keep those that were set together with the new class_path."""
+        for key in [one for one in self._values if one.startswith("data.") or one == "clients.count"]:
+            if origin not in {self._origins[one] for one in self._origins if one == key or one.startswith(f"{key}.")}:
+                del self._values[key]
 
     def _put_below(self, parent: str, rest: str, value: Any, origin: str) -> None:
         """Set one option inside the mapping of `parent`, starting from its current or default value."""
@@ -211,6 +219,9 @@ class _Values:
             for key, value in self._values.items():
                 section, _, name = key.rpartition(".")
                 fields[section][name] = self._checked(key, value)
+            if fields["data"].get("class_path") is not None:  # defaults of other data do not apply
+                fields["data"].setdefault("name", None)
+                fields["clients"].setdefault("count", None)
             run = fields.pop("")
             run = {name: kind(**fields[name]) for name, kind in self._sections.items()} | run
             extra_options = run.pop(self._section[0]) if self._section else None
@@ -236,8 +247,9 @@ class _Values:
             value = converted(hint, value)
         except TypeError:
             advice = ""
-            if get_origin(hint) is Literal:
-                advice = nearest(str(value), get_args(hint))
+            literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)
+            if literal is not None:
+                advice = nearest(str(value), get_args(literal))
             elif isinstance(value, str) and "mapping" in in_words(hint):
                 advice = f"Write {{{value}: {{}}}}." if key == "strategies" else f"Write {{name: {value}}}."
             raise UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip()) from None

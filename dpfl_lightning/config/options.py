@@ -45,10 +45,10 @@ Strategies = Annotated[dict[str, dict | None], Bound("name at least one strategy
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The data set and how its records are distributed to the clients.
+    """A public data set and how its records are distributed to simulated clients, or your own clients (class_path).
 
     Args:
-        name: data set; digits and diabetes (a regression) need no download.
+        name: data set; digits and diabetes (a regression) need no download. null with class_path.
         folder: folder with the files of the data set; null uses the system's package or the cache.
         download: download missing files and verify their checksum.
         records_per_client: number of training records of each client, >= 1; null distributes all records.
@@ -66,9 +66,16 @@ class DataOptions:
         label_noise: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
             of each client's records, {name: clients, share: 0.2} all records of this share of the clients; null
             simulates none.
+        class_path: your own data: package.module.Class or a function that returns a Population, a list of data sets
+            with one for each client, a mapping from the clients' names to data sets, or a LightningDataModule. For
+            example dpfl_lightning.Population.from_dataframe with init_args {df: FILE.csv, client: COLUMN, label:
+            COLUMN}. The other keys of this section, but init_args and population_args, have to be left out.
+        init_args: arguments of class_path.
+        population_args: arguments of Population.from_datasets or from_datamodule, such as num_classes, held_out and
+            lazy, for what class_path returns if it is no Population.
     """
 
-    name: str = "fashion_mnist"
+    name: str | None = "fashion_mnist"
     folder: str | None = None
     download: bool = True
     records_per_client: AtLeastOneOrNull = None
@@ -79,6 +86,13 @@ class DataOptions:
     partition: Named = field(default_factory=lambda: {"name": "iid"})
     groups: Annotated[dict | None, _NAMED_OR_NULL] = None
     label_noise: Annotated[dict | None, _NAMED_OR_NULL] = None
+    class_path: str | None = None
+    init_args: dict = field(default_factory=dict)
+    population_args: dict = field(default_factory=dict)
+
+
+#: keys of the section data for clients that a user's class or function makes
+OWN_DATA = ("class_path", "init_args", "population_args")
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ class ClientOptions:
     {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
 
     Args:
-        count: number of clients, >= 1.
+        count: number of clients, >= 1; null with data.class_path, which decides it.
         batch_size: expected number of records in a local step, >= 1; also {name: published}, the batch sizes of the
             noise-aware paper; null uses all records of the client in every step (a full batch).
         local_epochs: passes over the client's records in a round, >= 1.
@@ -98,7 +112,7 @@ class ClientOptions:
             accepts; null reports the true budgets. Noise, ledger and guarantees always follow the true budgets.
     """
 
-    count: AtLeastOne = 20
+    count: AtLeastOneOrNull = 20
     batch_size: PerClientInt | None = 32
     local_epochs: PerClientInt = 1
     learning_rate: PerClientFloat = 0.1
@@ -280,16 +294,29 @@ def changed_options(options: Options) -> dict[str, Any]:
 
 def check(options: Options) -> None:
     """Raise UserError unless the value of every client is in range, and noise can be computed."""
+    _check_data(options)
     for key, known in all_keys().items():
         section, _, name = key.rpartition(".")
         value = getattr(getattr(options, section), name, None) if section else None
         for kind, hints in _PER_CLIENT.items():
-            if value is not None and known.hint in hints:
-                resolve(key, value, options.clients.count, options.seed, kind)
+            if value is not None and known.hint in hints and (count := options.clients.count) is not None:
+                resolve(key, value, count, options.seed, kind)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
         must = "be a budget from which the noise is computed"
         require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
+
+
+def _check_data(options: Options) -> None:
+    """Raise UserError unless there is one source of records, and all keys of the data are about it."""
+    data, name, own = options.data, options.data.name, options.data.class_path is not None
+    require(own or name is not None, "data.name", "be a data set if there is no data.class_path", name)
+    require(own or options.clients.count is not None, "clients.count", "be a number without data.class_path", None)
+    need_not = [key for key in vars(data) if (key not in OWN_DATA if own else key in OWN_DATA[1:])]
+    for key in need_not:
+        value, unset = getattr(data, key), None if key == "name" else getattr(DataOptions(), key)
+        must = f"be null or left out {'with' if own else 'without'} data.class_path"
+        require(value == unset, f"data.{key}", must, value)
 
 
 # ---- keys and their types

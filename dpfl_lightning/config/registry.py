@@ -3,7 +3,10 @@
 import ast
 import importlib
 import inspect
+import os
+import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,14 +102,33 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
 
 def imported(key: str, class_path: str, base: type[T]) -> type[T]:
     """Return the class package.module.Class that `key` names, or raise UserError unless it derives from `base`."""
-    module, _, name = class_path.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"`{key}` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
+    kind = _imported(key, class_path)
     fits = inspect.isclass(kind) and issubclass(kind, base)
     require(fits, key, f"be a class that derives from {base.__name__}", class_path)
     return kind
+
+
+def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
+    """Return what the class, function or class method `class_path` returns for the arguments `init_args`.
+
+    Raises UserError if it cannot be imported or does not take these arguments.
+    """
+    function, key = _imported(f"{section}.class_path", class_path), f"{section}.init_args"
+    require(callable(function), f"{section}.class_path", "be a class or a function", class_path)
+    try:
+        inspect.signature(function).bind(**init_args)
+    except TypeError as error:
+        raise UserError(f"`{key}` must fit {class_path}, got {dict(init_args)}: {error}.") from None
+    return function(**init_args)
+
+
+def _imported(key: str, path: str) -> Any:
+    if os.getcwd() not in sys.path:  # where `python -m` finds modules, and the command `dpfl` does not
+        sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"`{key}` must be importable, got {path!r}: {error}. Is it on PYTHONPATH?") from None
 
 
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:

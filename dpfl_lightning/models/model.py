@@ -10,6 +10,7 @@ from torch.func import functional_call
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS, Task, task_of
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import Params
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
@@ -24,7 +25,8 @@ def forward_chunk(device: torch.device) -> int:
 class Model(nn.Module):
     """A net with a loss for each record, `[B, *X]` -> the outputs of its task, such as `[B, num_classes]`.
 
-    `task` is a key of `TASKS`, None to infer it from shapes and dtypes. `ClientModule` adds the private training step.
+    `task` is a key of `TASKS`, None to infer it from shapes and dtypes. Records that are a tuple of tensors are the
+    net's arguments, those in a dictionary its keyword arguments. `ClientModule` adds the private training step.
     Raises UserError if a layer mixes records (BatchNorm), no parameter is trainable, or `personal` names no parameter.
 
     >>> Model(nn.Linear(4, 3)).num_params
@@ -51,16 +53,17 @@ class Model(nn.Module):
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
 
-    def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
         """Return one loss per record `[B]` for `x [B, *X]`, `y [B]`; it may depend on that record alone.
 
         Every engine differentiates it: the reference by `vmap` over batches of one, the fast engine by chunks.
         """
         return self.loss(self.output(params, x), y)
 
-    def output(self, params: Params, x: Tensor) -> Tensor:
+    def output(self, params: Params, x: Inputs) -> Tensor:
         """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
-        return self.logits_of(functional_call(self.net, dict(params), (x,), tie_weights=self._shares))
+        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
+        return self.logits_of(functional_call(self.net, dict(params), args, kwargs, tie_weights=self._shares))
 
     def logits_of(self, output: Any) -> Tensor:
         """Return the tensor `[B, ...]` in what the net returns: itself, or its attribute or key `logits`."""

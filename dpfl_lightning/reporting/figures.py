@@ -127,7 +127,7 @@ def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
 
 
 def _budget_figure(result: RunResult) -> Figure | None:
-    points = [(c["epsilon_budget"], c["accuracy"], c["client"]) for c in result.clients]
+    points = [(c["epsilon_budget"], c["accuracy"], _name(result, c["client"])) for c in result.clients]
     points = [point for point in points if None not in point]
     if not points:
         return None
@@ -136,8 +136,8 @@ def _budget_figure(result: RunResult) -> Figure | None:
     axes.scatter(budgets, accuracies, s=18)
     if max(budgets) > 10 * min(budgets):
         log_scale(axes, "x")
-    for budget, accuracy, client in points if len(points) <= MOST_CLIENTS else []:
-        axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
+    for budget, accuracy, name in points if len(points) <= MOST_CLIENTS else []:
+        axes.annotate(name, (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
     return figure
 
 
@@ -156,13 +156,23 @@ def _weights_figure(result: RunResult) -> Figure | None:
     for model in models:
         places = [place for place, client in enumerate(order) if result.clients[client]["model"] == model]
         axes.bar(places, [weights[order[place]] for place in places], label=f"model {model}")
-    axes.set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8 if len(order) <= 40 else 4)
+    _name_ticks(axes, order, result)
     if len(models) > 1:
         axes.legend()
     else:
         equal = axes.axhline(1 / len(order), color="gray", linewidth=1, linestyle="--")
         axes.legend([equal], ["equal weights"])
     return figure
+
+
+def _name(result: RunResult, client: int) -> str:
+    return result.clients[client]["name"].replace("$", r"\$")  # which would begin a formula
+
+
+def _name_ticks(axes: Any, clients: Sequence[int], result: RunResult) -> None:
+    names = [_name(result, client) for client in clients]
+    turned = 90 if sum(map(len, names)) > 80 else 0
+    axes.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 40 else 4, rotation=turned)
 
 
 def _noise_figure(result: RunResult) -> Figure | None:
@@ -183,7 +193,7 @@ def _noise_figure(result: RunResult) -> Figure | None:
     for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # labels alternate between sides
         away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
         style = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
-        axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **style)
+        axes.annotate(_name(result, client), (x[row], y[row]), (away, -away), **style)
     ratios = [estimate / truth for estimate, truth in zip(y, x, strict=True)]
     words = (
         "standard deviation of one parameter\narea: weight in the last round\nestimated / true: "
@@ -217,7 +227,7 @@ def _participation_figure(result: RunResult) -> Figure | None:
         _filled(axes[1], [budget[i] for i in order], [spent[i] for i in order], ("budget", "spent"))
     axes[-1].set(xlabel="client, largest quota first")
     if len(order) <= 40:
-        axes[-1].set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8)
+        _name_ticks(axes[-1], order, result)
     for panel, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
         panel.set_title(title, loc="left")
         panel.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
@@ -258,7 +268,7 @@ def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
     for group in sorted(set(true.values())):
         axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
     for client, point, _, _ in rows if len(rows) <= 40 else ():
-        axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
+        axes.annotate(_name(result, client), point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
     words = "size: confidence\n+: mean of a cluster"
     figure.legend(fontsize=7, loc="outside right upper", title=words, title_fontsize=7)
     return figure

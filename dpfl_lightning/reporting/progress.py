@@ -11,6 +11,7 @@ from typing import NamedTuple
 import rich.progress
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
 from rich.table import Column, Table
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
@@ -25,7 +26,7 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
-_Columns = dict[str, tuple[Sequence[float | None], str]]  # title -> values (None: not known), and their format
+_Columns = dict[str, tuple[Sequence[float | str | None], str]]  # title -> values (None: not known), and their format
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
@@ -127,10 +128,10 @@ class Progress(Callback):
         texts = [[_text(value, form) for value in values] for values, form in columns.values()]
         count = len(texts[0])
         if count > _MOST_ROWS:
-            summaries = [_summarised(values, form) for values, form in columns.values()]
-            texts = [["smallest", "median", "largest"], *summaries[1:]]
+            summaries = [_summarised(values, form) for values, form in list(columns.values())[1:]]  # not the names
+            texts = [["smallest", "median", "largest"], *summaries]
         for row in zip(*texts, strict=True):
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         self.console.print()
         self.console.print(table)
         if count > _MOST_ROWS:
@@ -179,19 +180,19 @@ class _TimeLeft(rich.progress.ProgressColumn):
         return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
 
 
-def _text(value: float | None, form: str) -> str:
+def _text(value: float | str | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def _summarised(values: Sequence[float | None], form: str) -> list[str]:
-    known = [value for value in values if value is not None]
+def _summarised(values: Sequence[float | str | None], form: str) -> list[str]:
+    known = [value for value in values if isinstance(value, int | float)]
     return [_text(pick(known) if known else None, form) for pick in (min, statistics.median_low, max)]
 
 
 def _plan_columns(view: View) -> _Columns:
     schedules, records = view.schedule.clients, view.facts.num_records
     columns: _Columns = {
-        "client": (range(len(records)), ","),
+        "client": ([view.facts.name_of(client) for client in range(len(records))], ""),
         "records": (records, ","),
         "batch": ([schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)], ","),
         "steps a round": ([schedule.main.steps for schedule in schedules], ","),
@@ -210,7 +211,7 @@ def _result_columns(result: RunResult) -> _Columns:
     def values(key: str, missing: float | None = None) -> list:
         return [missing if client[key] is None else client[key] for client in result.clients]
 
-    columns: _Columns = {"client": (values("client"), ",")}
+    columns: _Columns = {"client": (values("name"), "")}
     if _private(result):
         budgets = values("epsilon_budget", math.inf)
         spent = list(map(shown_epsilon, values("epsilon_spent", math.inf), budgets))

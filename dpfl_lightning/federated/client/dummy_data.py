@@ -9,23 +9,32 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.metrics import check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.tasks import described
+from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
 
 
-def dummy_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def dummy_batch(population: Population, records: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(records, *population.input_shape, generator=generator)
-    if not population.x.is_floating_point():
-        x = (x > 0).float()  # whole numbers may be rows of a table
-    return x.to(device, population.x.dtype), dummy_labels(population, records, generator).to(device)
+
+    def like(example: Tensor) -> Tensor:
+        values = torch.randn(records, *example.shape[1:], generator=generator)
+        if not example.is_floating_point():
+            values = (values > 0).float()  # whole numbers may be rows of a table
+            if values.dim() > 1:
+                values.view(records, -1)[:, :1] = 1  # or a mask, which must not be empty
+        return values.to(device, example.dtype)
+
+    x = tree_map(like, population.empty_batch[0])
+    return x, dummy_labels(population, records, generator).to(device)
 
 
 def dummy_labels(population: Population, records: int, generator: torch.Generator) -> Tensor:
@@ -45,7 +54,7 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
         begun = time.perf_counter()
         float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
-    return min(times) / len(x) / (engine.workers or 1)
+    return min(times) / len(y) / (engine.workers or 1)
 
 
 def check_fits(module: ClientModule, population: Population) -> None:
@@ -81,7 +90,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
 
 
 @torch.no_grad()
-def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
+def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
     """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
     with evaluating(module.net):
         before = _copied_buffers(module)
@@ -98,14 +107,14 @@ def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
         raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
 
 
-def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
 
     Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
     record the same loss alone: it is compared in two batches of one size, which draw the same numbers.
     """
 
-    def losses(x: Tensor, y: Tensor) -> Tensor:
+    def losses(x: Inputs, y: Tensor) -> Tensor:
         buffers = _copied_buffers(module)
         try:
             with _drawing_alike(module.device):
@@ -114,15 +123,15 @@ def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
             for name, value in module.net.named_buffers():
                 value.copy_(buffers[name])
 
-    def same(x: Tensor, tolerance: float) -> bool:
+    def same(x: Inputs, tolerance: float) -> bool:
         with _drawing_alike(module.device):
             before = _generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
             draws = _generator_states(module.device) != before
-        alone = torch.cat([losses(x[row : row + 1], y[row : row + 1]) for row in range(len(x))])
+        alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
-        def like_alone(some_x: Tensor, some_y: Tensor, places: Tensor) -> bool:
-            expected = losses(*in_company(x, y, (1.0,), len(some_x))[:2])[places] if draws else alone
+        def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
+            expected = losses(*in_company(x, y, (1.0,), len(some_y))[:2])[places] if draws else alone
             actual = losses(some_x, some_y)[places]
             return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -130,7 +139,7 @@ def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
 
     try:
         module.double()
-        return same(x.double() if x.is_floating_point() else x, 1e-8)
+        return same(floating_to(x, torch.float64), 1e-8)
     except (RuntimeError, TypeError):
         module.float()
         return same(x, 1e-3)

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.planned import once_each
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
@@ -81,6 +84,7 @@ def identity(
         "strategy": plan.strategies,
         "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
+        "names": list(population.names),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
 
@@ -110,7 +114,9 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
     """A keyed digest of each client's training records, 8 bytes, in the client's order."""
     for client, rows in enumerate(population.train_of):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
-        for tensor in (population.x[rows], population.y[rows]):
+        x = population.x
+        inputs = [x.digests[rows.cpu()]] if isinstance(x, LazyInputs) else tree_leaves(take(x, rows))
+        for tensor in (*inputs, population.y[rows]):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
         yield digest.digest()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
@@ -30,7 +31,7 @@ class LocalTask:
     anchor: Tensor | None = None
     pull: float = 0.0
 
-    def sum_of(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest | None = None) -> Tensor:
+    def sum_of(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
         default = ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
         sums, norms = self.clipped_sum(params, x, y, request or default)
@@ -82,7 +83,7 @@ class ClientModule(Model, L.LightningModule):
         """Plain SGD over the net; it sees noised gradients only, so any optimiser is post-processing."""
         return torch.optim.SGD(self.trainable, lr=self._require_task().learning_rate)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: tuple[Inputs, Tensor], batch_idx: int) -> None:
         """Clip -> sum -> noise -> optimiser, on `x [B, *X]`, `y [B]`, B may be 0."""
         task = self._require_task()
         clipped = task.sum_of(self.named_trainable, *batch)  # [1, P]

@@ -352,6 +352,7 @@ class Run:
             score = Score(None, math.nan) if scores is None else scores.clients[client]
             row = {
                 "client": client,
+                "name": self.facts.name_of(client),
                 "epsilon_spent": finite_or_none(guarantees[client].epsilon),
                 "epsilon_budget": finite_or_none(settings.epsilon),
                 "delta": schedule.delta,

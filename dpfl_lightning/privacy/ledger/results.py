@@ -153,6 +153,7 @@ def _row(header: Header, client: int, account: Account, promise: Guarantee) -> d
     size = dict(enumerate(sizes)).get(client) if isinstance(sizes, list) else sizes
     values: dict[str, Sequence[Any]] = {
         "client": (client,),
+        "name": (header.name_of(client),),
         "releases": (sum(account.releases.values()),),
         "steps": (account.steps,),
         "epsilon_budget": (finite_or_none(account.epsilon_budget),),

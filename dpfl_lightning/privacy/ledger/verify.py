@@ -158,9 +158,10 @@ class LedgerReport:
     def text(self) -> str:
         """Return what was verified, a row for each client, and the weakest guarantee."""
         head = ["client", "releases", "steps", "epsilon", "budget", "delta"]
+        name_of = self.ledgers[0].verified.header.name_of
         rows = [
             [
-                client,
+                name_of(client),
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
                 epsilon_text(account.epsilon),
@@ -169,7 +170,9 @@ class LedgerReport:
             ]
             for client, account in enumerate(self.accounts)
         ]
-        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget]
+        over = [
+            name_of(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget
+        ]
         lines = [line for ledger in self.ledgers for line in _what_was_verified(ledger)]
         lines += [_TOGETHER] if len(self.ledgers) > 1 else []
         lines += [f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()]

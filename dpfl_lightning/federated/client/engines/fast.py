@@ -73,7 +73,7 @@ class FastEngine(SerialEngine):
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
+        return quicker_without_clipping(clipped_sum, self.module, *self.population.empty_batch)
 
     def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         groups = sorted(one_batch.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])

@@ -10,6 +10,7 @@ from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.runtime.devices import sent
 
@@ -46,7 +47,7 @@ def releases(
         *(engine.local_task(plan, row, models, charge_numbers[row]) for row in rows), strict=True
     )
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
-    x, y, num_rows, job = torch.cat(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
+    x, y, num_rows, job = joined(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys]))
     owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])

@@ -69,6 +69,8 @@ class StackedEngine(SerialEngine):
             "Stacks use SGD.",
         )
         require(self.module.plain_sgd, "engine.name", must, self.name, advice)
+        must = "be fast or serial for records that are not one tensor in memory"
+        require(isinstance(self.population.x, Tensor), "engine.name", must, self.name)
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
