@@ -178,7 +178,8 @@ def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None,
         require_one_of(TASKS, "task", named)
         task = TASKS[named]
         fits = task.real == real and task.fits(output, y)
-        require(fits, "task", f"fit the data and the model: {named} needs {task.expects}", kinds)
+        advice = "Pass y.long() for classes." if real and not task.real else ""
+        require(fits, "task", f"fit the data and the model: {named} needs {task.expects}", kinds, advice)
         return task
     fitting = [task for task in TASKS.values() if task.real == real and task.fits(output, y)]
     names = [task.name for task in fitting]

@@ -158,6 +158,7 @@ def test_a_set_that_does_not_define_a_metric_has_none_of_it():
     logits, y = torch.randn(6, K), torch.tensor([0, 0, 0, 1, 1, 1])
     assert value_of("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) is None
     assert value_of("regression", "r2", logits[:1, :1], torch.ones(1)) is None
+    assert value_of("multiclass", "auroc", logits / 0, y) is None
     expected = [sk.roc_auc_score(y == label, logits.softmax(1)[:, label]) for label in (0, 1)]
     assert value_of("multiclass", "auroc", logits, y) == pytest.approx(sum(expected) / 2)  # class 2 is absent
 

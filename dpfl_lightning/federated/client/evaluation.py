@@ -59,8 +59,8 @@ def _scores(
         metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
         with torch.inference_mode():
             values.append(torch.stack([module.loss(output, y).double(), *task.hits(output, y)]))
-            for metric, of_set in zip(metrics, places, strict=True) if names else ():
-                inside = of_set[(of_set >= first) & (of_set < first + len(some_rows))] - first
+            for metric, in_set in zip(metrics, places, strict=True) if names else ():
+                inside = in_set[(in_set >= first) & (in_set < first + len(some_rows))] - first
                 if len(inside):
                     metric.update(output[inside], y[inside])
     of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)

@@ -78,11 +78,13 @@ class Metrics:
     def __init__(self, names: Sequence[str], task: Task, num_classes: int) -> None:
         self._task, self._num_classes, self._names = task, num_classes, names
         self._metrics: dict[str, TorchMetric] = {}
+        self._finite = True
 
     def update(self, output: Tensor, y: Tensor) -> None:
         """Take in the outputs `[B, ...]` for the labels `y [B, ...]`, B >= 1."""
         if not self._names:
             return
+        self._finite = self._finite and bool(output.isfinite().all())
         scores, targets = _inputs(self._task, output, y)
         for name in self._names:
             if name not in self._metrics:
@@ -92,8 +94,9 @@ class Metrics:
             self._metrics[name].update(scores, targets)
 
     def values(self) -> dict[str, float | None]:
-        """Return the value of each metric; None if the set does not define it."""
-        return {name: finite_or_none(_value(name, metric)) for name, metric in self._metrics.items()}
+        """Return the value of each metric; None if the set does not define it, or an output was not finite."""
+        values = {name: _value(name, metric) for name, metric in self._metrics.items()}
+        return {name: finite_or_none(value) if self._finite else None for name, value in values.items()}
 
 
 def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
