@@ -45,8 +45,13 @@ ONLY_IN = {
     "jsonargparse": {"plan"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
-    "torchmetrics": {"federated.client.evaluation"},
-    "lightning": {"federated.client.module", "federated.client.engines.trainer", "federated.transport.ranks"},
+    "torchmetrics": {"federated.client.evaluation", "federated.client.lightning_loss"},
+    "lightning": {
+        "federated.client.module",
+        "federated.client.lightning_loss",
+        "federated.client.engines.trainer",
+        "federated.transport.ranks",
+    },
 }
 
 

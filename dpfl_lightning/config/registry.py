@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ class Registry(NamedTuple):
 REGISTRIES = {
     "strategies": Registry("strategies", "STRATEGIES", 0, "classes"),
     "model": Registry("models", "MODELS", 2),
+    "clients.optimizer": Registry("models.optimizers", "OPTIMIZERS", 0),
+    "clients.schedule": Registry("models.learning_rates", "SCHEDULES", 0),
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
     "data.label_noise": Registry("data.groups", "UNITS", 2),
@@ -96,12 +99,19 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
 
 
 def imported(key: str, class_path: str, base: type[T]) -> type[T]:
-    """Return the class package.module.Class that `key` names, or raise UserError unless it derives from `base`."""
+    """Return the class package.module.Class that `key` names, from the working directory or an installed package.
+
+    Raises UserError unless it derives from `base`.
+    """
     module, _, name = class_path.rpartition(".")
+    if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # as LightningCLI does
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"`{key}` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
+        raise UserError(
+            f"`{key}` must be importable, got {class_path!r}: {error}. Is it in the working directory or on PYTHONPATH?"
+        ) from None
     fits = inspect.isclass(kind) and issubclass(kind, base)
     require(fits, key, f"be a class that derives from {base.__name__}", class_path)
     return kind

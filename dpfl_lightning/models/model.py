@@ -77,6 +77,12 @@ class Model(nn.Module):
         """All trainable parameters as one new vector `[P]`, detached."""
         return torch.cat([p.detach().reshape(-1) for p in self.trainable])
 
+    @torch.no_grad()
+    def load(self, flat: Tensor) -> None:
+        """Set all trainable parameters from one vector `[P]`."""
+        for parameter, value in zip(self.trainable, self.unflatten(flat).values(), strict=True):
+            parameter.copy_(value)
+
     @property
     def personal_mask(self) -> Tensor:
         """Mask `[P]` (bool) of the entries of the flat vector that stay with the client."""
