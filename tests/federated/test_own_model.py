@@ -6,18 +6,17 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from conftest import FIXED_KEY, break_off, private, small_net
+from conftest import FIXED_KEY, break_off, small_net
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from dpfl_lightning.build import ENGINES, build_module, build_population
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings
-from dpfl_lightning.federated.client.dummy_data import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
@@ -64,6 +63,14 @@ class OfAChild(Lit):
         return {"loss": self.criterion(self.net(batch[0]), batch[1])}
 
 
+class OwnFormula(Lit):
+    """The loss is no function of torch."""
+
+    def training_step(self, batch, batch_idx):
+        smooth = 0.9 * F.one_hot(batch[1], 3) + 0.1 / 3
+        return -(smooth * self(batch[0]).log_softmax(dim=1)).sum(dim=1).mean()
+
+
 class OfInputs(Lit):
     """The loss is no function of outputs alone, and every layer has its learning rate."""
 
@@ -99,7 +106,7 @@ def trained(make_loop, module, engine="fast", **options) -> torch.Tensor:
 def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(engine, make_loop, one_noise):
     options = {"rounds": 2, "clients": ClientOptions(4, batch_size=16)}
     expected = trained(make_loop, ByHand(small_net()), "serial", **options)
-    for kind in (Lit, OfAChild):
+    for kind in (Lit, OfAChild, OwnFormula):
         torch.testing.assert_close(trained(make_loop, kind(), engine, **options), expected, rtol=1e-4, atol=1e-5)
     ours, reference = (trained(make_loop, OfInputs(), name, **options) for name in (engine, "serial"))
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
@@ -107,9 +114,9 @@ def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(engine, make
 
 
 def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
-    for kind, part, whole in ((Lit, "", False), (OfAChild, "net", False), (OfInputs, None, True)):
+    for kind, *expected in ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False)):
         adapted = make_loop(module=kind()).module.adapted
-        assert (adapted.part, adapted.whole) == (part, whole)
+        assert [adapted.part, adapted.unreduced] == expected and adapted.whole == (kind is OfInputs)
 
 
 def test_what_is_not_used_of_a_lightning_module_is_said(make_loop):

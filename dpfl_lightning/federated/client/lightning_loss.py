@@ -12,6 +12,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
@@ -36,6 +38,7 @@ class LightningLoss:
         self.module = module
         self.part: str | None = None  # name of the child whose outputs `loss` takes; "" is the module itself
         self.example: Any = None
+        self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
         self.whole = False  # whether every loss is computed by the whole `training_step`
 
     def prepare(self, params: Params, x: Any, y: Tensor) -> None:
@@ -62,9 +65,10 @@ class LightningLoss:
                     "other records of the batch (or weighs classes by a mean). Override `loss` of a ClientModule."
                 )
             for name in ("", *(name for name, _ in self.module.named_children())):
-                self.part = name
-                if self._agrees(params, x, y, alone):
-                    return
+                for self.unreduced in (True, False):
+                    self.part = name
+                    if self._agrees(params, x, y, alone):
+                        return
         self.part, self.whole = None, True
 
     def sample_loss(self, params: Params, x: Any, y: Tensor) -> Tensor:
@@ -75,13 +79,19 @@ class LightningLoss:
         """The loss of each record `[B]` from outputs `[B, ...]` of the module."""
         part = self.module if not self.part else self.module.get_submodule(self.part)
 
+        def of(output: Any, y: Tensor) -> Tensor:
+            with _replaced([(part, {"forward": lambda *args, **kwargs: output})]):
+                return _step(self.module, self.example, y)
+
         def of_one(output: Any, y: Tensor) -> Tensor:
-            alone = tree_map(lambda one: one[None], output)
-            with _replaced([(part, {"forward": lambda *args, **kwargs: alone})]):
-                return _step(self.module, self.example, y[None])
+            return of(tree_map(lambda one: one[None], output), y[None]).reshape(())
 
         with self._silent():
-            return vmap(of_one, randomness="different")(output, y)
+            if not self.unreduced:
+                return vmap(of_one, randomness="different")(output, y)
+            with _Unreduced():
+                losses = of(output, y)
+            return losses.flatten(1).mean(dim=1) if losses.ndim > 1 else losses
 
     def _agrees(self, params: Params, x: Any, y: Tensor, expected: Tensor) -> bool:
         try:
@@ -99,7 +109,7 @@ class LightningLoss:
     def _of_all(self, params: Params, x: Any, y: Tensor) -> Tensor:
         named = {f"module.{name}": value for name, value in params.items()}
         with self._silent():
-            return functional_call(_TrainingStep(self.module), named, (x, y))
+            return functional_call(_TrainingStep(self.module), named, (x, y)).reshape(())
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -120,14 +130,25 @@ class _TrainingStep(nn.Module):
         return _step(self.module, x, y)
 
 
+class _Unreduced(TorchFunctionMode):
+    """Within it the losses of torch.nn.functional, which the loss modules call, are not reduced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"reduction": "none"} if func in _LOSSES else {})})
+
+
+_FUNCTIONS = (one for name, one in vars(F).items() if inspect.isfunction(one) and not name.startswith("_"))
+_LOSSES = {one for one in _FUNCTIONS if "reduction" in inspect.signature(one).parameters}
+
+
 def _step(module: L.LightningModule, x: Any, y: Tensor) -> Tensor:
-    """The loss that `training_step` returns for a batch, a tensor without dimensions."""
+    """The loss that `training_step` returns for a batch."""
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
     answer = module.training_step((x, y), 0) if takes_index else module.training_step((x, y))
     loss = answer.get("loss") if isinstance(answer, Mapping) else answer
     if not isinstance(loss, Tensor):
         raise TypeError(f"training_step must return a loss, got {type(loss).__name__}.")
-    return loss.reshape(())
+    return loss
 
 
 def overrides(module: L.LightningModule, name: str) -> bool:
