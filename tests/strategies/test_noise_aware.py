@@ -201,7 +201,8 @@ def test_other_steps_noise_or_batches_have_other_noise(first, later, again, make
 
 def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3, schedule={"name": "inverse", "half_after": 2.0})
-    _, _, seen = run(make_loop, rounds=3, reestimate_every=0, clients=clients)
+    seen = Recorder()
+    make_loop(parts=[NoiseAware(reestimate_every=0), seen], clients=clients).run()
     assert kept(seen) == [True, False, False]
 
 

@@ -29,7 +29,8 @@ class LightningLoss:
 
     The loss of a record is what `training_step((x, y), 0)` returns for a batch of this record alone. If it depends on
     the records only by the outputs of `forward` (or of one child module) and by y, these are computed for all records
-    of a batch at once, so that engines can use layer rules. Otherwise the whole `training_step` runs under `vmap`.
+    of a batch at once, so that engines can use layer rules. Otherwise the whole `training_step` runs under `vmap`, and
+    an evaluation reports the loss of `Model.loss`.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -39,13 +40,15 @@ class LightningLoss:
         self.part: str | None = None  # name of the child whose outputs `loss` takes; "" is the module itself
         self.example: Any = None
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
-        self.whole = False  # whether every loss is computed by the whole `training_step`
+        self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
 
     def prepare(self, params: Params, x: Any, y: Tensor) -> None:
         """Find out, on random records `x [B, *X]`, `y [B]`, how losses are computed; before any private record is read.
 
-        Raises UserError if `training_step` cannot run on one record, or is no mean or sum of losses of single records.
+        Raises UserError if `training_step` cannot run on one record, is no mean or sum of losses of single records, or
+        keeps something for the next call.
         """
+        before = _kept(self.module)
         self.example = tree_map(lambda one: one[:1].clone(), x)
         with torch.no_grad(), evaluating(self.module):
             params = {name: 0.9 * p + 0.01 for name, p in params.items()}  # so that a loss from others is noticed
@@ -64,6 +67,10 @@ class LightningLoss:
                     "`training_step` must return the mean of the losses of single records, got a loss that depends on "
                     "other records of the batch (or weighs classes by a mean). Override `loss` of a ClientModule."
                 )
+            changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
+            must = "not keep anything of a batch for the next call"
+            require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
+            self.whole = False
             for name in ("", *(name for name, _ in self.module.named_children())):
                 for self.unreduced in (True, False):
                     self.part = name
@@ -162,6 +169,16 @@ def unused(module: L.LightningModule) -> list[str]:
     public = (name for name in dir(L.LightningModule) if not name.startswith("_") and name not in _USED)
     hooks = [name for name in public if overrides(module, name)]
     return hooks + [name for name, one in module.named_children() if isinstance(one, Metric | MetricCollection)]
+
+
+def _kept(module: nn.Module) -> dict[str, int]:
+    """What tells whether attributes of a module or of its parts were set, or filled."""
+    return {
+        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict | set) else id(value)
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if not key.startswith("_") and key != "training" and not isinstance(part, Metric | MetricCollection)
+    }
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
