@@ -53,10 +53,10 @@ def evaluate_run(options: Options, run: Path) -> dict:
     """
     import torch
 
-    from dpfl_lightning.build import build_net, build_population
+    from dpfl_lightning.build import build_module, build_population
+    from dpfl_lightning.federated.client.dummy_data import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
-    from dpfl_lightning.federated.client.module import ClientModule
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
@@ -68,7 +68,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     single = (run / "model.pt").is_file()
     files = [run / "model.pt"] if single else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     population = build_population(options)
-    module = ClientModule(build_net(options, population), options.task, options.evaluation.metrics)
+    module = build_module(options, population)
+    check_fits(module, population)
     models = []
     for file in files:
         try:

@@ -47,8 +47,13 @@ ONLY_IN = {
     "PIL": {"data.images"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
-    "torchmetrics": {"federated.client.metrics"},
-    "lightning": {"federated.client.module", "federated.client.engines.trainer", "federated.transport.ranks"},
+    "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},
+    "lightning": {
+        "federated.client.module",
+        "federated.client.lightning_loss",
+        "federated.client.engines.trainer",
+        "federated.transport.ranks",
+    },
 }
 
 

@@ -99,15 +99,20 @@ OWN_DATA = ("class_path", "init_args", "population_args")
 class ClientOptions:
     """Local training of each client in a round.
 
-    Every key except `count` accepts one value, a list with one value per client, or a distribution:
-    {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
+    batch_size, local_epochs, learning_rate and reported_epsilon accept one value, a list with one value per client, or
+    a distribution: {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
 
     Args:
         count: number of clients, >= 1; null with data.class_path, which decides it.
         batch_size: expected number of records in a local step, >= 1; also {name: published}, the batch sizes of the
             noise-aware paper; null uses all records of the client in every step (a full batch).
         local_epochs: passes over the client's records in a round, >= 1.
-        learning_rate: learning rate of local SGD, > 0.
+        learning_rate: learning rate of local steps, > 0.
+        optimizer: what local steps do with noised gradients: {name: sgd, momentum: 0.9}, {name: adam} or {name: adamw};
+            every client starts each round with a new optimiser. It costs no privacy. A model that defines
+            `configure_optimizers` uses that instead, and sets its learning rate itself.
+        schedule: factor of the learning rate in each round, such as {name: cosine, warmup_rounds: 5}, {name: linear},
+            {name: step, every: 10, gamma: 0.5}, {name: inverse, half_after: 200}.
         reported_epsilon: budgets that clients report to the server's strategies, > 0, in the forms that privacy.epsilon
             accepts; null reports the true budgets. Noise, ledger and guarantees always follow the true budgets.
     """
@@ -116,6 +121,8 @@ class ClientOptions:
     batch_size: PerClientInt | None = 32
     local_epochs: PerClientInt = 1
     learning_rate: PerClientFloat = 0.1
+    optimizer: Named = field(default_factory=lambda: {"name": "sgd"})
+    schedule: Named = field(default_factory=lambda: {"name": "constant"})
     reported_epsilon: PerClientFloat | None = None
 
 

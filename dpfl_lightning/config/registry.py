@@ -34,6 +34,8 @@ class Registry(NamedTuple):
 REGISTRIES = {
     "strategies": Registry("strategies", "STRATEGIES", 0, "classes"),
     "model": Registry("models", "MODELS", 2),
+    "clients.optimizer": Registry("models.optimizers", "OPTIMIZERS", 0),
+    "clients.schedule": Registry("models.learning_rates", "SCHEDULES", 0),
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
     "data.label_noise": Registry("data.groups", "UNITS", 2),
@@ -128,7 +130,8 @@ def _imported(key: str, path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"`{key}` must be importable, got {path!r}: {error}. Is it on PYTHONPATH?") from None
+        advice = "Is it in the working directory or on PYTHONPATH?"
+        raise UserError(f"`{key}` must be importable, got {path!r}: {error}. {advice}") from None
 
 
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:

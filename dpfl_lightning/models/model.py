@@ -10,7 +10,7 @@ from torch.func import functional_call
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS, Task, task_of
-from dpfl_lightning.privacy.clipping.inputs import Inputs
+from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
@@ -62,8 +62,7 @@ class Model(nn.Module):
 
     def output(self, params: Params, x: Inputs) -> Tensor:
         """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
-        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
-        return self.logits_of(functional_call(self.net, dict(params), args, kwargs, tie_weights=self._shares))
+        return self.logits_of(functional_call(self.net, dict(params), *arguments(x), tie_weights=self._shares))
 
     def logits_of(self, output: Any) -> Tensor:
         """Return the tensor `[B, ...]` in what the net returns: itself, or its attribute or key `logits`."""
@@ -100,6 +99,12 @@ class Model(nn.Module):
     def flat(self) -> Tensor:
         """All trainable parameters as one new vector `[P]`, detached."""
         return torch.cat([p.detach().reshape(-1) for p in self.trainable])
+
+    @torch.no_grad()
+    def load(self, flat: Tensor) -> None:
+        """Set all trainable parameters from one vector `[P]`."""
+        for parameter, value in zip(self.trainable, self.unflatten(flat).values(), strict=True):
+            parameter.copy_(value)
 
     @property
     def personal_mask(self) -> Tensor:

@@ -179,7 +179,7 @@ def _noise_figure(result: RunResult) -> Figure | None:
     """Draw the noise that a strategy estimated for each client against the noise of the client's mechanism."""
     estimated = _client_metric(result, "estimated_noise_std")
     true = {client: result.clients[client]["noise_std"] for client in estimated}
-    clients = sorted((i for i in true if estimated[i] > 0 and true[i] > 0), key=true.__getitem__)
+    clients = sorted((i for i in true if estimated[i] > 0 and (true[i] or 0) > 0), key=true.__getitem__)
     if not clients:
         return None
     figure, axes = new_axes("Noise in each client's update: estimated against true", "true", "estimated")

@@ -20,7 +20,6 @@ STRATEGIES = {
     "ifca": ("clustering.ifca", "Ifca"),
     "inverse_noise": ("aggregation.inverse_noise", "InverseNoise"),
     "kmeans_clusters": ("clustering.kmeans_clusters", "KMeansClusters"),
-    "learning_rate_decay": ("aggregation.learning_rate_decay", "LearningRateDecay"),
     "local": ("clustering.local", "Local"),
     "median": ("aggregation.median", "Median"),
     "minimum_epsilon": ("aggregation.minimum_epsilon", "MinimumEpsilon"),

@@ -266,6 +266,34 @@ def test_engines_run_the_hooks_of_a_module(engine, module, batch_size, make_loop
     assert not torch.allclose(reference, sgd, rtol=1e-2)
 
 
+OPTIMIZERS = [
+    {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"name": "adam", "betas": [0.8, 0.9], "eps": 1e-6},
+    {"name": "adamw"},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one["name"])
+def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
+    clients = ClientOptions(count=4, batch_size=16, learning_rate=0.05, optimizer=optimizer)
+    for engine in ("fast", "trainer"):
+        assert_as_serial(engine, make_loop, clients=clients, parts=[FedProx(0.5)])
+    with pytest.raises(UserError, match=r"`clients.optimizer` must be plain sgd with engine stacked"):
+        make_loop(engine=ENGINES["stacked"](), clients=clients)
+    ours = released("serial", make_loop, clients=clients, privacy=None)
+    loop, options = make_loop(clients=clients, privacy=None), {k: v for k, v in optimizer.items() if k != "name"}
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer["name"]]
+    for client, row in enumerate(loop.settings):
+        net, generator = small_net(), STREAMS.generator("sampling", 1, client)
+        start, torchs = loop.module.flat, kind(net.parameters(), lr=0.05, foreach=False, **options)
+        for rows in draw_steps("poisson", row.num_records, row.sample_rate, row.steps, generator):
+            x, y = loop.population.records(client, torch.from_numpy(rows))
+            torchs.zero_grad()
+            (nn.functional.cross_entropy(net(x), y, reduction="sum") / row.batch_size).backward()
+            torchs.step()
+        torch.testing.assert_close(ours[client], ClientModule(net).flat - start, rtol=1e-4, atol=1e-5)
+
+
 def test_nets_that_do_not_fit_a_piece_of_noise_get_the_same_noise(make_loop):
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 600), nn.Linear(600, 3))
     options = {"population": images(20), "clients": ClientOptions(4, batch_size=8)}

@@ -63,6 +63,8 @@ def check_fits(module: ClientModule, population: Population) -> None:
     Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
     record, gives a record another loss among other records, with dropout and without, or changes its buffers.
     """
+    module.check_optimizer(learning_rate=0.1)
+    module.prepare(*dummy_batch(population, records=4, device=module.device))
     x, y = dummy_batch(population, records=2, device=module.device)
     try:
         with torch.no_grad():

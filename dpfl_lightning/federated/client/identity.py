@@ -20,6 +20,8 @@ from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.models.learning_rates import CONSTANT
+from dpfl_lightning.models.optimizers import PLAIN_SGD
 from dpfl_lightning.privacy.accounting.planned import once_each
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
@@ -47,6 +49,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
         for name in names
     }
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
+    local_steps = (("clients.optimizer", plan.optimizer, PLAIN_SGD), ("clients.schedule", plan.rates, CONSTANT))
     return _for_json(
         {
             **deciding_options(plan.options),
@@ -55,6 +58,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
             **({} if "strategies" in plan.options else {"strategies": strategies}),
+            **{key: repr(value) for key, value, default in local_steps if value != default},
         }
     )
 

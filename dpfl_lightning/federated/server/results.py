@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
@@ -118,6 +118,9 @@ class RunResult:
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
+        model: the trained net, as in `model.pt`, with personal parameters at their initial values. None if the run did
+            not finish, if clients have several models (see `FederatedLoop.client_model`), and on other ranks than 0.
+            Not in `result.json`.
     """
 
     output_dir: str
@@ -145,9 +148,13 @@ class RunResult:
     metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
     client_embedding: ClientEmbedding | None = None
     interrupted: bool = False
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}  # for other ranks: a user's net may not be picklable
 
     def as_dict(self) -> dict:
-        fields = {name: value for name, value in vars(self).items() if name != "interrupted"}
+        fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}
         fields["test_loss"] = None if self.test_loss is None else finite_or_none(self.test_loss)
         embedding = self.client_embedding
         return {**fields, "client_embedding": None if embedding is None else dataclasses.asdict(embedding)}

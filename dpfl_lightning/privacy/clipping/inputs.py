@@ -28,6 +28,11 @@ def _concatenated(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a net for `x`: a tuple is several, a dictionary are keywords."""
+    return ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
+
+
 def floating_to(x: Inputs, dtype: torch.dtype) -> Inputs:
     """Convert the floating tensors of `x` to `dtype`; whole numbers, such as rows of an embedding, stay."""
     return tree_map(lambda part: part.to(dtype) if part.is_floating_point() else part, x)

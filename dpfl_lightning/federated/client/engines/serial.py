@@ -135,6 +135,9 @@ class SerialEngine:
             learning_rate=plan.learning_rate_of[row],
             anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
             pull=plan.pull,
+            optimizer=plan.optimizer,
+            round=plan.round,
+            steps=plan.steps[row],
         )
         return task, start, DrawnBatches(self.population, client, draws)
 
