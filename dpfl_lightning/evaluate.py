@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
+"""`dpfl evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.runtime.launcher import invocation
 
 
 @command
@@ -16,27 +17,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         argv,
         _flags,
-        prog="python -m dpfl_lightning.evaluate",
+        name="evaluate",
         description="Evaluate a finished run. --data.* keys select other data of the same shape; keys that are not "
         "given have the values of the run, not the defaults.",
+        examples=("runs/digits", "runs/digits --data.label_noise.name records --json"),
         config_of=lambda flags: options_file(flags.run, "RUN"),
         takes=["data"],
     )
     report = evaluate_run(options, Path(flags.run))
+    if flags.json:
+        print(json.dumps(report))
+        return 0
     accuracy = report["test_accuracy"]
     scored = "regression" if accuracy is None else f"test accuracy {accuracy:.2%}"
     print(f"{scored}, test loss {report['test_loss']:.4f}")
     for row in report["clients"]:
         shown = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
         print(f"  client {row['client']:>3}  accuracy {shown}")
-    if flags.json:
-        print(json.dumps(report))
     return 0
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
@@ -56,7 +59,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.privacy.noise import Streams
 
     result = run / "result.json"
-    advice = f"Finish it with fit --resume {run}."
+    advice = f"Finish it with {invocation('fit')} --resume {run}."
     require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
     model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
     single = (run / "model.pt").is_file()

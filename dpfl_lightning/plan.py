@@ -1,24 +1,22 @@
-"""`python -m dpfl_lightning.plan`: compute noise from epsilon, or epsilon from noise, before training."""
+"""`dpfl plan`: compute noise from epsilon or epsilon from noise, before training."""
 
 import argparse
+import inspect
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-import jsonargparse
-
-from dpfl_lightning.errors import UserError, command, nearest
+from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.registry import described
+from dpfl_lightning.config.yaml_text import inline
+from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text as _epsilon
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.runtime.text import columns as _columns
-
-_PROG = "python -m dpfl_lightning.plan"
-_JSON_HELP = "also print one JSON object, on the last line"
 
 
 @command
@@ -34,42 +32,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(words)
     as_json = options.pop("json")
     planned = plan(**options)
-    print(_client_text(planned, options))
-    if as_json:
-        print(json.dumps(planned.as_dict()))
+    print(json.dumps(planned.as_dict()) if as_json else _client_text(planned, options))
     return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `plan` by name, and `json`."""
-    about = "Compute noise from epsilon, or epsilon from noise, before training: for one client, or a run (--config)."
-    parser = jsonargparse.ArgumentParser(prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False)
-    parser.add_function_arguments(plan)
-    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
+    parser = CommandParser(
+        "plan",
+        "Compute noise from epsilon, or epsilon from noise, before training: for one client, for every client of a run "
+        "(--config), or from the ledgers of runs (--ledger).",
+        "[--KEY VALUE ...] [--json]",
+        ("--num_records 900 --batch_size 30 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
+    )
+    _flags(parser)
     parser.add_argument(
         "--config", metavar="FILE", help="plan every client of this run; --config FILE --help lists its keys"
     )
     parser.add_argument(
         "--ledger", metavar="FILE", help="verify and recompose ledgers; --ledger FILE --help lists the flags"
     )
+    group, texts = parser.add_argument_group("one client"), described(inspect.getdoc(plan) or "")
+    parameters = inspect.signature(plan).parameters
+    for key, parameter in parameters.items():
+        text = " ".join(texts[key].split()).partition(": ")[2]
+        required = parameter.default is parameter.empty
+        text += " (required)" if required else f" (default {inline(parameter.default)})"
+        group.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+    options, unknown = parser.parse_known_args(words)
+    given = {key: value for key, value in vars(options).items() if key not in ("config", "ledger")}
+    if unknown:
+        wrong = unknown[0].partition("=")[0].removeprefix("--")
+        near = nearest(wrong, [*parameters, *vars(options)])
+        raise UserError(f"`{wrong}` must be a known key. {near or 'See --help.'}")
+    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
+    require(not missing, ", ".join(missing), "be given", None, "See --help.")
+    hints = get_type_hints(plan)
+    return {key: _typed(key, hints[key], text) if key in hints else text for key, text in given.items()} | {
+        key: one.default for key, one in parameters.items() if key not in given and one.default is not one.empty
+    }
+
+
+def _typed(key: str, hint: Any, text: str) -> Any:
+    """Return the text of an argument with its type; numbers must be finite."""
+    kinds = (hint, *get_args(hint))
+    if text == "null" and type(None) in kinds:
+        return None
     try:
-        options = parser.parse_args(words).as_dict()
-    except argparse.ArgumentError as error:
-        raise _mistake(" ".join(str(error).split()), [action.dest for action in parser._actions]) from None
-    options.pop("config"), options.pop("ledger")
-    return options
-
-
-def _mistake(message: str, known: Sequence[str]) -> UserError:
-    """Return jsonargparse's message as a UserError in the usual form."""
-    if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
-        key, value = wrong.groups()
-        hint = get_type_hints(plan)[key]
-        kind = "a whole number" if int in (hint, *get_args(hint)) else "a finite number"
-        return UserError(f"`{key}` must be {kind}, got {value!r}.")
-    if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
-        return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")
-    return UserError(f"{message}. See --help.")
+        value = text if str in kinds else int(text) if int in kinds else float(text)
+    except ValueError:
+        value = math.nan
+    kind = "a whole number" if int in kinds else "a finite number"
+    require(isinstance(value, str) or math.isfinite(value), key, f"be {kind}", text)
+    return value
 
 
 # ---- a whole run
@@ -80,9 +99,10 @@ def _plan_run(words: Sequence[str]) -> int:
 
     options, flags = load(
         words,
-        lambda parser: parser.add_argument("--json", action="store_true", help=_JSON_HELP),
-        prog=_PROG,
+        _flags,
+        name="plan",
         description="Show noise, steps and epsilon of every client of a run before training.",
+        examples=("--config digits", "--config digits --privacy.epsilon 2 --json"),
     )
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.privacy.sampling import SAMPLINGS
@@ -92,7 +112,6 @@ def _plan_run(words: Sequence[str]) -> int:
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
     notes = loop.describe()
-    print("\n".join([_run_text(planned), *notes]))
     if flags.json:
         rows = [
             {
@@ -105,6 +124,8 @@ def _plan_run(words: Sequence[str]) -> int:
             for client, client_plan in enumerate(planned)
         ]
         print(json.dumps({"clients": rows, "notes": notes}))
+    else:
+        print("\n".join([_run_text(planned), *notes]))
     return 0
 
 

@@ -27,7 +27,7 @@ from dpfl_lightning.config.options import (
     changed_options,
     check,
 )
-from dpfl_lightning.config.registry import REGISTRIES, help_text
+from dpfl_lightning.config.registry import REGISTRIES, help_text, names_of
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.data.datasets import BUILT_IN
 from dpfl_lightning.data.groups import GROUPS, UNITS
@@ -249,7 +249,7 @@ import sys
 from dpfl_lightning.config import load as config
 try:
     flags = lambda parser: parser.add_argument("--resume", type=len, help="go on")
-    config.load(["--help"], flags, prog="a.b", description="Trains.")
+    config.load(["--help", "all"], flags, name="train", description="Trains.")
 except SystemExit as end:
     print(end.code, sorted({"torch", "lightning", "mlflow", "opacus"} & set(sys.modules)))
 """
@@ -259,8 +259,9 @@ except SystemExit as end:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
     assert shown.stdout.endswith("0 []\n")
     text = " ".join(shown.stdout.split())
-    assert text.startswith("usage: a.b ") and "<" not in text.replace("< ", "")
-    check_error(text, ["Trains.", "go on", "--strategies.help [NAME]"])
+    assert text.startswith("usage: dpfl train ") and "<" not in text.replace("< ", "")
+    check_error(text, ["Trains.", "go on"])
+    assert max(map(len, shown.stdout.splitlines())) <= 80
     for key, known in all_keys().items():
         assert f"--{key} " in text and known.help and known.help in text
 
@@ -290,7 +291,7 @@ def test_help_of_a_key_lists_its_names(printed):
 
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
     text = printed("--strategies.help", "noise_aware")
-    assert "estimated noise" in text and "`hetero_pca`" in text
+    assert "the estimated\nnoise" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
     assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", text, re.MULTILINE)
     assert "--data.partition.alpha" in printed("--data.partition.help=dirichlet")
     for words, shown in (
@@ -305,8 +306,7 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
 
 def test_every_option_of_a_name_has_a_type_in_words():
     for key in REGISTRIES:
-        for line in help_text(key, None, "").split("\n\n")[0].splitlines():
-            name = line.split()[0]
+        for name in names_of(key):
             text = help_text(key, name, "")
             assert "(no docstring)" not in text and "anything" not in text.rpartition("\n--")[2], (key, name)
 
@@ -332,19 +332,23 @@ FILE_MISTAKES = [
     ("data: {name: null}", "`data.name` must be one of fashion_mnist, mnist,", "got None"),
     ("data: {download: perhaps}", "`data.download` must be true or false, got 'perhaps'"),
     ("data: {held_out_per_client: 1.5}", "a fraction below 1 or a whole number, got 1.5"),
-    ("data: {partition: iid}", "`data.partition` must be a mapping, got 'iid'", "Write {name: iid}."),
+    (
+        "data: {partition: iid}",
+        "`data.partition` must be a mapping, got 'iid'",
+        "Write {name: iid}, or --data.partition.name iid on",
+    ),
     ("data: {partition: {alpha: 1}}", "`data.partition` must have a `name`"),
     ("data: {test_per_client: 0}", "`data.test_per_client` must be >= 1, got 0"),
-    ("data: {groups: rotation}", "`data.groups` must be a mapping or null", "Write {name: rotation}."),
+    ("data: {groups: rotation}", "`data.groups` must be a mapping or null", "Write {name: rotation}, or"),
     ("data: {groups: {count: 2}}", "`data.groups` must have a `name` or be null, got {'count': 2}"),
     ("model: {name: x, class_path: y.Z}", "`model` must have a `name` or a `class_path`"),
-    ("strategies: uniform", "`strategies` must be a mapping", "Write {uniform: {}}."),
+    ("strategies: uniform", "`strategies` must be a mapping", "Write {uniform: {}}, or"),
     ("strategies: {}", "`strategies` must name at least one"),
     ("clients: {count: 0}", "`clients.count` must be >= 1"),
     ("clients: {batch_size: [1, 2]}", "`clients.batch_size` must have 20 values", "got 2"),
     ("clients: {batch_size: [1, x]}", "`clients.batch_size` must be a whole number or a list of whole numbers"),
     ("privacy: {epsilon: 0}", "`privacy.epsilon` must be above 0, got 0"),
-    ("privacy: {epsilon: dist1}", "Write {name: dist1}."),
+    ("privacy: {epsilon: dist1}", "Write {name: dist1}, or"),
     ("privacy: {clip_norm: -1}", "`privacy.clip_norm` must be above 0"),
     ("privacy: {noise_multiplier: -1}", "`privacy.noise_multiplier` must be >= 0"),
     ("privacy: {accountant: rpd}", "one of pld, rdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"),
@@ -388,12 +392,15 @@ COMMAND_MISTAKES = [
     ("--rounds.x 1", "`rounds.x` must be a known key."),
     ("--rounds", "`--rounds` must be followed by a value"),
     ("--rounds --seed 1", "`--rounds` must be followed by a value"),
-    ("--config", "--config: expected one argument"),
+    ("--config", "`--config` must be followed by a value."),
     ("--rounds [1", "`--rounds` must be valid YAML"),
     ("--data.partition.name iid --privacy.delta 2", "`privacy.delta`", "Set on the command line."),
     ("stray", "`stray` must be a known key or flag"),
-    ("--model cnn_small", "Write {name: cnn_small}."),
-    ("--strategies pfa", "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}."),
+    ("--model cnn_small", "Write {name: cnn_small}, or --model.name cnn_small on"),
+    (
+        "--strategies pfa",
+        "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {} on the command line.",
+    ),
     ("", "`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"),
     ("--privacy {}", "`privacy.epsilon` must be a budget"),
 ]
@@ -414,7 +421,10 @@ def test_the_error_of_a_flag_is_kept():
     def refuse(text: str) -> int:
         raise UserError("`--seeds` must be numbers")
 
-    for parse, message in ((refuse, r"^`--seeds` must be numbers$"), (int, r"invalid int value: 'x'\. See --help")):
+    for parse, message in (
+        (refuse, r"^`--seeds` must be numbers$"),
+        (int, r"^`--seeds` must be a whole number, got 'x'\.$"),
+    ):
         with pytest.raises(UserError, match=message):
             load(["--seeds", "x"], lambda parser, parse=parse: parser.add_argument("--seeds", type=parse))
 

@@ -28,9 +28,9 @@ def test_the_commands_are_listed_with_the_version(capsys):
     assert set(COMMANDS) == files - {"__init__", "__main__", "build", "errors"}
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert dpfl_lightning.__version__ in text
+    assert dpfl_lightning.__version__ in text and max(map(len, text.splitlines())) <= 80
     for name in COMMANDS:
-        assert re.search(rf"^dpfl {name} +\w.{{20,}}$", text, re.MULTILINE), name
+        assert re.search(rf"^  {name} +\w.{{20,}}$", text, re.MULTILINE), name
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"dpfl_lightning {dpfl_lightning.__version__}\n"
     assert main(["fti"]) == 2
     assert "got 'fti'. Did you mean `dpfl fit`?" in capsys.readouterr().err
