@@ -16,7 +16,7 @@ from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.launcher import launched
-from dpfl_lightning.runtime.text import columns
+from dpfl_lightning.runtime.text import columns, shown
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
@@ -93,15 +93,16 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
         seed_options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
         begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
         if ranks.rank == 0 and detail != "quiet":
-            print(f"Seed {seed}, {len(results) + 1} of {len(seeds)}:" + " finished before" * bool(result), flush=True)
+            state = "finished before in" if result else "in"
+            print(f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True)
         results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(seeds_table(summary, results))
-    print(f"Guarantee: {summary['guarantee']}")
-    print(f"{parent}/result.json: mean, deviation, and the folder of every run")
+    print(f"\n{seeds_table(summary, results)}\n")
+    print(shown(f"Guarantee: {summary['guarantee']}"))
+    print(f"{parent}/result.json: mean, standard deviation, and the folder of every run")
     return summary
 
 
@@ -112,13 +113,13 @@ def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
         return "-" if value is None else f"{value:.2%}"
 
     rows = [
-        [seed, percent(one["test_accuracy"]), f"{_largest_epsilon(one):.6g}", one["output_dir"]]
+        [seed, percent(one["test_accuracy"]), f"{_largest_epsilon(one):.6g}"]
         for seed, one in zip(summary["seeds"], results, strict=True)
     ]
     if summary["test_accuracy"] is not None:
-        rows.append(["mean", percent(summary["test_accuracy"]), "", ""])
-        rows.append(["standard deviation", percent(summary["test_accuracy_std"]), "", ""])
-    return columns([["seed", "test accuracy", "largest epsilon", "folder"], *rows])
+        rows.append(["mean", percent(summary["test_accuracy"]), ""])
+        rows.append(["std", percent(summary["test_accuracy_std"]), ""])
+    return columns([["seed", "test accuracy", "largest epsilon"], *rows])
 
 
 def _largest_epsilon(result: Mapping[str, Any]) -> float:

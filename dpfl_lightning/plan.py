@@ -17,6 +17,7 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.runtime.text import columns as _columns
+from dpfl_lightning.runtime.text import shown
 
 
 @command
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(words)
     as_json = options.pop("json")
     planned = plan(**options)
-    print(json.dumps(planned.as_dict()) if as_json else _client_text(planned, options))
+    print(json.dumps(planned.as_dict()) if as_json else shown(_client_text(planned, options)))
     return 0
 
 
@@ -47,7 +48,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
         "Compute noise from epsilon, or epsilon from noise, before training: for one client, for every client of a run "
         "(--config), or from the ledgers of runs (--ledger).",
         "[--KEY VALUE ...] [--json]",
-        ("--num_records 900 --batch_size 30 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
+        ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
     )
     _flags(parser)
     parser.add_argument(
@@ -125,7 +126,7 @@ def _plan_run(words: Sequence[str]) -> int:
         ]
         print(json.dumps({"clients": rows, "notes": notes}))
     else:
-        print("\n".join([_run_text(planned), *notes]))
+        print(shown("\n".join([_run_text(planned), *notes])))
     return 0
 
 

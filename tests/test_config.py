@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dpfl_lightning
 from dpfl_lightning import models, strategies
 from dpfl_lightning.config.load import from_mapping, load, to_yaml
 from dpfl_lightning.config.options import (
@@ -177,6 +178,70 @@ def test_a_command_can_add_flags_and_one_can_stand_for_the_file(write):
         loaded("--resume", path, "--config", path)
 
 
+@pytest.fixture
+def files(tmp_path):
+    """`files(*texts)`: the words `--config FILE` for a file of each text, and the paths of the files."""
+
+    def written(*texts: str) -> tuple[list[str], list[str]]:
+        paths = [str(tmp_path / f"{number}.yaml") for number in range(len(texts))]
+        for path, text in zip(paths, texts, strict=True):
+            Path(path).write_text(text)
+        return [word for path in paths for word in ("--config", path)], paths
+
+    return written
+
+
+FIRST = """
+rounds: 7
+clients: {count: 3, batch_size: {name: uniform, low: 4, high: 9}}
+privacy: {epsilon: 1}
+model: {name: convnet, width: 8}
+strategies: {noise_aware: {floor: 0.1}, fedprox: {pull: 1}}
+"""
+
+
+def test_several_files_are_merged_and_the_later_wins(files):
+    words, _ = files(FIRST, "clients: {batch_size: {high: 5}}\nmodel: {width: 16}\nstrategies: {fedprox: {pull: 2}}\n")
+    options, _ = load([*words, "--rounds", "1"])
+    assert options.rounds == 1 and options.privacy == PrivacyOptions(epsilon=1.0)
+    assert options.clients == ClientOptions(count=3, batch_size={"name": "uniform", "low": 4, "high": 5})
+    assert options.model == {"name": "convnet", "width": 16}
+    assert options.strategies == {"noise_aware": {"floor": 0.1}, "fedprox": {"pull": 2}}
+
+
+def test_a_new_name_in_a_later_file_drops_the_options_of_the_old_one(files):
+    words, _ = files(FIRST, "model: {width: 2, name: cnn_small}\nprivacy: null", "model: {class_path: a.Net}")
+    assert load(words[:4])[0].model == {"name": "cnn_small", "width": 2} and load(words)[0].privacy is None
+    assert load(words)[0].model == {"class_path": "a.Net"}
+
+
+def test_a_mistake_names_the_file_that_set_the_value(files):
+    for first, second, number in (
+        ("rounds: 0", "seed: 1", 0),
+        ("rounds: 1", "rounds: 0", 1),
+        ("model: {name: convnet}", "model: {name: convnte}", 1),
+        ("privacy: {epsilon: 0}", "privacy: {delta: 0.1}", 0),
+        ("seed: 1", "rouns: 1", 1),
+    ):
+        words, paths = files(first, second)
+        assert error_of(*words).endswith(f"et in {paths[number]}."), second
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--strategies.strat.FedAdam.lr", "0.1"], {"strat.FedAdam": {"lr": 0.1}}),
+        (["--strategies.strat.FedAdam", "null"], {"strat.FedAdam": None}),
+        (["--strategies.a.b.FedAdam.inner.lr", "1"], {"a.b.FedAdam": {"inner": {"lr": 1}}}),
+        (["--strategies.strat.lower", "{lr: 1}"], {"strat.lower": {"lr": 1}}),
+        (["--strategies.strat.lower.lr", "1"], {"strat.lower": {"lr": 1}}),
+        (["--strategies.fedprox.pull", "1", "--strategies.s.A.lr", "2"], {"fedprox": {"pull": 1}, "s.A": {"lr": 2}}),
+    ],
+)
+def test_a_users_strategy_is_set_by_a_dotted_key(words, options):
+    assert options_of(*words).strategies == options
+
+
 def test_noise_given_alone_only_reports():
     options = from_mapping({"privacy": {"noise_multiplier": 0}})
     assert options.privacy.epsilon is None
@@ -311,6 +376,27 @@ def test_every_option_of_a_name_has_a_type_in_words():
             assert "(no docstring)" not in text and "anything" not in text.rpartition("\n--")[2], (key, name)
 
 
+def test_help_of_a_users_class(printed, tmp_path, monkeypatch):
+    (tmp_path / "strat.py").write_text(
+        'class Mine:\n    """Does things."""\n    def __init__(self, lr: float = 0.1): ...'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert re.search(
+        r"Does things\.\n\n--strategies\.strat\.Mine\.lr  a number \(0\.1\)", printed("--strategies.help", "strat.Mine")
+    )
+    assert "--model.init_args.lr  a number" in printed("--model.help=strat.Mine")
+
+
+def test_help_is_short_and_has_every_section_and_key(printed):
+    text = printed("--help")
+    assert len(text.splitlines()) < 90 and "--rounds" in text and "--network" not in text
+    for words, shown in (("--privacy.help", "--privacy.clip_norm"), ("--rounds.help", "number of federated rounds")):
+        text = printed(words)
+        assert shown in text and "--seed" not in text and max(map(len, text.splitlines())) <= 80
+    assert "Did you mean `privacy`?" in error_of("--privcy.help")
+    assert printed("--version") == f"dpfl_lightning {dpfl_lightning.__version__}\n"
+
+
 # ---- mistakes
 
 FILE_MISTAKES = [
@@ -402,6 +488,12 @@ COMMAND_MISTAKES = [
         "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {} on the command line.",
     ),
     ("", "`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"),
+    ("--data.name imagenet", "got 'imagenet'. Set on the command line."),
+    ("--model mynet.Net", "Write {class_path: mynet.Net}, or --model.class_path mynet.Net on the command line."),
+    ("--model.name logistik", "`model.name` must be one of cnn_small,", "Did you mean `logistic`? Set on"),
+    ("--strategies.pfaa.x 1", "`strategies` must name one of ", "got 'pfaa'. Did you mean `pfa`?"),
+    ("--data.partition.name idd", "Did you mean `iid`?"),
+    ("--print_config=3", "`--print_config` must be given without a value, got '3'."),
     ("--privacy {}", "`privacy.epsilon` must be a budget"),
 ]
 

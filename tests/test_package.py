@@ -1,5 +1,6 @@
 """The public names, and what importing them must not cost."""
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,9 @@ def test_every_public_name_is_there():
     for name in dpfl_lightning._HOME:
         assert getattr(dpfl_lightning, name).__name__ == name
         assert name in dir(dpfl_lightning)
+    stub = Path(dpfl_lightning.__file__).with_suffix(".pyi").read_text()
+    homes = re.findall(r"^from dpfl_lightning\.(\S+) import (\w+) as \2$", stub, re.MULTILINE)
+    assert {name: home for home, name in homes} == dpfl_lightning._HOME, "type checkers see the same names"
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         dpfl_lightning.Nope  # noqa: B018
 
@@ -72,3 +76,16 @@ def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     words = [sys.executable, "-m", "dpfl_lightning.fit", "--config", "conf/digits.yaml", "--print_config"]
     by_module = subprocess.run(words, cwd=ROOT, **{**python, "env": None}).stdout
     assert dpfl("fit", "--config", "digits", "--print_config") == by_module
+    assert "Wrote mine/config.yaml" in dpfl("init", "mine")
+    text = dpfl("fit", "--config", "digits", "--config", "mine/config.yaml", "--rounds", "1", "--output_dir", "run")
+    assert "dpfl evaluate run: " in text
+    words = [*dpfl("evaluate", "run", "--json").splitlines()]
+    assert len(words) == 1 and json.loads(words[0])["clients"]
+
+
+@pytest.mark.e2e
+def test_public_names_are_typed():
+    code = "from dpfl_lightning import FederatedLoop\nreveal_type(FederatedLoop.run)\nFederatedLoop(rounds='x')"
+    words = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "-c", code]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    assert 'Revealed type is "def (self: ' in text and "RunResult" in text and 'has incompatible type "str"' in text

@@ -34,7 +34,7 @@ class _Style(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=26, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = (one if one.startswith(" ") else textwrap.fill(one, width) for one in text.split("\n\n"))
+        paragraphs = (one if "\n " in one else textwrap.fill(one, width) for one in text.split("\n\n"))
         return textwrap.indent("\n\n".join(paragraphs), indent)
 
 
@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str, usage: str = "", examples: Sequence[str] = (), **more: Any):
         name = f"dpfl {command}"
-        shown = "\n".join(["  Examples:", *(f"    {name} {one}" for one in examples)])
+        shown = "\n".join(["examples:", *(f"  {name} {one}".rstrip() for one in examples)])
         about = "\n\n".join([description, *([shown] if examples else [])])
         usage = f"{name} {usage}" if usage else ""
         super().__init__(

@@ -58,8 +58,6 @@ class Progress(Callback):
         self._begun, self._first = time.monotonic(), view.run.first_round
         if self.detail == "full":
             self._introduce(view)
-        elif self.detail == "short":
-            self._print(f"  Output folder: {view.run.output_dir}")
         if self.detail != "quiet" and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._start_bar(view)
 
@@ -136,6 +134,7 @@ class Progress(Callback):
 
     def _print(self, text: str, style: str | None = None) -> None:
         """Print one line. A log file gets it without line breaks and at once."""
+        text = f"  {text}" if self.detail == "short" else text
         soft_wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
         self.console.file.flush()

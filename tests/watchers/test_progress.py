@@ -119,7 +119,7 @@ def test_less_detail(tmp_path):
         progress.on_fit_end(view, a_result(view))
         texts[detail] = printed(paper).splitlines()
     assert [line.partition(" ")[0] for line in texts["quiet"]] == ["Test", "Guarantee:", "Output"]
-    assert [line.split()[0] for line in texts["short"]] == ["Output", "round", "Test"]
+    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"]
 
 
 def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp_path):
