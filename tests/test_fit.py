@@ -123,7 +123,7 @@ def test_the_folder_of_several_seeds_names_those_of_single_ones(tmp_path, refuse
 
 
 def test_a_run_built_in_python_goes_on_in_python(tmp_path, refused, make_loop, capsys):
-    loop = make_loop(callbacks=(), parts=[Progress()], output_dir=tmp_path / "run", rounds=2)
+    loop = make_loop(parts=[Progress()], output_dir=tmp_path / "run", rounds=2)
     loop.run()
     text = capsys.readouterr().out
     assert "dpfl_lightning.evaluate" not in text
