@@ -36,7 +36,7 @@ _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bo
 class Progress(Callback):
     """Prints the plan, one live line (plain lines if the output is not a terminal), and a summary.
 
-    A log gets a line for the first and the last round, and between them at most one in ten seconds.
+    A log gets a line for the first and the last round, and between them at most one in (estimated) ten seconds.
 
     Args:
         next_steps: lines at the end of the summary, such as how to open the tracking page.
@@ -96,9 +96,11 @@ class Progress(Callback):
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
             return
         evaluated = report.client_accuracy is not None or report.test_loss is not None
-        silence = time.monotonic() - self._printed_at
-        if silence >= (_LINE_SECONDS if evaluated else _SILENCE_SECONDS) or not left:
-            self._printed_at = time.monotonic()
+        # Which rounds get a line must not show how long a round took: without exact times the estimate is the clock.
+        known = estimate if math.isfinite(estimate) else 20 * _LINE_SECONDS / report.rounds
+        now = time.monotonic() if run.exact_times else report.round * known
+        if now - self._printed_at >= (_LINE_SECONDS if evaluated else _SILENCE_SECONDS) or not left:
+            self._printed_at = now
             progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
             clients = "" if len(report.clients) == view.facts.num_clients else clients

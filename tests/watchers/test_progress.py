@@ -94,10 +94,18 @@ def test_plain_lines_where_there_is_no_terminal(show, now):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "changes", "lines"), [(25.0, UNEVALUATED, [1, 4, 7, 10]), (4.0, {}, [1, 4, 7, 10]), (0.01, {}, [1, 10])]
+    ("seconds", "estimate", "changes", "lines"),
+    [
+        (25.0, None, UNEVALUATED, [1, 4, 7, 10]),
+        (4.0, None, {}, [1, 4, 7, 10]),
+        (0.01, None, {}, [1, 10]),
+        (1000.0, 0.1, {}, [1, 10]),  # without exact times the time of a round is not used
+        (0.01, 40.0, {}, [1, 4, 7, 10]),
+    ],
 )
-def test_a_log_has_a_line_in_ten_seconds_and_is_silent_for_a_minute_at_most(tmp_path, now, seconds, changes, lines):
-    paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path)
+def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, changes, lines):
+    info = {} if estimate is None else {"exact_times": False, "estimated_seconds": estimate}
+    paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path, **info)
     progress = Progress(paper)
     progress.on_fit_start(view)
     for round in range(1, 11):
