@@ -182,7 +182,8 @@ def _event_cells(event: Event) -> list[str]:
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:
     """Return a table of all clients and the guarantee with the largest epsilon."""
-    head = ["client", "records", "batch", "sample rate", "steps", "noise multiplier", "budget", "epsilon", "delta"]
+    one_delta = len({client_plan.guarantee.delta for client_plan in planned}) == 1  # it is stated below the table
+    head = ["client", "records", "batch", "rate", "steps", "noise", "budget", "epsilon", *["delta"] * (not one_delta)]
     rows = [
         [
             client,
@@ -193,13 +194,14 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
             f"{client_plan.noise_multiplier:.6g}" if any(client_plan.schedule.releases) else "-",
             "none" if math.isinf(client_plan.schedule.target_epsilon) else f"{client_plan.schedule.target_epsilon:g}",
             _epsilon(client_plan.guarantee.epsilon),
-            f"{client_plan.guarantee.delta:g}",
+            *[f"{client_plan.guarantee.delta:g}"] * (not one_delta),
             ", ".join(f"{line.count} {line.purpose}" for line in client_plan.schedule.planned),
         ]
         for client, client_plan in enumerate(planned)
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
-    parts = [_columns([[*head, "releases"], *rows]), f"Largest epsilon: {_promise(weakest)}"]
+    about = "Rate is the sample rate, noise the noise multiplier."
+    parts = [_columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {_promise(weakest)}"]
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {planned.index(weakest)}, which has it:\n{_schedule_text(weakest)}")
     return "\n".join(parts)

@@ -64,7 +64,7 @@ def test_the_example_of_init_trains_and_is_evaluated(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert "Wrote config.yaml and my_data.py" in dpfl("init")
-    assert "noise multiplier" in dpfl("plan --config config.yaml")
+    assert "epsilon" in dpfl("plan --config config.yaml")
     text = dpfl("fit --config config.yaml --output_dir run --quiet")
     assert [line.partition(" ")[0] for line in text.splitlines()] == ["Test", "Guarantee:", "Output"]
     for line in ("evaluate run --json", "plan --config config.yaml --json", "plan --ledger run --json"):

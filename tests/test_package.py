@@ -63,7 +63,8 @@ def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     shutil.copytree(ROOT, source, symlinks=True, ignore=kept)
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", source], check=True)
     installed = tmp_path / "installed" / "dpfl_lightning"
-    assert (installed / "py.typed").is_file() and not (tmp_path / "installed" / "experiments").exists()
+    assert (installed / "py.typed").is_file() and (installed / "__init__.pyi").is_file()
+    assert not (tmp_path / "installed" / "experiments").exists()
     assert {one.name for one in (installed / "conf").iterdir()} == {one.name for one in (ROOT / "conf").iterdir()}
     script = tmp_path / "installed" / "bin" / "dpfl"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
