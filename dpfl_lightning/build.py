@@ -39,6 +39,7 @@ from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
+from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 ENGINES: dict[str, type[SerialEngine]] = {
@@ -192,7 +193,7 @@ class FederatedLoop(ServerLoop):
             exact_times=exact_times,
             options=options or {},
             new_net=new_net,
-            resume_command=f"{ranks.command} -m dpfl_lightning.fit --resume {folder}" if options else by_code,
+            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
         )
 
     def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:

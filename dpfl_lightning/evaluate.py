@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
+"""`dpfl evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.runtime.launcher import invocation
 
 
 @command
@@ -16,20 +17,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         argv,
         _flags,
-        prog="python -m dpfl_lightning.evaluate",
+        name="evaluate",
         description="Evaluate a finished run. --data.* keys select other data of the same shape; keys that are not "
         "given have the values of the run, not the defaults.",
+        examples=("runs/digits", "runs/digits --data.label_noise.name records --json"),
         config_of=lambda flags: options_file(flags.run, "RUN"),
         takes=["data"],
     )
     report = evaluate_run(options, Path(flags.run))
+    if flags.json:
+        print(json.dumps(report))
+        return 0
     print(f"test {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
     width = max(3, *(len(row["name"]) for row in report["clients"]))
     for row in report["clients"]:
         shown = _scores(row["accuracy"], row["loss"], row["metrics"])
         print(f"  client {row['name']:>{width}}  {'no held-out records' if row['loss'] is None else shown}")
-    if flags.json:
-        print(json.dumps(report))
     return 0
 
 
@@ -41,7 +44,7 @@ def _scores(accuracy: float | None, loss: float | None, metrics: dict[str, float
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
@@ -62,7 +65,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.privacy.noise import Streams
 
     result = run / "result.json"
-    advice = f"Finish it with fit --resume {run}."
+    advice = f"Finish it with {invocation('fit')} --resume {run}."
     require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
     model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
     single = (run / "model.pt").is_file()

@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.sweep --config sweeps/nas_digits.yaml`: search hyperparameters and architectures.
+"""`dpfl sweep --config sweeps/nas_digits.yaml`: search hyperparameters and architectures.
 
 The same command resumes a search that was stopped. On another machine that can reach the storage, it joins the search.
 """
@@ -41,14 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         words,
         _flags,
-        prog="python -m dpfl_lightning.sweep",
-        description="Search the best values for keys of a run, on distilled, public or private records.",
+        name="sweep",
+        description="Search the best values for keys of a run, on distilled, public or private records. The same "
+        "command resumes a search that was stopped.",
+        examples=("--config sweeps/nas_digits.yaml", "--config search.yaml --workers 4 --final"),
         section=("sweep", SweepOptions),
     )
     require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
     for key in ("workers", "helping"):
         require(getattr(flags, key) >= 1, f"--{key}", "be >= 1", getattr(flags, key))
-    name = flags.sweep.name or (Path(flags.config).stem if flags.config else "sweep")
+    name = flags.sweep.name or (Path(flags.config[0]).stem if flags.config else "sweep")
     sweep = dataclasses.replace(flags.sweep, name=name)
     search = Search(sweep, options, workers=max(flags.workers, flags.helping), helping=flags.helping > 1)
     if flags.helping > 1:

@@ -42,7 +42,6 @@ ONLY_IN = {
     "llvmlite": {"kernels.dense_loops", "kernels.pool_loops", "kernels.windows"},
     "opacus": {"privacy.accounting.accountant"},
     "dp_accounting": {"privacy.accounting.pld"},
-    "jsonargparse": {"plan"},
     "pandas": {"data.frames"},
     "PIL": {"data.images"},
     "pooch": {"data.sources", "runtime.files"},

@@ -1,7 +1,9 @@
 """Formatting of tables, counts, durations and data sizes, and progress messages of slow computations."""
 
 import math
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,6 +18,16 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def shown(text: str) -> str:
+    """Wrap the paragraphs of a text between words if the output is a terminal. A log gets long lines."""
+    if not sys.stdout.isatty():
+        return text
+    width = min(80, shutil.get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    # lines of tables, whose cells have several spaces between them, stay as they are
+    return "\n".join(line if "  " in line else wrapper.fill(line) for line in text.split("\n"))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
