@@ -33,6 +33,7 @@ from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.privacy.ledger.ledger import check_same
+from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -147,7 +148,7 @@ class FederatedLoop(ServerLoop):
             settings,
             None if privacy is None else dataclasses.replace(privacy, noise_key=None, signing_keys=None),
             registered,
-            [GuaranteePage(), *watching],
+            [Curves(), GuaranteePage(), *watching],
             rounds=rounds,
             network=network or NetworkOptions(),
             seed=seed,

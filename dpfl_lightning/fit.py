@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
+    from dpfl_lightning.reporting.mlflow import SeedsTracking
 
 
 @command
@@ -81,19 +82,62 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
 
     ranks = Ranks(options.engine.device)
     parent, results = Path(str(options.output_dir)), []
-    for seed in seeds:
-        seed_options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-        begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
-        results.append(fit(seed_options, resume=begun).as_dict() if result is None else result)
+    tracking, parent_run = _seeds_tracking(options, parent) if ranks.rank == 0 else (None, None)
+    parent_run = ranks.broadcast(parent_run)
+    try:
+        for seed in seeds:
+            seed_options = _nested(options, seed, parent, parent_run)
+            begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
+            results.append(fit(seed_options, resume=begun).as_dict() if result is None else result)
+    except BaseException:
+        if tracking is not None:
+            tracking.stopped(parent_run)
+        raise
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
+    if tracking is not None:
+        tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary))
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     accuracy, spread = summary["test_accuracy"], summary["test_accuracy_std"]
     if accuracy is not None:
         print(f"{len(seeds)} seeds: test accuracy {accuracy:.2%} +- {spread:.2%} (standard deviation)")
     print(summary["guarantee"])
     return summary
+
+
+def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | None, str | None]:
+    """Begin or resume the MLflow run in which the runs of the seeds are nested."""
+    if options.tracking is None:
+        return None, None
+    from dpfl_lightning.config.per_client import resolve
+    from dpfl_lightning.reporting.mlflow import SeedsTracking
+
+    section, privacy = options.tracking, options.privacy
+    tracking = SeedsTracking(section.experiment, section.uri, section.tags)
+    epsilon = math.inf if privacy is None or privacy.epsilon is None else privacy.epsilon
+    budgets = resolve("privacy.epsilon", epsilon, options.clients.count, options.seed)
+    record = dataclasses.asdict(options)
+    return tracking, tracking.begin(section.run_name or "", parent, record, None if privacy is None else budgets)
+
+
+def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -> Options:
+    """Return the options of one seed, whose MLflow run is nested in `parent_run`."""
+    options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
+    if options.tracking is None:
+        return options
+    tags = {**options.tracking.tags, "mlflow.parentRunId": parent_run}
+    return dataclasses.replace(
+        options, tracking=dataclasses.replace(options.tracking, run_name=f"seed {seed}", tags=tags)
+    )
+
+
+def _description(summary: dict) -> str:
+    """Describe the runs of all seeds in Markdown."""
+    accuracy = summary["test_accuracy"]
+    scored = [] if accuracy is None else [f"**Test accuracy {accuracy:.2%} +- {summary['test_accuracy_std']:.2%}**"]
+    seeds = f"Mean and standard deviation over seeds {', '.join(map(str, summary['seeds']))}."
+    return "\n\n".join([*scored, seeds, f"**Guarantee.** {summary['guarantee']}"])
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:

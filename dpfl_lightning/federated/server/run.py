@@ -290,6 +290,7 @@ class Run:
             exact_times=self.exact_times,
             options=self.options,
             strategy_notes=self.strategy_notes,
+            strategies=tuple(self.options.get("strategies") or (type(one).__name__ for one in self.strategies)),
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
@@ -350,6 +351,7 @@ class Run:
             score = Score(None, math.nan) if scores is None else scores.clients[client]
             row = {
                 "client": client,
+                "name": self.facts.name_of(client),
                 "epsilon_spent": finite_or_none(guarantees[client].epsilon),
                 "epsilon_budget": finite_or_none(settings.epsilon),
                 "delta": schedule.delta,

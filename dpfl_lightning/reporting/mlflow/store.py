@@ -18,7 +18,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no 
 import mlflow
 import mlflow.store.db.utils
 from mlflow.entities import Metric as Metric
-from mlflow.entities import Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, require, warn_user
@@ -44,31 +44,34 @@ class Store:
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
-            self._experiment_id = _experiment(self.client, self.uri, experiment)
-        self.how_to_open = how_to_open(self.uri, self._experiment_id)
+            self.experiment_id = _experiment(self.client, self.uri, experiment)
+        self.how_to_open = how_to_open(self.uri, self.experiment_id)
 
     def begin(
         self,
         name: str,
         tags: Mapping[str, Any],
+        params: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
         file: str = "options.yaml",
-        sizes: Mapping[str, int] | None = None,
         begun: int | None = None,
     ) -> str:
         """Create a run and return its id.
 
-        `options` are stored without secrets as parameters and, if `file` is not empty, as that file; `sizes` are
-        additional parameters. `begun` is the start time in milliseconds, None is now.
+        `options` are stored without secrets as a `file`. `begun` is the start time in milliseconds, None is now.
         """
         texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
-        run = self.client.create_run(self._experiment_id, start_time=begun, run_name=name, tags=texts)
-        run_id, public_options = run.info.run_id, loggable(options or {})
-        params = flattened({**public_options, **(sizes or {})})
-        self.client.log_batch(run_id, params=[Param(key, text) for key, text in params.items()])
-        if public_options and file:
-            self.client.log_dict(run_id, public_options, file)
+        run = self.client.create_run(self.experiment_id, start_time=begun, run_name=name, tags=texts)
+        run_id = run.info.run_id
+        self.client.log_batch(run_id, params=[Param(key, text) for key, text in (params or {}).items()])
+        if options:
+            self.client.log_dict(run_id, loggable(options), file)
         return run_id
+
+    def log_dataset(self, run_id: str, fields: Mapping[str, str], context: str) -> None:
+        """Log a data set as an input of a run; `fields` are those of `mlflow.entities.Dataset`."""
+        tags = [InputTag("mlflow.data.context", context)]
+        self.client.log_inputs(run_id, [DatasetInput(Dataset(**fields), tags)])
 
     def resume(self, run_id: str) -> bool:
         """Set the status of a run to running; return False if it does not exist or was deleted."""
@@ -85,7 +88,7 @@ class Store:
     def latest(self, tag: str, value: str) -> str | None:
         mark = '"' if "'" in value else "'"
         same = f"tags.{tag} = {mark}{value}{mark}"
-        runs = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        runs = self.client.search_runs([self.experiment_id], same, max_results=1, order_by=["start_time DESC"])
         return runs[0].info.run_id if runs else None
 
     def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
