@@ -9,7 +9,7 @@ from pathlib import Path
 from dpfl_lightning import __version__
 from dpfl_lightning.errors import UserError, command, nearest
 
-COMMANDS = ("fit", "evaluate", "plan", "sweep", "audit")
+COMMANDS = ("fit", "evaluate", "plan", "sweep", "report", "audit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,13 +90,13 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
             begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
             results.append(fit(seed_options, resume=begun).as_dict() if result is None else result)
     except BaseException:
-        if tracking is not None:
+        if tracking is not None and parent_run is not None:
             tracking.stopped(parent_run)
         raise
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
-    if tracking is not None:
+    if tracking is not None and parent_run is not None:
         tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary))
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     accuracy, spread = summary["test_accuracy"], summary["test_accuracy_std"]

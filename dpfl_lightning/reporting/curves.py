@@ -28,8 +28,9 @@ Values = Mapping[str, float | None]
 class Round:
     """One round: name of a curve -> value, and name -> client -> value; None where nothing was measured.
 
-    A name before a slash is the group of charts in MLflow; `test_...` is in no group. The curves
-    `client_accuracy/min` ... are over `clients["accuracy"]`, which is empty for more than 100 clients.
+    Curves begin with `test_` (test records), `train_` (releases, epsilon, speed) or `val_` (held-out records of
+    clients). MLflow sorts them in this order; a name with a slash would precede all others. `clients` is empty for more
+    than 100 clients.
     """
 
     round: int
@@ -68,10 +69,10 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
     values = {
         **on_test(report.test_accuracy, report.test_loss),
         **{curve: value for name, column in clients.items() for curve, value in quantiles(name, column).items()},
-        **{f"accuracy_of_group/{name}": value for name, value in groups.items()},
-        **{f"strategy/{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
-        "round/participants": len(report.clients),
-        "round/records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
+        **of_groups(groups),
+        **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
+        "train_participants": len(report.clients),
+        "train_records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
     }
     named = {name: dict(zip(names(facts), column, strict=True)) for name, column in clients.items()}
     few = facts.num_clients <= MOST_CLIENTS
@@ -79,22 +80,36 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
 
 
 def on_test(accuracy: float | None, loss: float | None) -> dict[str, float | None]:
-    """Name the scores on test records, which have no group so that MLflow shows them first."""
+    """Name the scores on test records."""
     return {"test_accuracy": accuracy, "test_loss": loss}
+
+
+def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:
+    """Name the accuracies of `summary.accuracy_of_groups`.
+
+    >>> of_groups({"minority": 0.5, "0": 0.75})
+    {'val_accuracy_minority': 0.5, 'val_accuracy_group_0': 0.75}
+    """
+    return {f"val_accuracy_{'group_' * name.isdigit()}{name}": value for name, value in accuracies.items()}
+
+
+def over_clients(name: str) -> str:
+    """Return the beginning of the names of curves of a value of clients: accuracies are on held-out records."""
+    return f"val_{name}" if name == "accuracy" else f"train_{name}"
 
 
 def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
     """Return the smallest, median, mean and largest value over clients, for accuracies also the standard deviation.
 
     >>> quantiles("epsilon", [1.0, None, 4.0])
-    {'client_epsilon/min': 1.0, 'client_epsilon/median': 2.5, 'client_epsilon/mean': 2.5, 'client_epsilon/max': 4.0}
+    {'train_epsilon_min': 1.0, 'train_epsilon_median': 2.5, 'train_epsilon_mean': 2.5, 'train_epsilon_max': 4.0}
     """
     known = [value for value in values if value is not None]
     if not known:
         return {}
     found = {"min": min(known), "median": median(known), "mean": fmean(known), "max": max(known)}
     found |= {"std": pstdev(known)} if name == "accuracy" else {}
-    return {f"client_{name}/{key}": value for key, value in found.items()}
+    return {f"{over_clients(name)}_{key}": value for key, value in found.items()}
 
 
 def names(facts: Facts) -> list[str]:
@@ -144,7 +159,10 @@ def _well_formed(one: Round) -> bool:
     mappings = (one.values, one.clients, *(one.clients.values() if isinstance(one.clients, dict) else ()))
     if not isinstance(one.round, int) or not all(isinstance(mapping, dict) for mapping in mappings):
         return False
-    numbers: list[Any] = [*one.values.values(), *(value for column in one.clients.values() for value in column.values())]
+    numbers: list[Any] = [
+        *one.values.values(),
+        *(value for column in one.clients.values() for value in column.values()),
+    ]
     return all(value is None or isinstance(value, int | float) for value in numbers)
 
 

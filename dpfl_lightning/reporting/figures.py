@@ -43,7 +43,7 @@ def _accuracy_figure(rounds: Sequence[Round]) -> Figure | None:
     if not test:
         return None
     figure, axes = new_axes("Accuracy over rounds", "round", "accuracy")
-    low, high = (history(rounds, f"client_accuracy/{end}") for end in ("min", "max"))
+    low, high = (history(rounds, f"val_accuracy_{end}") for end in ("min", "max"))
     if low:
         label = "clients, on their held-out records"
         axes.fill_between(list(low), list(low.values()), list(high.values()), alpha=0.2, linewidth=0, label=label)
@@ -56,7 +56,7 @@ def _accuracy_figure(rounds: Sequence[Round]) -> Figure | None:
 def _groups_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
     """Draw the accuracy of each true group over rounds; minorities are dashed."""
     true = _true_groups(result)
-    curves = {group: history(rounds, f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
+    curves = {group: history(rounds, f"val_accuracy_group_{group}") for group in sorted(set(true.values()))}
     if not any(curves.values()):
         return None
     figure, axes = new_axes("Accuracy of each true group on the clients' held-out records", "round", "accuracy")
@@ -64,7 +64,7 @@ def _groups_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
     for group, curve in curves.items():
         style = "--" if group in few else "-"
         axes.plot(list(curve), list(curve.values()), style, color=f"C{group % 10}", label=f"group {group}")
-    if matched := history(rounds, "strategy/clustering_accuracy"):
+    if matched := history(rounds, "train_clustering_accuracy"):
         look = {"color": "gray", "linewidth": 1, "zorder": 1, "label": "clients in the right cluster"}
         axes.step(list(matched), list(matched.values()), where="post", **look)
     axes.legend(fontsize=8)
@@ -77,7 +77,7 @@ def _epsilon_figure(rounds: Sequence[Round]) -> Figure | None:
         name: {one.round: value for one in rounds if (value := one.clients.get("epsilon", {}).get(name)) is not None}
         for name in last
     }
-    curves = curves or {end: history(rounds, f"client_epsilon/{end}") for end in ("min", "mean", "max")}
+    curves = curves or {end: history(rounds, f"train_epsilon_{end}") for end in ("min", "mean", "max")}
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
         return None
@@ -125,7 +125,9 @@ def _weights_figure(result: RunResult) -> Figure | None:
     for model in models:
         places = [place for place, client in enumerate(order) if result.clients[client]["model"] == model]
         axes.bar(places, [weights[order[place]] for place in places], label=f"model {model}")
-    axes.set_xticks(range(len(order)), [_name(result, client) for client in order], fontsize=8 if len(order) <= 40 else 4)
+    axes.set_xticks(
+        range(len(order)), [_name(result, client) for client in order], fontsize=8 if len(order) <= 40 else 4
+    )
     if len(models) > 1:
         axes.legend()
     else:

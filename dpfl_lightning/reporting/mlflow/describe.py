@@ -15,8 +15,8 @@ from typing import Any
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
-from dpfl_lightning.reporting.mlflow.store import flattened, loggable, shown
-from dpfl_lightning.runtime.text import counted, span
+from dpfl_lightning.reporting.mlflow.store import loggable, shown
+from dpfl_lightning.runtime.text import counted, flattened, span
 
 #: parameters of every run; others are shown where they differ from their defaults
 _ALWAYS = (
@@ -60,9 +60,8 @@ def _joined(strategies: Iterable[str]) -> str:
 def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str]:
     """Return the parameters by which runs are compared: the most important options, and those that were changed.
 
-    >>> options = {"rounds": 10, "data": {"name": "digits"}, "strategies": {"fedprox": {"pull": 0.1}}}
-    >>> params(options, {"num_params": 650})
-    {'strategies': 'fedprox', 'num_params': '650', 'rounds': '10', 'data.name': 'digits', 'strategies.fedprox.pull': '0.1'}
+    >>> params({"rounds": 10, "strategies": {"fedprox": {"pull": 0.1}}}, {"num_params": 650})
+    {'strategies': 'fedprox', 'num_params': '650', 'rounds': '10', 'strategies.fedprox.pull': '0.1'}
     """
     flat = flattened(loggable(options))
     chosen = {key: text for key, text in flat.items() if key in _ALWAYS or _changed(key, text)}

@@ -26,7 +26,7 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, Disti
 _LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD)
-_TIMES = ("wall_seconds", "training_seconds", "client_seconds", "records_per_second")
+_TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 _MOST_MODELS = 10  # more models, such as one for each client, are only files
 
 
@@ -62,7 +62,7 @@ class Tracking(Callback):
             self._run_id = earlier or self._begun_run(view)
             if earlier is not None:
                 self.store.tag(earlier, {"status": "running"})
-                self._last_step = max(self.store.history(earlier, "round/participants"), default=0)
+                self._last_step = max(self.store.history(earlier, "train_participants"), default=0)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
@@ -216,12 +216,16 @@ def _values(one: curves.Round, per_client: bool) -> curves.Values:
     columns = one.clients.items()
     return {
         **one.values,
-        **{f"client_{curve}/{_chart(name)}": value for curve, column in columns for name, value in column.items()},
+        **{
+            f"{curves.over_clients(curve)}_of_{_chart(name)}": value
+            for curve, column in columns
+            for name, value in column.items()
+        },
     }
 
 
 def _chart(client: str) -> str:
-    """Return a client's name as the name of a chart: MLflow sorts charts by name, and a slash is a group of charts.
+    """Return a client's name as the end of a curve's name: MLflow sorts curves by name, and a slash is a group.
 
     >>> _chart("7"), _chart("north/east")
     ('07', 'north_east')
@@ -236,6 +240,6 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
     return {
         **curves.on_test(result.test_accuracy, result.test_loss),
         **{curve: value for name, column in over.items() for curve, value in curves.quantiles(name, column).items()},
-        **{f"accuracy_of_group/{name}": value for name, value in result.accuracy_of_groups.items()},
-        **{f"time/{name}": getattr(result, name) for name in _TIMES},
+        **curves.of_groups(result.accuracy_of_groups),
+        **{f"train_{name}": getattr(result, name) for name in _TIMES},
     }

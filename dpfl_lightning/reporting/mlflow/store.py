@@ -1,6 +1,5 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
-import json
 import logging
 import math
 import os
@@ -17,8 +16,8 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no 
 
 import mlflow
 import mlflow.store.db.utils
-from mlflow.entities import Metric as Metric
 from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
+from mlflow.entities import Metric as Metric
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, require, warn_user
@@ -28,7 +27,7 @@ for chatter in ("alembic", "mlflow.store.db.utils"):
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retries; failures are reported once
 
 _MOST_METRICS = 1000  # in one request
-_LONGEST_TAG, _LONGEST_PARAM = 8000, 6000  # characters
+_LONGEST_TAG = 8000  # characters
 
 
 class Store:
@@ -225,23 +224,6 @@ def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
         nested = loggable(value) if isinstance(value, Mapping) else value
         public[name] = shown(nested) if isinstance(nested, str) else nested
     return public
-
-
-def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted name -> text, shortened to what MLflow accepts; a list is one value.
-
-    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
-    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
-    """
-    flat: dict[str, str] = {}
-    for name, value in options.items():
-        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
-        if isinstance(value, Mapping) and value:
-            flat.update(flattened(value, f"{key}."))
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            flat[key] = text if len(text) <= _LONGEST_PARAM else text[: _LONGEST_PARAM - 3] + "..."
-    return flat
 
 
 def shown(uri: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.mlflow import describe
-from dpfl_lightning.reporting.mlflow.store import Metric, Store, flattened, metrics, reported
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
+from dpfl_lightning.runtime.text import flattened
 
 
 class StudyTracking:
@@ -73,7 +74,7 @@ class StudyTracking:
 
 
 class SeedsTracking:
-    """Tracks a run that is repeated for several seeds as one run of a `Store`, in which the runs of seeds are nested."""
+    """Tracks the runs of several seeds as one run of a `Store`, in which they are nested."""
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
         self.store, self._tags = Store(experiment, uri), dict(tags or {})
@@ -96,7 +97,7 @@ class SeedsTracking:
         def log() -> None:
             runs, pending = [curves.read(folder / curves.FILE) for folder in folders], list[Metric]()
             for name in dict.fromkeys(name for one in runs[0] for name in one.values):
-                if name.startswith(("test_", "client_accuracy/", "client_epsilon/")):
+                if name.startswith(("test_", "val_", "train_epsilon_")):
                     for step, (mean, std) in curves.over_seeds(runs, name).items():
                         spread = {f"{name}_std": std} if name.startswith("test_") else {}
                         pending.extend(metrics({name: mean, **spread}, step, exact_times=False))
