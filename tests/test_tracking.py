@@ -3,8 +3,13 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
+import urllib.request
 import warnings
 from pathlib import Path
 
@@ -289,6 +294,63 @@ def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking,
     assert not [name for name in run.metrics if name.startswith("val_accuracy")]
 
 
+def test_a_net_that_cannot_be_logged_is_a_warning(new_tracking, only_run, folder):
+    (folder / "model.pt").write_text("no tensors")
+    with pytest.warns(UserWarning, match="MLflow did not get the model .*; its parameters are in"):
+        play(new_tracking(), a_view(folder), [1])
+    assert only_run().info.status == "FINISHED" and "figures" in only_run().files()
+
+
+@pytest.mark.e2e
+def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store, folder, monkeypatch, tmp_path):
+    import mlflow
+
+    view = a_view(folder)
+    for file in ("model.pt", "model_1.pt"):
+        torch.save(view.module.net.state_dict(), folder / file)
+    start = time.monotonic()
+    play(new_tracking(), view, range(1, 11))
+    assert time.monotonic() - start < 60
+    run, x = only_run(), torch.randn(3, 4)
+    assert len(run.models) == 2
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    mlflow.set_tracking_uri(store)
+    address = f"runs:/{run.info.run_id}/model"
+    net = mlflow.pytorch.load_model(address)
+    expected = view.module.net(x).detach()
+    assert type(net) is torch.nn.Linear and torch.equal(net(x), expected)
+    assert torch.equal(mlflow.pytorch.load_model(f"models:/{run.models[0].model_id}")(x), expected)
+    loaded = mlflow.pyfunc.load_model(f"{address}_1")
+    assert torch.equal(torch.from_numpy(loaded.predict(x.numpy())), expected)
+    assert loaded.input_example.shape == (2, 4) and not loaded.input_example.any(), "made up, no record"
+    assert loaded.metadata.signature.inputs.inputs[0].shape == (-1, 4)
+
+    body, answer = tmp_path / "body.json", tmp_path / "answer.json"
+    body.write_text(json.dumps({"inputs": x.tolist()}))
+    cli = [sys.executable, "-m", "mlflow", "models"]
+    where = ["-m", address, "--env-manager", "local"]
+    subprocess.run([*cli, "predict", *where, "-i", str(body), "-o", str(answer)], check=True, capture_output=True)
+    assert torch.allclose(torch.tensor(json.loads(answer.read_text())["predictions"]), expected, atol=1e-6)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*cli, "serve", *where, "-p", str(port)], stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations", body.read_bytes(), {"Content-Type": "application/json"}
+        )
+        for _ in range(240):
+            try:
+                served = json.loads(urllib.request.urlopen(request, timeout=20).read())
+                break
+            except OSError:
+                time.sleep(0.5)
+        assert torch.allclose(torch.tensor(served["predictions"]), expected, atol=1e-6)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.communicate(timeout=30)
+
+
 # ---- resuming
 
 
@@ -302,7 +364,7 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
     play(first, view, (1, 2, 3), stopped)
     run = only_run()
     assert run.info.status == status and run.tags["status"] == reason
-    assert run.files() == LEDGER and "test_accuracy" not in run.metrics
+    assert run.files() == LEDGER and "train_wall_seconds" not in run.metrics and not run.models
 
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round

@@ -148,10 +148,10 @@ class Tracking(Callback):
         files = sorted(view.run.output_dir.glob("model*.pt"), key=lambda path: (len(path.name), path.name))
         try:
             for file in files if len(files) <= _MOST_MODELS else ():
-                from dpfl_lightning.reporting.mlflow.models import log_model  # takes seconds
-
                 net = copy.deepcopy(view.module.net).cpu()
                 net.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+                from dpfl_lightning.reporting.mlflow.models import log_model  # takes seconds
+
                 example, of_one = torch.zeros(2, *view.facts.input_shape), scores if len(files) == 1 else ()
                 log_model(self.store, self._run_id, file.stem, net, example, of_one, result.rounds)
         except Exception as error:  # a net may not be picklable, or a server may fail

@@ -1,5 +1,6 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
+import json
 import logging
 import math
 import os
@@ -28,6 +29,12 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retr
 
 _MOST_METRICS = 1000  # in one request
 _LONGEST_TAG = 8000  # characters
+_VIEW = "dpfl_lightning"  # of an experiment's page, whose own default shows neither metrics nor parameters
+_COLUMNS = {
+    "attributes": ("Created", "Duration"),
+    "metrics": ("test_accuracy", "val_accuracy_min", "train_epsilon_max", "accuracy"),
+    "params": ("strategies", "epsilon", "rounds", "seed"),
+}
 
 
 class Store:
@@ -150,7 +157,11 @@ def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str
     """Describe in one line how to open the runs of a store in a browser."""
     uri = shown(store_uri(uri))
     # MLflow's default page is the one for language models, which does not show these runs.
-    page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    page = (
+        ""
+        if experiment_id is None
+        else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={_VIEW}"
+    )
     if uri.startswith(("http:", "https:")):
         return f"open {uri.rstrip('/')}{page}"
     return f"mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
@@ -164,12 +175,16 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {shown(uri)}. "
             f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
         )
+    columns = [f"{kind}.`{name}`" for kind, names in _COLUMNS.items() for name in names]
+    view = {f"mlflow.sharedViewState.{_VIEW}": json.dumps({"selectedColumns": columns})}
     if known is not None:
+        for key, text in view.items() - known.tags.items():
+            client.set_experiment_tag(known.experiment_id, key, text)
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
     folder = Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ") if database else None
-    kind = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
-    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=kind)
+    tags = {**view, "mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
+    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=tags)
 
 
 @contextmanager
