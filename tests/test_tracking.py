@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
@@ -328,27 +329,29 @@ def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store,
     body, answer = tmp_path / "body.json", tmp_path / "answer.json"
     body.write_text(json.dumps({"inputs": x.tolist()}))
     cli = [sys.executable, "-m", "mlflow", "models"]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # MLflow starts uvicorn by name
     where = ["-m", address, "--env-manager", "local"]
     subprocess.run([*cli, "predict", *where, "-i", str(body), "-o", str(answer)], check=True, capture_output=True)
     assert torch.allclose(torch.tensor(json.loads(answer.read_text())["predictions"]), expected, atol=1e-6)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = subprocess.Popen([*cli, "serve", *where, "-p", str(port)], stderr=subprocess.PIPE, start_new_session=True)
+    server = subprocess.Popen([*cli, "serve", *where, "-p", str(port)], start_new_session=True)
     try:
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/invocations", body.read_bytes(), {"Content-Type": "application/json"}
         )
-        for _ in range(240):
+        served, ended = {}, time.monotonic() + 120
+        while not served and server.poll() is None and time.monotonic() < ended:
             try:
                 served = json.loads(urllib.request.urlopen(request, timeout=20).read())
-                break
-            except OSError:
+            except urllib.error.URLError as error:
+                assert not isinstance(error, urllib.error.HTTPError), error.read()
                 time.sleep(0.5)
         assert torch.allclose(torch.tensor(served["predictions"]), expected, atol=1e-6)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.communicate(timeout=30)
+        server.wait(timeout=30)
 
 
 # ---- resuming
