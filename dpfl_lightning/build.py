@@ -38,6 +38,7 @@ from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.ledger.ledger import check_same
+from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -182,7 +183,7 @@ class FederatedLoop(ServerLoop):
             settings,
             None if privacy is None else dataclasses.replace(privacy, noise_key=None, signing_keys=None),
             registered,
-            [GuaranteePage(), *watching],
+            [Curves(), GuaranteePage(), *watching],
             rounds=rounds,
             optimizer=optimizer,
             rates=build_schedule(clients.schedule),

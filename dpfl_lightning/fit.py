@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
+    from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
 
 
@@ -89,16 +90,27 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     ranks = Ranks(options.engine.device)
     parent = Path(str(options.output_dir))
     results: list[dict] = []
-    for seed in seeds:
-        seed_options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-        begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
-        if ranks.rank == 0 and detail != "quiet":
-            state = "finished before in" if result else "in"
-            print(f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True)
-        results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
+    tracking, parent_run = _seeds_tracking(options, parent) if ranks.rank == 0 else (None, None)
+    parent_run = ranks.broadcast(parent_run)
+    try:
+        for seed in seeds:
+            seed_options = _nested(options, seed, parent, parent_run)
+            begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
+            if ranks.rank == 0 and detail != "quiet":
+                state = "finished before in" if result else "in"
+                print(
+                    f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True
+                )
+            results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
+    except BaseException:
+        if tracking is not None and parent_run is not None:
+            tracking.stopped(parent_run)
+        raise
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
+    if tracking is not None and parent_run is not None:
+        tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary))
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\n{seeds_table(summary, results)}\n")
     print(shown(f"Guarantee: {summary['guarantee']}"))
@@ -126,6 +138,41 @@ def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
 def _largest_epsilon(result: Mapping[str, Any]) -> float:
     spent = [client["epsilon_spent"] for client in result["clients"]]
     return max(math.inf if one is None else one for one in spent)
+
+
+def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | None, str | None]:
+    """Begin or resume the MLflow run in which the runs of the seeds are nested."""
+    if options.tracking is None:
+        return None, None
+    from dpfl_lightning.config.per_client import resolve
+    from dpfl_lightning.reporting.mlflow import SeedsTracking
+
+    section, privacy = options.tracking, options.privacy
+    tracking = SeedsTracking(section.experiment, section.uri, section.tags)
+    epsilon = math.inf if privacy is None or privacy.epsilon is None else privacy.epsilon
+    count = options.clients.count or (len(epsilon) if isinstance(epsilon, tuple) else 1)  # null with a user's data
+    budgets = resolve("privacy.epsilon", epsilon, count, options.seed)
+    record = dataclasses.asdict(options)
+    return tracking, tracking.begin(section.run_name or "", parent, record, None if privacy is None else budgets)
+
+
+def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -> Options:
+    """Return the options of one seed, whose MLflow run is nested in `parent_run`."""
+    options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
+    if options.tracking is None:
+        return options
+    tags = {**options.tracking.tags, "mlflow.parentRunId": parent_run}
+    return dataclasses.replace(
+        options, tracking=dataclasses.replace(options.tracking, run_name=f"seed {seed}", tags=tags)
+    )
+
+
+def _description(summary: dict) -> str:
+    """Describe the runs of all seeds in Markdown."""
+    accuracy = summary["test_accuracy"]
+    scored = [] if accuracy is None else [f"**Test accuracy {accuracy:.2%} +- {summary['test_accuracy_std']:.2%}**"]
+    seeds = f"Mean and standard deviation over seeds {', '.join(map(str, summary['seeds']))}."
+    return "\n\n".join([*scored, seeds, f"**Guarantee.** {summary['guarantee']}"])
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:

@@ -28,8 +28,9 @@ FLOORS = (
 SERVER_SIDE = ("strategies", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
-    "mlflow": {"reporting.mlflow.store"},
-    "jinja2": {"reporting.guarantee_page"},
+    "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
+    "jinja2": {"reporting.guarantee_page", "reporting.report_page"},
+    "plotly": {"reporting.report_page"},
     "matplotlib": {"reporting.figures"},
     "optuna": {"search.study", "search.samplers", "search.storage"},
     "numba": {

@@ -233,15 +233,17 @@ class TrackingOptions:
 
     Args:
         experiment: name of the MLflow experiment.
-        run_name: name of the run; null uses the name of the output folder.
+        run_name: name of the run; null names it by its strategies and budgets, such as noise_aware eps 0.9-2.9.
         uri: MLflow server or store; null uses MLFLOW_TRACKING_URI, or an SQLite file if that is not set.
         tags: additional tags of the run, {name: text}.
+        per_client: send the curves of every client, in addition to the smallest, median, mean and largest value.
     """
 
     experiment: str = "dpfl_lightning"
     run_name: str | None = None
     uri: str | None = None
     tags: dict = field(default_factory=dict)
+    per_client: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,59 +1,29 @@
-"""Figures of a run in matplotlib, and the names of the metrics from which they are drawn."""
+"""Figures of a run in matplotlib."""
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
-from torch import Tensor
 
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
+from dpfl_lightning.reporting.curves import MOST_CLIENTS, Round, history
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
-MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max
 _MARKERS = "osD^vP*X<>hp"
-History = Callable[[str], Mapping[int, float]]
 
 
-def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """Name one value of each client `name/07`; more than 100 clients become `name/min`, `name/mean` and `name/max`.
-
-    >>> per_client("per_client_epsilon", [1.0, 2.0])
-    {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
-    """
-    if len(values) <= MOST_CLIENTS:
-        return {f"{name}/{client:02}": value for client, value in enumerate(values)}
-    known = [value for value in values if value is not None]
-    summaries = {"min": min(known), "mean": fmean(known), "max": max(known)} if known else {}
-    return {f"{name}/{key}": summaries.get(key) for key in ("min", "mean", "max")}
-
-
-def of_strategies(metrics: Mapping[str, float | Tensor]) -> dict[str, float | None]:
-    """Name the strategies' metrics: `strategy/name` for a number, `per_client` for a tensor of one value per client.
-
-    >>> of_strategies({"converged": 1.0, "weight": Tensor([0.25, math.nan])})
-    {'strategy/converged': 1.0, 'per_client_weight/00': 0.25, 'per_client_weight/01': None}
-    """
-    curves: dict[str, float | None] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Tensor):
-            curves |= per_client(f"per_client_{name}", [None if math.isnan(one) else one for one in value.tolist()])
-        else:
-            curves[f"strategy/{name}"] = value
-    return curves
-
-
-def figures(history: History, result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
-    """Return name -> figure, for the figures that have data; `history` maps a metric's name to {round: value}."""
+def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
+    """Return name -> figure, for the figures that have data."""
     drawn: dict[str, Any] = {
-        "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
-        "accuracy_of_groups": _groups_figure(history, result),
-        "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
+        "accuracy_over_rounds": _accuracy_figure(rounds),
+        "accuracy_of_groups": _groups_figure(rounds, result),
+        "epsilon_over_rounds": _epsilon_figure(rounds),
         "accuracy_over_budget": _budget_figure(result),
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
@@ -68,32 +38,25 @@ def figures(history: History, result: RunResult, distilled: DistilledSet | None 
     return drawn
 
 
-def _client_curves(history: History, metric: str, num_clients: int) -> dict[str, Mapping[int, float]]:
-    names = per_client(metric, [0.0] * num_clients)
-    return {name.partition("/")[2]: curve for name in names if (curve := history(name))}
-
-
-def _accuracy_figure(history: History, num_clients: int) -> Figure | None:
-    test = history("overall/test_accuracy")
+def _accuracy_figure(rounds: Sequence[Round]) -> Figure | None:
+    test = history(rounds, "test_accuracy")
     if not test:
         return None
     figure, axes = new_axes("Accuracy over rounds", "round", "accuracy")
-    curves = _client_curves(history, "per_client_accuracy", num_clients).values()
-    spread = {step: [curve[step] for curve in curves if step in curve] for step in test}
-    spread = {step: values for step, values in spread.items() if values}
-    if spread:
-        low, high = list(map(min, spread.values())), list(map(max, spread.values()))
-        axes.fill_between(list(spread), low, high, alpha=0.2, linewidth=0, label="clients, on their held-out records")
+    low, high = (history(rounds, f"val_accuracy_{end}") for end in ("min", "max"))
+    if low:
+        label = "clients, on their held-out records"
+        axes.fill_between(list(low), list(low.values()), list(high.values()), alpha=0.2, linewidth=0, label=label)
     marker = "o" if len(test) <= 30 else None
     axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label="test set")
     axes.legend()
     return figure
 
 
-def _groups_figure(history: History, result: RunResult) -> Figure | None:
+def _groups_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
     """Draw the accuracy of each true group over rounds; minorities are dashed."""
     true = _true_groups(result)
-    curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
+    curves = {group: history(rounds, f"val_accuracy_group_{group}") for group in sorted(set(true.values()))}
     if not any(curves.values()):
         return None
     figure, axes = new_axes("Accuracy of each true group on the clients' held-out records", "round", "accuracy")
@@ -101,15 +64,21 @@ def _groups_figure(history: History, result: RunResult) -> Figure | None:
     for group, curve in curves.items():
         style = "--" if group in few else "-"
         axes.plot(list(curve), list(curve.values()), style, color=f"C{group % 10}", label=f"group {group}")
-    if matched := history("strategy/clustering_accuracy"):
+    if matched := history(rounds, "train_clustering_accuracy"):
         look = {"color": "gray", "linewidth": 1, "zorder": 1, "label": "clients in the right cluster"}
         axes.step(list(matched), list(matched.values()), where="post", **look)
     axes.legend(fontsize=8)
     return figure
 
 
-def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
-    curves = _client_curves(history, "per_client_epsilon", num_clients)
+def _epsilon_figure(rounds: Sequence[Round]) -> Figure | None:
+    last = rounds[-1].clients.get("epsilon", {}) if rounds else {}
+    curves = {
+        name: {one.round: value for one in rounds if (value := one.clients.get("epsilon", {}).get(name)) is not None}
+        for name in last
+    }
+    curves = curves or {end: history(rounds, f"train_epsilon_{end}") for end in ("min", "mean", "max")}
+    curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
         return None
     figure, axes = new_axes("Epsilon spent, by client", "round", "epsilon")

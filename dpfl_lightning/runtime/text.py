@@ -1,11 +1,16 @@
 """Formatting of tables, counts, durations and data sizes, and progress messages of slow computations."""
 
+import json
 import math
+import re
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+_LONGEST = 6000  # characters of a flattened value
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
@@ -114,3 +119,20 @@ def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int]
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
     return notify
+
+
+def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted name -> text, shortened to 6,000 characters; a list is one value.
+
+    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
+    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
+    """
+    flat: dict[str, str] = {}
+    for name, value in options.items():
+        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{key}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[key] = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return flat

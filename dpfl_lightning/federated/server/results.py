@@ -49,6 +49,7 @@ class RunInfo:
         estimated_seconds: of all rounds, from a short measurement on random data.
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
+        strategies: their names.
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
         exact_times: whether times are reported as measured.
         task: of the model, in words.
@@ -70,6 +71,7 @@ class RunInfo:
     exact_times: bool = False
     strategy_notes: tuple[str, ...] = ()
     task: str = ""
+    strategies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

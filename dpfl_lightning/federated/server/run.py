@@ -309,6 +309,7 @@ class Run:
             options=self.options,
             strategy_notes=self.strategy_notes,
             task=self.model.task_note,
+            strategies=tuple(self.options.get("strategies") or (type(one).__name__ for one in self.strategies)),
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:

@@ -32,7 +32,7 @@ _NOT_COMPARED = (
     *("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"),
     *("accuracy_of_groups", "test_metrics", "metrics_mean", "metrics", "client_embedding"),
 )
-_NOT_COMPARED_OF_A_CLIENT = ("noise_std", "accuracy", "loss", "metrics", "model", "true_group")
+_NOT_COMPARED_OF_A_CLIENT = ("name", "noise_std", "accuracy", "loss", "metrics", "model", "true_group")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 
