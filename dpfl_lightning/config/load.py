@@ -336,5 +336,6 @@ def _command_parser(
 
 def _type_text(hint: Any) -> str:
     if get_args(hint):
-        return str(hint).replace("typing.", "").replace("None", "null")
+        text = str(hint).replace("typing.", "").replace("None", "null")
+        return re.sub(r"^Optional\[(.*)\]$", r"\1 | null", text)
     return hint.__name__
