@@ -1,18 +1,20 @@
 """A user's own clients in a configuration: `data.class_path`."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from dpfl_lightning.audit import main as audit_command
-from dpfl_lightning.build import build_population
+from dpfl_lightning.build import build_loop, build_population
 from dpfl_lightning.config.load import load, to_yaml
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import main as evaluate_command
 from dpfl_lightning.fit import main as fit_command
 from dpfl_lightning.plan import main as plan_command
+from dpfl_lightning.sweep import main as sweep_command
 
 CODE = '''
 import torch
@@ -87,12 +89,9 @@ def test_every_command_takes_a_users_clients_by_name(place, capsys):
     assert "client berlin  accuracy" in shown
     assert json.loads(shown.splitlines()[-1])["test_accuracy"] == pytest.approx(result["test_accuracy"])
 
-
-def test_resume_refuses_results_whose_clients_were_renamed(place, capsys):
-    assert fit_command(["--config", "own.yaml", "--rounds", "1"]) == 0
     path = place / "run" / "result.json"
     path.write_text(path.read_text().replace("berlin", "rome2").replace('"rome"', '"berlin"'))
-    assert plan_command(["--ledger", "run"]) == 2
+    assert plan_command(["--ledger", "run"]) == 2, "clients were renamed"
     assert "must state name 'berlin' of client 0, as the ledger does" in capsys.readouterr().err
 
 
@@ -146,9 +145,10 @@ PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
         (["--clients.batch_size", "64"], "Client berlin has"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(words, message, place, capsys):
-    assert fit_command(["--config", "own.yaml", *words]) == 2
-    assert message in capsys.readouterr().err and not (place / "run").exists()
+def test_what_does_not_fit_is_refused_before_anything_is_written(words, message, place):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_loop(load(["--config", "own.yaml", *words])[0])
+    assert not (place / "run").exists()
 
 
 def test_keys_of_other_data_are_dropped_when_a_class_path_replaces_them(place):
@@ -162,6 +162,13 @@ def test_keys_of_other_data_are_dropped_when_a_class_path_replaces_them(place):
     assert load(["--config", "again.yaml"])[0] == options
     with pytest.raises(UserError, match=r"`data.init_args` must be null or left out without data.class_path"):
         load(["--data.init_args.x", "3", "--privacy", "null"])
+
+
+def test_a_search_on_public_records_refuses_a_users_clients(place, capsys):
+    search = "sweep: {name: s, objective: private, space: {clients.learning_rate: {low: 0.1, high: 1.0}}}"
+    (place / "search.yaml").write_text(f"{CONFIG}\n{search}")
+    assert sweep_command(["--config", "search.yaml"]) == 2
+    assert "`data.class_path` must be null for a search that is scored on public records" in capsys.readouterr().err
 
 
 @pytest.mark.e2e  # a minute

@@ -59,8 +59,9 @@ def audit(
             findings += [dataclasses.asdict(finding) for finding in check()]
             done += 1
             tell(done, total)
-        clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
-    all_findings = [(client["client"], finding) for client in clients for finding in client["findings"]]
+        name = loop.facts.name_of(subject.client)
+        clients.append({"client": subject.client, "name": name, "claim": subject.as_dict(), "findings": findings})
+    all_findings = [(client["name"], finding) for client in clients for finding in client["findings"]]
     refuted = [f"client {client}: {finding['check']}" for client, finding in all_findings if finding["refuted"]]
     return {
         "engine": loop.clients.engine.name,
