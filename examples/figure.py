@@ -41,7 +41,7 @@ def save_figure(title: str, **histories: History) -> None:
         right.plot(rounds, epsilons, marker="o", markersize=3, label=name)
     left.set(title=title, xlabel="round", ylabel="accuracy on the test set")
     right.set(title="What each client has spent", xlabel="round", ylabel="epsilon", ylim=(0, None))
-    right.legend()
+    right.legend(fontsize=8, ncols=1 + len(history.names) // 6)
     if len(histories) > 1:
         left.legend()
     path = Path(*sys.argv[1:2] or [history.folder / "figure.png"])

@@ -1,7 +1,8 @@
 """Your strategy: how updates are weighed. It is compared with the default on the same records and the same noise.
 
 Budgets differ by a factor of 40, so some updates are mostly noise. The default weighs clients by their data sizes. This
-strategy leaves out the least precise updates; it receives noised updates and public facts, so it costs no privacy.
+strategy leaves out the least precise updates. It receives noised updates and public facts, so it costs no privacy. (The
+package's rule for this case is `noise_aware`.)
 """
 
 import torch

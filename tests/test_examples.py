@@ -37,7 +37,9 @@ def test_lines_of_user_code(tmp_path):
         '"""Doc.\n\nMore."""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """Doc."""\n    return x\n'
     )
     assert user_lines(path) == 5
-    assert all(script(journey, name).is_file() for journey in JOURNEYS for name in CONTESTANTS)
+    page = (ROOT / "docs" / "journeys.md").read_text()
+    for path in (script(journey, name) for journey in JOURNEYS for name in CONTESTANTS):
+        assert f"(../{path.relative_to(ROOT)}) | {user_lines(path)} |" in page, path.name
 
 
 @pytest.mark.e2e

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import tokenize
+from datetime import date
 from pathlib import Path
 from statistics import median
 
@@ -52,7 +53,8 @@ def main() -> None:
             rows.append(f"| {title if row == 0 else ''} | [{name}](../{path.relative_to(ROOT)}) | {numbers} |")
             print(rows[-1], flush=True)
     head = "| journey | by | lines | seconds (ratio) | accuracy |\n|---|---|---|---|---|"
-    fill_page(options.page, "python -m experiments.journeys", "\n".join([head, *rows]))
+    note = f"{date.today()}, medians of {options.turns} turns on {os.cpu_count()} CPU cores."
+    fill_page(options.page, "python -m experiments.journeys", "\n".join([head, *rows, "", note]))
 
 
 def script(journey: str, contestant: str) -> Path:
