@@ -105,11 +105,13 @@ def over_clients(name: str) -> str:
 def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
     """Return the smallest, median, mean and largest value over clients, for accuracies also the standard deviation.
 
+    None and NaN are left out. An epsilon without a bound is infinite, and so is then the largest.
+
     >>> quantiles("epsilon", [1.0, None, 4.0])
     {'train_epsilon_min': 1.0, 'train_epsilon_median': 2.5, 'train_epsilon_mean': 2.5, 'train_epsilon_max': 4.0}
     """
     known = np.array(values, dtype=np.float64)  # None becomes NaN
-    known = known[np.isfinite(known)]
+    known = known[~np.isnan(known)]
     if not known.size:
         return {}
     found = {"min": known.min(), "median": np.median(known), "mean": known.mean(), "max": known.max()}
