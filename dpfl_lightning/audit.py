@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.audit`: test whether a build keeps its epsilon, with real engines and random records."""
+"""`dpfl audit --config FILE`: test with real engines whether a run keeps its epsilon."""
 
 import argparse
 import json
@@ -14,20 +14,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         argv,
         _flags,
-        prog="python -m dpfl_lightning.audit",
+        name="audit",
         description="Audit a configuration before training: run the real engine and mechanism of some clients on "
         "artificial records. The exit status is 1 if a claim is refuted.",
+        examples=("--config digits", "--config config.yaml --for_clients 0,3 --releases 2000"),
     )
     from dpfl_lightning.auditing.report import text
     from dpfl_lightning.auditing.run import audit
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.federated.server.settings import slow_notice
 
-    clients = _clients(flags.for_clients, options.clients.count)
-    report = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
-    print(text(report))
-    if flags.json:
-        print(json.dumps(report))
+    loop = build_loop(options)
+    clients = _clients(flags.for_clients, loop.population.num_clients)
+    report = audit(loop, clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
+    print(json.dumps(report) if flags.json else text(report))
     return 1 if report["refuted"] else 0
 
 
@@ -37,7 +37,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--confidence", type=float, default=0.99, help="probability that a sound build passes every check (0.99)")
     many = "maximal number of releases with a canary, and of those without (20000)"
     add("--releases", type=int, default=20_000, help=many)
-    add("--json", action="store_true", help="also print one JSON object, on the last line")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def _clients(words: str | None, count: int) -> list[int] | None:

@@ -1,5 +1,6 @@
 """From a configuration to objects: the only module that knows all packages, and connects the server to its clients."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
-from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.config.registry import imported
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.data.own import own_population
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -28,12 +30,17 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.loop import ServerLoop
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.settings import client_settings, reported_epsilons
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
+from dpfl_lightning.models.learning_rates import build_schedule
+from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.ledger.ledger import check_same
+from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
+from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 ENGINES: dict[str, type[SerialEngine]] = {
@@ -47,15 +54,36 @@ ENGINES: dict[str, type[SerialEngine]] = {
 def build_population(options: Options) -> Population:
     """Return the clients of a configuration, with the records of its data set."""
     values = dataclasses.asdict(options.data)
+    class_path, init_args, arguments = (values.pop(key) for key in OWN_DATA)
+    if class_path is not None:
+        return own_population(class_path, init_args, arguments, options.clients.count)
     dataset = data.load(values.pop("name"), values.pop("folder"), values.pop("download"))
     for key in ("partition", "groups", "label_noise"):
         if (named := values[key]) is not None:
             values[key] = named.pop("name"), named
-    return Population.partitioned(dataset, num_clients=options.clients.count, seed=options.seed, **values)
+    count = options.clients.count
+    assert count is not None  # for mypy: `config.options.check` requires it
+    return Population.partitioned(dataset, num_clients=count, seed=options.seed, **values)
+
+
+def build_module(options: Options, population: Population | Facts) -> ClientModule:
+    """Return the module that clients train: the model of `build_net`, wrapped unless it is a ClientModule."""
+    model = _build_model(options, population)
+    if isinstance(model, ClientModule):
+        return model
+    return ClientModule(model, options.task, options.evaluation.metrics)
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:
-    """Return a model by name, or a user-defined one by `class_path`, initialised from `seed`."""
+    """Return a model by name, or a user-defined one by `class_path`, initialised from `seed`.
+
+    Of a ClientModule it is the net, whose parameters are those of the saved models.
+    """
+    model = _build_model(options, population)
+    return model.net if isinstance(model, ClientModule) else model
+
+
+def _build_model(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
     if "class_path" in model:
@@ -80,7 +108,10 @@ class FederatedLoop(ServerLoop):
 
     Args:
         population: the clients' private records, and the records for evaluation.
-        module: one client's step; the parameters of its net are the initial model.
+        module: one client's step, or a net or LightningModule, which `ClientModule` wraps. Its parameters are the
+            initial model, and after `run`, also after an interruption, the trained model, as in `model.pt`. If clients
+            have several models (clustering), it keeps the initial parameters, and `client_model` returns each client's
+            model. Personal parameters always keep their initial values.
         privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
@@ -106,7 +137,7 @@ class FederatedLoop(ServerLoop):
     def __init__(
         self,
         population: Population,
-        module: ClientModule,
+        module: nn.Module,
         *,
         rounds: int,
         clients: ClientOptions | None = None,
@@ -123,8 +154,8 @@ class FederatedLoop(ServerLoop):
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
-        advice = "Wrap a net: ClientModule(net)."
-        require(isinstance(module, ClientModule), "module", "be a ClientModule", type(module).__name__, advice)
+        require(isinstance(module, nn.Module), "module", "be a ClientModule or another module", type(module).__name__)
+        module = module if isinstance(module, ClientModule) else ClientModule(module)
         registered, watching = register(_with_base(strategies), callbacks)
         ranks = Ranks(device)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
@@ -132,7 +163,12 @@ class FederatedLoop(ServerLoop):
         sides = population, module, FastEngine() if engine is None else engine, privacy
         local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
         clients = clients or ClientOptions()
-        settings = client_settings(population.num_records, clients, privacy, seed)
+        settings = client_settings(population.num_records, clients, privacy, seed, population.names)
+        optimizer = None if module.brings_optimizer else build_optimizer(clients.optimizer)
+        if engine is not None and engine.name == "stacked" and optimizer is not None:
+            advice = "Use the engine fast."
+            require(optimizer.plain, "clients.optimizer", "be plain sgd with engine stacked", clients.optimizer, advice)
+        _notice(module, clients)
         facts = facts_of(
             population,
             batch_size=tuple(client.batch_size for client in settings),
@@ -147,8 +183,10 @@ class FederatedLoop(ServerLoop):
             settings,
             None if privacy is None else dataclasses.replace(privacy, noise_key=None, signing_keys=None),
             registered,
-            [GuaranteePage(), *watching],
+            [Curves(), GuaranteePage(), *watching],
             rounds=rounds,
+            optimizer=optimizer,
+            rates=build_schedule(clients.schedule),
             network=network or NetworkOptions(),
             seed=seed,
             output_dir=folder,
@@ -156,8 +194,39 @@ class FederatedLoop(ServerLoop):
             exact_times=exact_times,
             options=options or {},
             new_net=new_net,
-            resume_command=f"{ranks.command} -m dpfl_lightning.fit --resume {folder}" if options else by_code,
+            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
         )
+
+    def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
+        result = super()._end(reason, finished, interrupted)
+        self.module.load(self.model.flat)
+        return result
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return a copy of the net with the final model of a client after `run`, and its personal parameters if any.
+
+        **Privacy** Post-processing: personal parameters are noised, too.
+        """
+        final_models = self.final_models(self.state)
+        model = final_models.models[final_models.model_of[client]]
+        module = copy.deepcopy(self.module)
+        module.load(self.clients.engine.personalised(model, client))
+        return module.net
+
+
+def _notice(module: ClientModule, clients: ClientOptions) -> None:
+    """Say what a run does not use of a LightningModule, or of the clients' options because of it."""
+    name, lines = type(module.net).__name__, []
+    if module.unused:
+        lines.append(f"not used of {name}: {', '.join(module.unused)}")
+    if module.brings_optimizer:
+        owner = type(module).__name__ if module.overrides("configure_optimizers") else name
+        usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")
+        ignored = [f"clients.{key}" for key in keys if getattr(clients, key) != getattr(usual, key)]
+        if owner == name and ignored:
+            lines.append(f"configure_optimizers of {name} replaces {', '.join(ignored)}")
+    for line in lines:
+        warn_user(line)
 
 
 def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
@@ -179,7 +248,7 @@ def build_loop(
     facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(
         population,
-        ClientModule(build_net(options, facts)),
+        build_module(options, facts),
         rounds=options.rounds,
         clients=options.clients,
         privacy=options.privacy,

@@ -5,8 +5,10 @@ import difflib
 import functools
 import io
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
@@ -43,7 +45,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     >>> nearest("rouns", ["rounds", "seed"])
     'Did you mean `rounds`?'
     """
-    close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"Did you mean `{close[0]}`?" if close else ""
 
 
@@ -96,10 +98,17 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
             except KeyboardInterrupt as error:
                 words, status = words_and_status(error)
         if not silent:
-            print(words, file=sys.stderr)
+            print(_wrapped(words), file=sys.stderr)
         return status
 
     return wrapped
+
+
+def _wrapped(text: str) -> str:
+    """Wrap a message between words on a terminal, in at most 80 columns. A log gets it on one line."""
+    width = min(80, shutil.get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text) if sys.stderr.isatty() else text
 
 
 def _stdout_is_closed() -> bool:

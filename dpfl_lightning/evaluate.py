@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
+"""`dpfl evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.runtime.launcher import invocation
 
 
 @command
@@ -16,31 +17,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         argv,
         _flags,
-        prog="python -m dpfl_lightning.evaluate",
+        name="evaluate",
         description="Evaluate a finished run. --data.* keys select other data of the same shape; keys that are not "
         "given have the values of the run, not the defaults.",
+        examples=("runs/digits", "runs/digits --data.label_noise.name records --json"),
         config_of=lambda flags: options_file(flags.run, "RUN"),
         takes=["data"],
     )
     report = evaluate_run(options, Path(flags.run))
-    accuracy = report["test_accuracy"]
-    scored = "regression" if accuracy is None else f"test accuracy {accuracy:.2%}"
-    print(f"{scored}, test loss {report['test_loss']:.4f}")
-    for row in report["clients"]:
-        shown = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
-        print(f"  client {row['client']:>3}  accuracy {shown}")
     if flags.json:
         print(json.dumps(report))
+        return 0
+    print(f"test {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
+    width = max(3, *(len(row["name"]) for row in report["clients"]))
+    for row in report["clients"]:
+        shown = _scores(row["accuracy"], row["loss"], row["metrics"])
+        print(f"  client {row['name']:>{width}}  {'no held-out records' if row['loss'] is None else shown}")
     return 0
+
+
+def _scores(accuracy: float | None, loss: float | None, metrics: dict[str, float | None]) -> str:
+    shown = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
+    values = {"loss": loss, **metrics}.items()
+    return ", ".join([*shown, *(f"{name} {'-' if value is None else f'{value:.4f}'}" for name, value in values)])
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
-    """Return accuracies in [0, 1] (None for a regression) and test loss of the final models of the run in a folder.
+    """Return accuracies in [0, 1] (None for a regression), losses and metrics of the run's final models.
 
     Raises UserError if the run is not finished, or its models do not fit the data in `options`.
 
@@ -48,34 +56,41 @@ def evaluate_run(options: Options, run: Path) -> dict:
     """
     import torch
 
-    from dpfl_lightning.build import build_net, build_population
+    from dpfl_lightning.build import build_module, build_population
+    from dpfl_lightning.federated.client.dummy_data import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
-    from dpfl_lightning.federated.client.module import ClientModule
     from dpfl_lightning.federated.messages.evaluation import ClientModels
+    from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
 
     result = run / "result.json"
-    advice = f"Finish it with fit --resume {run}."
+    advice = f"Finish it with {invocation('fit')} --resume {run}."
     require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
     model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
     single = (run / "model.pt").is_file()
     files = [run / "model.pt"] if single else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     population = build_population(options)
-    module = ClientModule(build_net(options, population))
+    module = build_module(options, population)
+    check_fits(module, population)
     models = []
     for file in files:
         try:
             module.net.load_state_dict(torch.load(file, weights_only=True))
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
-            raise UserError(f"`data` must fit the run's model, got {options.data.name!r}: {reason}.") from None
+            data = options.data.class_path or options.data.name
+            raise UserError(f"`data` must fit the run's model, got {data!r}: {reason}.") from None
         models.append(module.flat)
     engine = SerialEngine()
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
     scores = evaluate(module, population, ClientModels(torch.stack(models), model_of), engine)
-    clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
-    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}
+    rows = [
+        {"client": client, "name": population.name_of(client), **vars(one), "loss": finite_or_none(one.loss)}
+        for client, one in enumerate(scores.clients)
+    ]
+    test = scores.test
+    return {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics, "clients": rows}
 
 
 if __name__ == "__main__":

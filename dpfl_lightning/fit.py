@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.fit --config conf/fmnist.yaml`: train and report a run; `--resume DIR` resumes it."""
+"""`dpfl fit --config fmnist`: train and report a run; `--resume DIR` resumes it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import dataclasses
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.launcher import launched
+from dpfl_lightning.runtime.text import columns, shown
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
+    from dpfl_lightning.reporting.mlflow import SeedsTracking
+    from dpfl_lightning.reporting.progress import Detail
 
 
 @command
@@ -29,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         argv,
         _flags,
-        prog="python -m dpfl_lightning.fit",
-        description="Differentially private federated training. Each client has its own privacy budget.",
+        name="fit",
+        description="Train a model by federated learning. Each client has its own privacy budget.",
+        examples=("--config digits", "--config config.yaml --rounds 50 --privacy.epsilon 2", "--resume runs/digits"),
         config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume else None,
     )
     if flags.resume:
@@ -38,38 +42,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.seeds:
         advice = "Give the same --output_dir instead."
         require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, advice)
-        fit_seeds(options, flags.seeds)
+        fit_seeds(options, flags.seeds, "quiet" if flags.quiet else "short")
     else:
-        fit(options, resume=bool(flags.resume))
+        fit(options, resume=bool(flags.resume), detail="quiet" if flags.quiet else "full")
     return 0
 
 
-def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callback] = ()) -> RunResult:
+def fit(
+    options: Options, resume: bool = False, more: Sequence[Strategy | Callback] = (), detail: Detail = "full"
+) -> RunResult:
     """Train one run, with progress on the terminal and, unless `tracking` is None, in MLflow.
 
     With several ranks, every rank calls this function; only rank 0 prints and writes. `resume` continues the run in
-    `options.output_dir`. `more` are additional strategies and callbacks.
+    `options.output_dir`. `more` are additional strategies and callbacks. `detail` selects what is printed, see
+    `Progress`.
     """
     from dpfl_lightning.build import build_loop
 
     try:
-        return build_loop(options, [*more, *_callbacks(options)] if launched().rank == 0 else []).run(resume)
+        callbacks = [*more, *_callbacks(options, detail)] if launched().rank == 0 else []
+        return build_loop(options, callbacks).run(resume)
     finally:
         gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
 
 
-def _callbacks(options: Options) -> list[Callback]:
+def _callbacks(options: Options, detail: Detail) -> list[Callback]:
     from dpfl_lightning.reporting.progress import Progress
 
     if options.tracking is None:
-        return [Progress()]
+        return [Progress(detail=detail)]
     from dpfl_lightning.reporting.mlflow import Tracking
 
     tracking = Tracking(**dataclasses.asdict(options.tracking))
-    return [tracking, Progress(next_steps=[tracking.how_to_open])]
+    return [tracking, Progress(next_steps=[tracking.how_to_open], detail=detail)]
 
 
-def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
+def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") -> dict:
     """Train the same run for every seed, in `output_dir/seed_<n>`. Skips finished runs and resumes started ones.
 
     Returns the `summarise` of the runs, and writes it to `output_dir/result.json`.
@@ -80,29 +88,101 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     from dpfl_lightning.federated.transport.ranks import Ranks
 
     ranks = Ranks(options.engine.device)
-    parent, results = Path(str(options.output_dir)), []
-    for seed in seeds:
-        seed_options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-        begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
-        results.append(fit(seed_options, resume=begun).as_dict() if result is None else result)
+    parent = Path(str(options.output_dir))
+    results: list[dict] = []
+    tracking, parent_run = _seeds_tracking(options, parent) if ranks.rank == 0 else (None, None)
+    parent_run = ranks.broadcast(parent_run)
+    try:
+        for seed in seeds:
+            seed_options = _nested(options, seed, parent, parent_run)
+            begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
+            if ranks.rank == 0 and detail != "quiet":
+                state = "finished before in" if result else "in"
+                print(
+                    f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True
+                )
+            results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
+    except BaseException:
+        if tracking is not None and parent_run is not None:
+            tracking.stopped(parent_run)
+        raise
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
+    if tracking is not None and parent_run is not None:
+        tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary))
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    accuracy, spread = summary["test_accuracy"], summary["test_accuracy_std"]
-    if accuracy is not None:
-        print(f"{len(seeds)} seeds: test accuracy {accuracy:.2%} +- {spread:.2%} (standard deviation)")
-    print(summary["guarantee"])
+    print(f"\n{seeds_table(summary, results)}\n")
+    print(shown(f"Guarantee: {summary['guarantee']}"))
+    print(f"{parent}/result.json: mean, standard deviation, and the folder of every run")
     return summary
 
 
+def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
+    """Format the scores and the largest epsilon of every seed, and mean and standard deviation of the scores."""
+
+    def row(title: Any, accuracy: float | None, metrics: Mapping[str, float | None], epsilon: str) -> list[Any]:
+        scores = ["-" if value is None else f"{value:.4g}" for value in metrics.values()]
+        return [title, "-" if accuracy is None else f"{accuracy:.2%}", *scores, epsilon]
+
+    rows = [
+        row(seed, one["test_accuracy"], one["test_metrics"], f"{_largest_epsilon(one):.6g}")
+        for seed, one in zip(summary["seeds"], results, strict=True)
+    ]
+    rows.append(row("mean", summary["test_accuracy"], summary["test_metrics"], ""))
+    spread = None if summary["test_accuracy"] is None else summary["test_accuracy_std"]
+    rows.append(row("std", spread, summary["test_metrics_std"], ""))
+    return columns([["seed", "test accuracy", *summary["test_metrics"], "largest epsilon"], *rows])
+
+
+def _largest_epsilon(result: Mapping[str, Any]) -> float:
+    spent = [client["epsilon_spent"] for client in result["clients"]]
+    return max(math.inf if one is None else one for one in spent)
+
+
+def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | None, str | None]:
+    """Begin or resume the MLflow run in which the runs of the seeds are nested."""
+    if options.tracking is None:
+        return None, None
+    from dpfl_lightning.config.per_client import resolve
+    from dpfl_lightning.reporting.mlflow import SeedsTracking
+
+    section, privacy = options.tracking, options.privacy
+    tracking = SeedsTracking(section.experiment, section.uri, section.tags)
+    epsilon = math.inf if privacy is None or privacy.epsilon is None else privacy.epsilon
+    count = options.clients.count or (len(epsilon) if isinstance(epsilon, tuple) else 1)  # null with a user's data
+    budgets = resolve("privacy.epsilon", epsilon, count, options.seed)
+    record = dataclasses.asdict(options)
+    return tracking, tracking.begin(section.run_name or "", parent, record, None if privacy is None else budgets)
+
+
+def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -> Options:
+    """Return the options of one seed, whose MLflow run is nested in `parent_run`."""
+    options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
+    if options.tracking is None:
+        return options
+    tags = {**options.tracking.tags, "mlflow.parentRunId": parent_run}
+    return dataclasses.replace(
+        options, tracking=dataclasses.replace(options.tracking, run_name=f"seed {seed}", tags=tags)
+    )
+
+
+def _description(summary: dict) -> str:
+    """Describe the runs of all seeds in Markdown."""
+    accuracy = summary["test_accuracy"]
+    scored = [] if accuracy is None else [f"**Test accuracy {accuracy:.2%} +- {summary['test_accuracy_std']:.2%}**"]
+    seeds = f"Mean and standard deviation over seeds {', '.join(map(str, summary['seeds']))}."
+    return "\n\n".join([*scored, seeds, f"**Guarantee.** {summary['guarantee']}"])
+
+
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
-    """Return mean and spread of the test accuracy over seeds, and a guarantee for all runs together."""
+    """Return mean and spread of test accuracy and metrics over seeds, and a guarantee for all runs together."""
     from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
-    spent = [[client["epsilon_spent"] for client in result["clients"]] for result in results]
-    epsilons = [max(math.inf if one is None else one for one in clients) for clients in spent]
+    metrics = [result["test_metrics"] for result in results]
+    values = {name: [one[name] for one in metrics if one[name] is not None] for name in metrics[0]}
+    epsilons = [_largest_epsilon(result) for result in results]
     delta = delta_text(math.fsum(max(client["delta"] for client in result["clients"]) for result in results))
     largest = results[epsilons.index(max(epsilons))]
     together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
@@ -115,6 +195,8 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
         "test_accuracy": fmean(accuracies) if accuracies else None,
         "test_accuracy_std": stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "test_accuracy_of": accuracies,
+        "test_metrics": {name: fmean(known) if known else None for name, known in values.items()},
+        "test_metrics_std": {name: stdev(known) if len(known) > 1 else 0.0 for name, known in values.items()},
         "runs": [result["output_dir"] for result in results],
         "guarantee": together,
     }
@@ -122,9 +204,9 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="DIR", help="resume the run in DIR after its last complete round")
-    parser.add_argument(
-        "--seeds", metavar="N,N,...", type=seed_list, help="repeat the run for these seeds and report mean and spread"
-    )
+    text = "repeat the run for these seeds, such as 0,1,2, and report mean and standard deviation"
+    parser.add_argument("--seeds", metavar="N,N,...", type=seed_list, help=text)
+    parser.add_argument("--quiet", action="store_true", help="print only warnings, errors and the result")
 
 
 def seed_list(text: str) -> list[int]:

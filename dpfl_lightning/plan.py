@@ -1,24 +1,23 @@
-"""`python -m dpfl_lightning.plan`: compute noise from epsilon, or epsilon from noise, before training."""
+"""`dpfl plan`: compute noise from epsilon or epsilon from noise, before training."""
 
 import argparse
+import inspect
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-import jsonargparse
-
-from dpfl_lightning.errors import UserError, command, nearest
+from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.registry import described
+from dpfl_lightning.config.yaml_text import inline
+from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text as _epsilon
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.runtime.text import columns as _columns
-
-_PROG = "python -m dpfl_lightning.plan"
-_JSON_HELP = "also print one JSON object, on the last line"
+from dpfl_lightning.runtime.text import shown
 
 
 @command
@@ -34,42 +33,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(words)
     as_json = options.pop("json")
     planned = plan(**options)
-    print(_client_text(planned, options))
-    if as_json:
-        print(json.dumps(planned.as_dict()))
+    print(json.dumps(planned.as_dict()) if as_json else shown(_client_text(planned, options)))
     return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `plan` by name, and `json`."""
-    about = "Compute noise from epsilon, or epsilon from noise, before training: for one client, or a run (--config)."
-    parser = jsonargparse.ArgumentParser(prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False)
-    parser.add_function_arguments(plan)
-    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
+    parser = CommandParser(
+        "plan",
+        "Compute noise from epsilon, or epsilon from noise, before training: for one client, for every client of a run "
+        "(--config), or from the ledgers of runs (--ledger).",
+        "[--KEY VALUE ...] [--json]",
+        ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
+    )
+    _flags(parser)
     parser.add_argument(
         "--config", metavar="FILE", help="plan every client of this run; --config FILE --help lists its keys"
     )
     parser.add_argument(
         "--ledger", metavar="FILE", help="verify and recompose ledgers; --ledger FILE --help lists the flags"
     )
+    group, texts = parser.add_argument_group("one client"), described(inspect.getdoc(plan) or "")
+    parameters = inspect.signature(plan).parameters
+    for key, parameter in parameters.items():
+        text = " ".join(texts[key].split()).partition(": ")[2]
+        required = parameter.default is parameter.empty
+        text += " (required)" if required else f" (default {inline(parameter.default)})"
+        group.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+    options, unknown = parser.parse_known_args(words)
+    given = {key: value for key, value in vars(options).items() if key not in ("config", "ledger")}
+    if unknown:
+        wrong = unknown[0].partition("=")[0].removeprefix("--")
+        near = nearest(wrong, [*parameters, *vars(options)])
+        raise UserError(f"`{wrong}` must be a known key. {near or 'See --help.'}")
+    missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
+    require(not missing, ", ".join(missing), "be given", None, "See --help.")
+    hints = get_type_hints(plan)
+    return {key: _typed(key, hints[key], text) if key in hints else text for key, text in given.items()} | {
+        key: one.default for key, one in parameters.items() if key not in given and one.default is not one.empty
+    }
+
+
+def _typed(key: str, hint: Any, text: str) -> Any:
+    """Return the text of an argument with its type; numbers must be finite."""
+    kinds = (hint, *get_args(hint))
+    if text == "null" and type(None) in kinds:
+        return None
     try:
-        options = parser.parse_args(words).as_dict()
-    except argparse.ArgumentError as error:
-        raise _mistake(" ".join(str(error).split()), [action.dest for action in parser._actions]) from None
-    options.pop("config"), options.pop("ledger")
-    return options
-
-
-def _mistake(message: str, known: Sequence[str]) -> UserError:
-    """Return jsonargparse's message as a UserError in the usual form."""
-    if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
-        key, value = wrong.groups()
-        hint = get_type_hints(plan)[key]
-        kind = "a whole number" if int in (hint, *get_args(hint)) else "a finite number"
-        return UserError(f"`{key}` must be {kind}, got {value!r}.")
-    if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
-        return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")
-    return UserError(f"{message}. See --help.")
+        value = text if str in kinds else int(text) if int in kinds else float(text)
+    except ValueError:
+        value = math.nan
+    kind = "a whole number" if int in kinds else "a finite number"
+    require(isinstance(value, str) or math.isfinite(value), key, f"be {kind}", text)
+    return value
 
 
 # ---- a whole run
@@ -80,9 +100,10 @@ def _plan_run(words: Sequence[str]) -> int:
 
     options, flags = load(
         words,
-        lambda parser: parser.add_argument("--json", action="store_true", help=_JSON_HELP),
-        prog=_PROG,
+        _flags,
+        name="plan",
         description="Show noise, steps and epsilon of every client of a run before training.",
+        examples=("--config digits", "--config digits --privacy.epsilon 2 --json"),
     )
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.privacy.sampling import SAMPLINGS
@@ -92,11 +113,12 @@ def _plan_run(words: Sequence[str]) -> int:
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
     notes = loop.describe()
-    print("\n".join([_run_text(planned), *notes]))
+    names = [loop.facts.name_of(client) for client in range(len(planned))]
     if flags.json:
         rows = [
             {
                 "client": client,
+                "name": names[client],
                 **client_plan.as_dict(),
                 "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
                 "num_records": client_plan.num_records,
@@ -104,7 +126,9 @@ def _plan_run(words: Sequence[str]) -> int:
             }
             for client, client_plan in enumerate(planned)
         ]
-        print(json.dumps({"clients": rows, "notes": notes}))
+        print(json.dumps({"clients": rows, "task": loop.info.task, "notes": notes}))
+    else:
+        print(shown("\n".join([_run_text(planned, names), f"Task: {loop.info.task}", *notes])))
     return 0
 
 
@@ -158,12 +182,13 @@ def _event_cells(event: Event) -> list[str]:
     return ["1", "none", "-"]  # `NonPrivateEvent`: uses all records, and its noise does not count
 
 
-def _run_text(planned: Sequence[ClientPlan]) -> str:
+def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     """Return a table of all clients and the guarantee with the largest epsilon."""
-    head = ["client", "records", "batch", "sample rate", "steps", "noise multiplier", "budget", "epsilon", "delta"]
+    one_delta = len({client_plan.guarantee.delta for client_plan in planned}) == 1  # it is stated below the table
+    head = ["client", "records", "batch", "rate", "steps", "noise", "budget", "epsilon", *["delta"] * (not one_delta)]
     rows = [
         [
-            client,
+            name,
             client_plan.num_records,
             client_plan.batch_size,
             f"{client_plan.sample_rate:.5f}",
@@ -171,15 +196,16 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
             f"{client_plan.noise_multiplier:.6g}" if any(client_plan.schedule.releases) else "-",
             "none" if math.isinf(client_plan.schedule.target_epsilon) else f"{client_plan.schedule.target_epsilon:g}",
             _epsilon(client_plan.guarantee.epsilon),
-            f"{client_plan.guarantee.delta:g}",
+            *[f"{client_plan.guarantee.delta:g}"] * (not one_delta),
             ", ".join(f"{line.count} {line.purpose}" for line in client_plan.schedule.planned),
         ]
-        for client, client_plan in enumerate(planned)
+        for name, client_plan in zip(names, planned, strict=True)
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
-    parts = [_columns([[*head, "releases"], *rows]), f"Largest epsilon: {_promise(weakest)}"]
+    about = "Rate is the sample rate, noise the noise multiplier."
+    parts = [_columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {_promise(weakest)}"]
     if len(weakest.schedule.planned) > 1:
-        parts.append(f"Schedule of client {planned.index(weakest)}, which has it:\n{_schedule_text(weakest)}")
+        parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{_schedule_text(weakest)}")
     return "\n".join(parts)
 
 

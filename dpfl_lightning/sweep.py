@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.sweep --config sweeps/nas_digits.yaml`: search hyperparameters and architectures.
+"""`dpfl sweep --config sweeps/nas_digits.yaml`: search hyperparameters and architectures.
 
 The same command resumes a search that was stopped. On another machine that can reach the storage, it joins the search.
 """
@@ -41,14 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         words,
         _flags,
-        prog="python -m dpfl_lightning.sweep",
-        description="Search the best values for keys of a run, on distilled, public or private records.",
+        name="sweep",
+        description="Search the best values for keys of a run, on distilled, public or private records. The same "
+        "command resumes a search that was stopped.",
+        examples=("--config sweeps/nas_digits.yaml", "--config search.yaml --workers 4 --final"),
         section=("sweep", SweepOptions),
     )
     require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
     for key in ("workers", "helping"):
         require(getattr(flags, key) >= 1, f"--{key}", "be >= 1", getattr(flags, key))
-    name = flags.sweep.name or (Path(flags.config).stem if flags.config else "sweep")
+    name = flags.sweep.name or (Path(flags.config[0]).stem if flags.config else "sweep")
     sweep = dataclasses.replace(flags.sweep, name=name)
     search = Search(sweep, options, workers=max(flags.workers, flags.helping), helping=flags.helping > 1)
     if flags.helping > 1:
@@ -206,7 +208,7 @@ class Search:
         tags = {"trial": str(trial.number), "state": trial.state, "status": trial.reason or trial.state}
         self.tracking.trial(
             self.parent,
-            f"{self.sweep.name}_{trial.number}",
+            f"trial {trial.number}",
             trial.found,
             {**{key: trial.facts[key] for key in SCORES if key in trial.facts}, **trial.scores},
             trial.steps,
@@ -251,7 +253,7 @@ class Search:
         print(f"Where to look next:\n  {self.folder}/best.yaml: configuration of the best trial, for fit")
         print(f"  {self.folder}/result.json: results of every trial")
         if self.parent is not None:
-            self.tracking.end(self.parent, front[0].scores, "\n".join(lines), files)
+            self.tracking.end(self.parent, front[0].found, front[0].scores, "\n".join(lines), files)
             print(f"  {self.tracking.how_to_open}", flush=True)
         if final:
             self._write("result.json", json.dumps({**result, "final": self._final(best, cost)}, indent=2) + "\n")
@@ -270,7 +272,9 @@ class Search:
         final = dataclasses.replace(best, output_dir=str(folder))
         if final.tracking is not None and self.parent is not None:
             tags = {**final.tracking.tags, "mlflow.parentRunId": self.parent}
-            final = dataclasses.replace(final, tracking=dataclasses.replace(final.tracking, tags=tags))
+            final = dataclasses.replace(
+                final, tracking=dataclasses.replace(final.tracking, tags=tags, run_name="final")
+            )
         begun, result = self._begun_final(final)
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         result = fit(final, resume=begun).as_dict() if result is None else result

@@ -75,6 +75,7 @@ def a_result(view: View, **changed) -> RunResult:
     clients = tuple(
         {
             "client": client,
+            "name": view.facts.name_of(client),
             "epsilon_spent": 0.99 * budget if math.isfinite(budget) else None,
             "epsilon_budget": budget if math.isfinite(budget) else None,
             "delta": 1e-3,

@@ -13,6 +13,7 @@ import pytest
 
 from dpfl_lightning.audit import main
 from dpfl_lightning.auditing import exact
+from dpfl_lightning.auditing.report import text
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.auditing.target import subjects
 from dpfl_lightning.config.options import PrivacyOptions
@@ -34,10 +35,9 @@ def one_engine(monkeypatch):
     monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
 
 
-def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
+def test_json_is_printed_alone_and_nothing_is_refuted(capsys):
     assert main([*DIGITS, *SURE, "--for_clients", "0", "--json"]) == 0
-    out = capsys.readouterr().out
-    result = json.loads(out.splitlines()[-1])
+    result = json.loads(capsys.readouterr().out)
     (client,) = result["clients"]
     assert client["client"] == 0 and result["refuted"] == [] and result["confidence"] == 0.9999
     assert client["claim"]["steps"] == 18 and 0 < client["claim"]["epsilon"] <= 2
@@ -45,6 +45,7 @@ def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
     assert [finding["check"] for finding in findings].count("sensitivity") == 4
     bounds = {one["check"]: one["figures"]["epsilon_low"] for one in findings if "epsilon_low" in one["figures"]}
     assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
+    out = text(result)
     assert out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, pld): 18 steps")
     assert "| sensitivity     | trainer: one record moves a release by" in out
     assert "proves nothing" in out and "REFUTED" not in out
@@ -69,7 +70,7 @@ def test_the_seed_decides_all_but_the_noise(capsys, monkeypatch, one_engine):
     monkeypatch.setattr(exact, "made_up", spy)
     for seed in ("5", "5", "6"):
         assert main([*DIGITS, *SURE, "--for_clients", "0", "--seed", seed, "--json"]) == 0
-        findings = json.loads(capsys.readouterr().out.splitlines()[-1])["clients"][0]["findings"]
+        findings = json.loads(capsys.readouterr().out)["clients"][0]["findings"]
         figures.append({finding["check"]: finding["figures"] for finding in findings})
     first, again, _ = figures
     assert records[0] == records[1] != records[2]
@@ -86,7 +87,7 @@ def test_the_seed_decides_all_but_the_noise(capsys, monkeypatch, one_engine):
         ("--for_clients 0,-1", "`--for_clients` must name clients in 0..4, or all, got -1."),
         ("--for_clients first", "`--for_clients` must be all, or numbers such as 0,3, got 'first'."),
         ("--confidence 1", "`--confidence` must be in (0, 1), got 1.0."),
-        ("--confidence high", "--confidence: invalid float value: 'high'"),
+        ("--confidence high", "`--confidence` must be a number, got 'high'."),
         ("--releases 1", "`--releases` must be at least 2, got 1."),
         ("--for_client all", "`--for_client` must be a known key or flag. Did you mean `--for_clients`?"),
         ("--rounds 0", "`rounds` must be >= 1, got 0."),
@@ -103,9 +104,10 @@ def test_a_mistake_is_one_sentence(words, message, capsys):
 @pytest.mark.parametrize("noise", ["0", "[0,0,0,0,0]"])
 def test_a_run_without_a_claim_is_not_audited(noise, capsys):
     assert main([*DIGITS, "--privacy.epsilon", "null", "--privacy.noise_multiplier", noise, "--json"]) == 0
-    out = capsys.readouterr().out
+    result = json.loads(capsys.readouterr().out)
+    out = text(result)
     assert "Not audited: client 4: it has no claim, as it releases without noise, or nothing." in out
-    assert json.loads(out.splitlines()[-1])["clients"] == []
+    assert result["clients"] == []
 
 
 def test_help_is_quick_and_loads_no_torch():

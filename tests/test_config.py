@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dpfl_lightning
 from dpfl_lightning import models, strategies
 from dpfl_lightning.config.load import from_mapping, load, to_yaml
 from dpfl_lightning.config.options import (
@@ -27,7 +28,7 @@ from dpfl_lightning.config.options import (
     changed_options,
     check,
 )
-from dpfl_lightning.config.registry import REGISTRIES, help_text
+from dpfl_lightning.config.registry import REGISTRIES, help_text, names_of
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.data.datasets import BUILT_IN
 from dpfl_lightning.data.groups import GROUPS, UNITS
@@ -177,6 +178,70 @@ def test_a_command_can_add_flags_and_one_can_stand_for_the_file(write):
         loaded("--resume", path, "--config", path)
 
 
+@pytest.fixture
+def files(tmp_path):
+    """`files(*texts)`: the words `--config FILE` for a file of each text, and the paths of the files."""
+
+    def written(*texts: str) -> tuple[list[str], list[str]]:
+        paths = [str(tmp_path / f"{number}.yaml") for number in range(len(texts))]
+        for path, text in zip(paths, texts, strict=True):
+            Path(path).write_text(text)
+        return [word for path in paths for word in ("--config", path)], paths
+
+    return written
+
+
+FIRST = """
+rounds: 7
+clients: {count: 3, batch_size: {name: uniform, low: 4, high: 9}}
+privacy: {epsilon: 1}
+model: {name: convnet, width: 8}
+strategies: {noise_aware: {floor: 0.1}, fedprox: {pull: 1}}
+"""
+
+
+def test_several_files_are_merged_and_the_later_wins(files):
+    words, _ = files(FIRST, "clients: {batch_size: {high: 5}}\nmodel: {width: 16}\nstrategies: {fedprox: {pull: 2}}\n")
+    options, _ = load([*words, "--rounds", "1"])
+    assert options.rounds == 1 and options.privacy == PrivacyOptions(epsilon=1.0)
+    assert options.clients == ClientOptions(count=3, batch_size={"name": "uniform", "low": 4, "high": 5})
+    assert options.model == {"name": "convnet", "width": 16}
+    assert options.strategies == {"noise_aware": {"floor": 0.1}, "fedprox": {"pull": 2}}
+
+
+def test_a_new_name_in_a_later_file_drops_the_options_of_the_old_one(files):
+    words, _ = files(FIRST, "model: {width: 2, name: cnn_small}\nprivacy: null", "model: {class_path: a.Net}")
+    assert load(words[:4])[0].model == {"name": "cnn_small", "width": 2} and load(words)[0].privacy is None
+    assert load(words)[0].model == {"class_path": "a.Net"}
+
+
+def test_a_mistake_names_the_file_that_set_the_value(files):
+    for first, second, number in (
+        ("rounds: 0", "seed: 1", 0),
+        ("rounds: 1", "rounds: 0", 1),
+        ("model: {name: convnet}", "model: {name: convnte}", 1),
+        ("privacy: {epsilon: 0}", "privacy: {delta: 0.1}", 0),
+        ("seed: 1", "rouns: 1", 1),
+    ):
+        words, paths = files(first, second)
+        assert error_of(*words).endswith(f"et in {paths[number]}."), second
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--strategies.strat.FedAdam.lr", "0.1"], {"strat.FedAdam": {"lr": 0.1}}),
+        (["--strategies.strat.FedAdam", "null"], {"strat.FedAdam": None}),
+        (["--strategies.a.b.FedAdam.inner.lr", "1"], {"a.b.FedAdam": {"inner": {"lr": 1}}}),
+        (["--strategies.strat.lower", "{lr: 1}"], {"strat.lower": {"lr": 1}}),
+        (["--strategies.strat.lower.lr", "1"], {"strat.lower": {"lr": 1}}),
+        (["--strategies.fedprox.pull", "1", "--strategies.s.A.lr", "2"], {"fedprox": {"pull": 1}, "s.A": {"lr": 2}}),
+    ],
+)
+def test_a_users_strategy_is_set_by_a_dotted_key(words, options):
+    assert options_of(*words).strategies == options
+
+
 def test_noise_given_alone_only_reports():
     options = from_mapping({"privacy": {"noise_multiplier": 0}})
     assert options.privacy.epsilon is None
@@ -249,7 +314,7 @@ import sys
 from dpfl_lightning.config import load as config
 try:
     flags = lambda parser: parser.add_argument("--resume", type=len, help="go on")
-    config.load(["--help"], flags, prog="a.b", description="Trains.")
+    config.load(["--help", "all"], flags, name="train", description="Trains.")
 except SystemExit as end:
     print(end.code, sorted({"torch", "lightning", "mlflow", "opacus"} & set(sys.modules)))
 """
@@ -259,8 +324,9 @@ except SystemExit as end:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
     assert shown.stdout.endswith("0 []\n")
     text = " ".join(shown.stdout.split())
-    assert text.startswith("usage: a.b ") and "<" not in text.replace("< ", "")
-    check_error(text, ["Trains.", "go on", "--strategies.help [NAME]"])
+    assert text.startswith("usage: dpfl train ") and "<" not in text.replace("< ", "")
+    check_error(text, ["Trains.", "go on"])
+    assert max(map(len, shown.stdout.splitlines())) <= 80
     for key, known in all_keys().items():
         assert f"--{key} " in text and known.help and known.help in text
 
@@ -290,7 +356,7 @@ def test_help_of_a_key_lists_its_names(printed):
 
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
     text = printed("--strategies.help", "noise_aware")
-    assert "estimated noise" in text and "`hetero_pca`" in text
+    assert "the estimated\nnoise" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
     assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", text, re.MULTILINE)
     assert "--data.partition.alpha" in printed("--data.partition.help=dirichlet")
     for words, shown in (
@@ -305,10 +371,30 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
 
 def test_every_option_of_a_name_has_a_type_in_words():
     for key in REGISTRIES:
-        for line in help_text(key, None, "").split("\n\n")[0].splitlines():
-            name = line.split()[0]
+        for name in names_of(key):
             text = help_text(key, name, "")
             assert "(no docstring)" not in text and "anything" not in text.rpartition("\n--")[2], (key, name)
+
+
+def test_help_of_a_users_class(printed, tmp_path, monkeypatch):
+    (tmp_path / "strat.py").write_text(
+        'class Mine:\n    """Does things."""\n    def __init__(self, lr: float = 0.1): ...'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert re.search(
+        r"Does things\.\n\n--strategies\.strat\.Mine\.lr  a number \(0\.1\)", printed("--strategies.help", "strat.Mine")
+    )
+    assert "--model.init_args.lr  a number" in printed("--model.help=strat.Mine")
+
+
+def test_help_is_short_and_has_every_section_and_key(printed):
+    text = printed("--help")
+    assert len(text.splitlines()) < 90 and "--rounds" in text and "--network" not in text
+    for words, shown in (("--privacy.help", "--privacy.clip_norm"), ("--rounds.help", "number of federated rounds")):
+        text = printed(words)
+        assert shown in text and "--seed" not in text and max(map(len, text.splitlines())) <= 80
+    assert "Did you mean `privacy`?" in error_of("--privcy.help")
+    assert printed("--version") == f"dpfl_lightning {dpfl_lightning.__version__}\n"
 
 
 # ---- mistakes
@@ -329,22 +415,26 @@ FILE_MISTAKES = [
     ("seed: -1", "`seed` must be >= 0"),
     ("data: fashion_mnist", "`data` must be a mapping of keys", "Write data: {name: fashion_mnist}"),
     ("data:", "`data` must be a mapping of keys, got None"),
-    ("data: {name: null}", "`data.name` must be one of fashion_mnist, mnist,", "got None"),
+    ("data: {name: null}", "`data.name` must be a data set if there is no data.class_path", "got None"),
     ("data: {download: perhaps}", "`data.download` must be true or false, got 'perhaps'"),
     ("data: {held_out_per_client: 1.5}", "a fraction below 1 or a whole number, got 1.5"),
-    ("data: {partition: iid}", "`data.partition` must be a mapping, got 'iid'", "Write {name: iid}."),
+    (
+        "data: {partition: iid}",
+        "`data.partition` must be a mapping, got 'iid'",
+        "Write {name: iid}, or --data.partition.name iid on",
+    ),
     ("data: {partition: {alpha: 1}}", "`data.partition` must have a `name`"),
     ("data: {test_per_client: 0}", "`data.test_per_client` must be >= 1, got 0"),
-    ("data: {groups: rotation}", "`data.groups` must be a mapping or null", "Write {name: rotation}."),
+    ("data: {groups: rotation}", "`data.groups` must be a mapping or null", "Write {name: rotation}, or"),
     ("data: {groups: {count: 2}}", "`data.groups` must have a `name` or be null, got {'count': 2}"),
     ("model: {name: x, class_path: y.Z}", "`model` must have a `name` or a `class_path`"),
-    ("strategies: uniform", "`strategies` must be a mapping", "Write {uniform: {}}."),
+    ("strategies: uniform", "`strategies` must be a mapping", "Write {uniform: {}}, or"),
     ("strategies: {}", "`strategies` must name at least one"),
     ("clients: {count: 0}", "`clients.count` must be >= 1"),
     ("clients: {batch_size: [1, 2]}", "`clients.batch_size` must have 20 values", "got 2"),
     ("clients: {batch_size: [1, x]}", "`clients.batch_size` must be a whole number or a list of whole numbers"),
     ("privacy: {epsilon: 0}", "`privacy.epsilon` must be above 0, got 0"),
-    ("privacy: {epsilon: dist1}", "Write {name: dist1}."),
+    ("privacy: {epsilon: dist1}", "Write {name: dist1}, or"),
     ("privacy: {clip_norm: -1}", "`privacy.clip_norm` must be above 0"),
     ("privacy: {noise_multiplier: -1}", "`privacy.noise_multiplier` must be >= 0"),
     ("privacy: {accountant: rpd}", "one of pld, rdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"),
@@ -388,13 +478,22 @@ COMMAND_MISTAKES = [
     ("--rounds.x 1", "`rounds.x` must be a known key."),
     ("--rounds", "`--rounds` must be followed by a value"),
     ("--rounds --seed 1", "`--rounds` must be followed by a value"),
-    ("--config", "--config: expected one argument"),
+    ("--config", "`--config` must be followed by a value."),
     ("--rounds [1", "`--rounds` must be valid YAML"),
     ("--data.partition.name iid --privacy.delta 2", "`privacy.delta`", "Set on the command line."),
     ("stray", "`stray` must be a known key or flag"),
-    ("--model cnn_small", "Write {name: cnn_small}."),
-    ("--strategies pfa", "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}."),
+    ("--model cnn_small", "Write {name: cnn_small}, or --model.name cnn_small on"),
+    (
+        "--strategies pfa",
+        "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {} on the command line.",
+    ),
     ("", "`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"),
+    ("--data.name imagenet", "got 'imagenet'. Set on the command line."),
+    ("--model mynet.Net", "Write {class_path: mynet.Net}, or --model.class_path mynet.Net on the command line."),
+    ("--model.name logistik", "`model.name` must be one of cnn_small,", "Did you mean `logistic`? Set on"),
+    ("--strategies.pfaa.x 1", "`strategies` must name one of ", "got 'pfaa'. Did you mean `pfa`?"),
+    ("--data.partition.name idd", "Did you mean `iid`?"),
+    ("--print_config=3", "`--print_config` must be given without a value, got '3'."),
     ("--privacy {}", "`privacy.epsilon` must be a budget"),
 ]
 
@@ -414,7 +513,10 @@ def test_the_error_of_a_flag_is_kept():
     def refuse(text: str) -> int:
         raise UserError("`--seeds` must be numbers")
 
-    for parse, message in ((refuse, r"^`--seeds` must be numbers$"), (int, r"invalid int value: 'x'\. See --help")):
+    for parse, message in (
+        (refuse, r"^`--seeds` must be numbers$"),
+        (int, r"^`--seeds` must be a whole number, got 'x'\.$"),
+    ):
         with pytest.raises(UserError, match=message):
             load(["--seeds", "x"], lambda parser, parse=parse: parser.add_argument("--seeds", type=parse))
 

@@ -6,6 +6,7 @@ import pytest
 from fakes import a_result, a_view
 
 from dpfl_lightning.federated.server.results import ClientEmbedding
+from dpfl_lightning.reporting.curves import Round
 from dpfl_lightning.reporting.figures import figures
 
 
@@ -22,7 +23,7 @@ def test_the_picture_of_the_clients_has_clusters_and_true_groups(tmp_path, clust
     client_embedding = ClientEmbedding("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **cluster)
     result = a_result(a_view(tmp_path), client_embedding=client_embedding)
     rows = tuple({**row, "true_group": 1 + (row["client"] == 0)} for row in result.clients)
-    figure = figures(lambda metric: {}, dataclasses.replace(result, clients=rows))["clients"]
+    figure = figures([], dataclasses.replace(result, clients=rows))["clients"]
     (axes,) = figure.axes
     assert axes.get_title() == f"Updates\n{words}"
     dots = [dots for dots in axes.collections if len(dots.get_offsets())]
@@ -32,20 +33,24 @@ def test_the_picture_of_the_clients_has_clusters_and_true_groups(tmp_path, clust
     assert colours[1] == colours[2] != colours[0]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["cluster 0", "cluster 1", "true group 1", "true group 2"]
-    assert [text.get_text() for text in axes.texts] == ["00", "01", "02"]
+    assert [text.get_text() for text in axes.texts] == ["0", "1", "2"]
 
 
 def test_clients_with_one_curve_share_its_label(tmp_path):
-    history = {f"per_client_epsilon/{client:02}": {1: 0.1, 2: 0.2 + client // 8} for client in range(9)}
-    clients = tuple({"client": client, "epsilon_budget": None, "accuracy": None} for client in range(9))
+    names = [*map(str, range(8)), "north $8$"]
+    spent = {1: [0.1] * 9, 2: [0.2] * 8 + [1.2]}
+    rounds = [Round(step, {}, {"epsilon": dict(zip(names, values, strict=True))}) for step, values in spent.items()]
+    clients = tuple(
+        {"client": i, "name": name, "epsilon_budget": None, "accuracy": None} for i, name in enumerate(names)
+    )
     result = a_result(a_view(tmp_path), clients=clients)
-    (figure,) = figures(lambda metric: history.get(metric, {}), result).values()
-    assert [text.get_text() for text in figure.axes[0].texts] == ["00, 01, 02, 03, 04 and 3 more", "08"]
+    (figure,) = figures(rounds, result).values()
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0, 1, 2, 3, 4 and 3 more", "north $8$"]
     assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"
 
 
 def drawn(view, **metrics):
-    return figures(lambda metric: {}, a_result(view, metrics=metrics))
+    return figures([], a_result(view, metrics=metrics))
 
 
 def test_estimated_noise_is_drawn_against_the_true_one(tmp_path):
@@ -57,20 +62,20 @@ def test_estimated_noise_is_drawn_against_the_true_one(tmp_path):
     heavy, light = axes.collections[0].get_sizes()
     assert heavy > light and axes.get_xlim() == axes.get_ylim()
     words = [text.get_text() for text in axes.texts]
-    assert words[:2] == ["00", "01"] and "median 1.05, from 1 to 1.1" in words[2]
+    assert words[:2] == ["0", "1"] and "median 1.05, from 1 to 1.1" in words[2]
 
 
 def test_weights_are_drawn_quietest_first_unless_all_are_equal(tmp_path):
     view = a_view(tmp_path)
     figure = drawn(view, weight=[0.2, 0.7, 0.1])["weights"]
     assert [round(bar.get_height(), 6) for bar in figure.axes[0].patches] == [0.2, 0.7, 0.1]
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["00", "01", "02"]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "1", "2"]
     for equal in ([1 / 3] * 3, [None] * 3):
         assert "weights" not in drawn(view, weight=equal)
     result = a_result(view, metrics={"weight": [0.5, 0.2, 1.0]})
     for row, model in zip(result.clients, (0, 0, 1), strict=True):
         row["model"] = model
-    (legend,) = [figures(lambda metric: {}, result)["weights"].axes[0].get_legend()]
+    (legend,) = [figures([], result)["weights"].axes[0].get_legend()]
     assert [text.get_text() for text in legend.get_texts()] == ["model 0", "model 1"]
 
 
@@ -81,12 +86,12 @@ def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_
     assert above.lines[0].get_ydata()[0] == pytest.approx(10 / 3)
     budgets = [a_result(view).clients[client]["epsilon_budget"] for client in (1, 2, 0)]
     assert [bar.get_height() for bar in below.patches][:3] == budgets
-    assert [label.get_text() for label in below.get_xticklabels()] == ["01", "02", "00"]
+    assert [label.get_text() for label in below.get_xticklabels()] == ["1", "2", "0"]
     assert "participation" not in drawn(view, quota=[3.0] * 3, participations=[3.0] * 3)
     bare = a_result(view, metrics={"quota": [2.0, 5.0, 3.0], "participations": [2.0, 5.0, 3.0]})
     for client in bare.clients:
         client["epsilon_spent"] = None
-    assert len(figures(lambda metric: {}, bare)["participation"].axes) == 1, "without privacy there is no budget"
+    assert len(figures([], bare)["participation"].axes) == 1, "without privacy there is no budget"
 
 
 def test_many_clients_are_drawn_without_their_numbers(tmp_path):

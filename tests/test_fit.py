@@ -1,7 +1,9 @@
 """The command: errors in one line, seeds, resume, evaluation."""
 
+import copy
 import gc
 import json
+import re
 import shlex
 import weakref
 
@@ -11,6 +13,7 @@ import torch
 from dpfl_lightning import build
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
+from dpfl_lightning.reporting.progress import Progress
 
 pytestmark = pytest.mark.e2e
 
@@ -86,7 +89,9 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
     assert summary["test_accuracy_std"] == pytest.approx(abs(first - second) / 2**0.5)
     for words in ("at most the sum", "per record (add or remove one record)", "Poisson", "PLD", "Not covered"):
         assert words in summary["guarantee"], words
-    capsys.readouterr()
+    text = capsys.readouterr().out
+    table = [line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 ", "mean", "std"))]
+    assert [row[0] for row in table] == ["0", "1", "mean", "std"] and len(text.splitlines()) < 20
     assert fit(argv) == 0
     assert "round" not in capsys.readouterr().out.replace("rounds", "")
 
@@ -117,6 +122,20 @@ def test_the_folder_of_several_seeds_names_those_of_single_ones(tmp_path, refuse
         assert f"several seeds: {tmp_path}/seed_0, {tmp_path}/seed_1." in refused(command, *words)
 
 
+def test_a_run_built_in_python_goes_on_in_python(tmp_path, refused, make_loop, capsys):
+    loop = make_loop(parts=[Progress()], output_dir=tmp_path / "run", rounds=2)
+    loop.run()
+    text = capsys.readouterr().out
+    assert "dpfl_lightning.evaluate" not in text
+    (line,) = re.findall(r"in Python: (.*)", text)
+    net = copy.deepcopy(loop.module.net)
+    exec(line, {"torch": torch, "net": net})
+    for command, words in ((fit, ["--resume", str(tmp_path / "run")]), (evaluate, [str(tmp_path / "run")])):
+        error = refused(command, *words)
+        assert "run was built in Python" in error and "run(resume=True)" in error
+    assert make_loop(output_dir=tmp_path / "run", rounds=2).run(resume=True).finished, "as the message says"
+
+
 def test_a_run_with_groups_is_scored_on_what_each_client_sees(tmp_path, capsys):
     run = str(tmp_path / "run")
     groups = ["--data.groups", "{name: label_shift, sizes: [1, 4]}", "--data.test_per_client", "100"]
@@ -130,7 +149,7 @@ def test_a_run_with_groups_is_scored_on_what_each_client_sees(tmp_path, capsys):
     assert evaluate([run]) == 0
     assert capsys.readouterr().out.startswith("test accuracy ")
     assert evaluate([run, "--json"]) == 0
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    again = json.loads(capsys.readouterr().out)
     assert [client["accuracy"] for client in again["clients"]] == pytest.approx(accuracies)
     assert fit(["--resume", run, "--data.groups.sizes", "[2, 3]"]) == 2
     assert "`data.groups.sizes" in capsys.readouterr().err

@@ -28,8 +28,9 @@ FLOORS = (
 SERVER_SIDE = ("strategies", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
-    "mlflow": {"reporting.mlflow.store"},
-    "jinja2": {"reporting.guarantee_page"},
+    "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
+    "jinja2": {"reporting.guarantee_page", "reporting.report_page"},
+    "plotly": {"reporting.report_page"},
     "matplotlib": {"reporting.figures"},
     "optuna": {"search.study", "search.samplers", "search.storage"},
     "numba": {
@@ -42,11 +43,17 @@ ONLY_IN = {
     "llvmlite": {"kernels.dense_loops", "kernels.pool_loops", "kernels.windows"},
     "opacus": {"privacy.accounting.accountant"},
     "dp_accounting": {"privacy.accounting.pld"},
-    "jsonargparse": {"plan"},
+    "pandas": {"data.frames"},
+    "PIL": {"data.images"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
-    "torchmetrics": {"federated.client.evaluation"},
-    "lightning": {"federated.client.module", "federated.client.engines.trainer", "federated.transport.ranks"},
+    "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},
+    "lightning": {
+        "federated.client.module",
+        "federated.client.lightning_loss",
+        "federated.client.engines.trainer",
+        "federated.transport.ranks",
+    },
 }
 
 

@@ -57,10 +57,12 @@ def report(capsys):
     """`report(*words)`: the text, and the JSON with the entries of the first ledger among the rest."""
 
     def text_and_json(*words):
-        assert main(["--ledger", *map(str, words), "--json"]) == 0
-        *text, last = capsys.readouterr().out.splitlines()
-        result = json.loads(last)
-        return "\n".join(text), {**result["ledgers"][0], **result}
+        outputs = []
+        for more in ([], ["--json"]):
+            assert main(["--ledger", *map(str, words), *more]) == 0
+            outputs.append(capsys.readouterr().out)
+        text, result = outputs[0].rstrip("\n"), json.loads(outputs[1])
+        return text, {**result["ledgers"][0], **result}
 
     return text_and_json
 
@@ -277,14 +279,14 @@ def test_damage_is_status_2_and_an_error_in_json(path, trained, capsys):
     [
         ("nowhere", "`--ledger` must be a ledger, or the folder of a run, got 'nowhere'"),
         ("PATH --delta 1", "`--delta` must be in (0, 1), got 1.0"),
-        ("PATH --delta x", "invalid float value: 'x'"),
+        ("PATH --delta x", "`--delta` must be a number, got 'x'."),
         ("PATH --accountant gpd", "`accountant` must be one of"),
         ("PATH --accountant gdp", "`accountant` must be one of pld, rdp, paper_ma, got 'gdp'"),
         ("PATH --epsilon 3", "`epsilon` must be an option of --ledger (accountant, delta, public_keys, export or"),
         ("PATH --config=x.yaml", "`config` must be an option of --ledger"),
         ("PATH more", "`--ledger` must be a ledger, or the folder of a run, got 'more'"),
         ("PATH PATH", "`--ledger` must name each run once"),
-        ("", "--ledger: expected at least one argument"),
+        ("", "`--ledger` must be followed by a value."),
     ],
 )
 def test_a_mistake_is_one_sentence(words, message, path, trained, capsys, monkeypatch):

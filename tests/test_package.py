@@ -1,5 +1,6 @@
 """The public names, and what importing them must not cost."""
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,9 @@ def test_every_public_name_is_there():
     for name in dpfl_lightning._HOME:
         assert getattr(dpfl_lightning, name).__name__ == name
         assert name in dir(dpfl_lightning)
+    stub = Path(dpfl_lightning.__file__).with_suffix(".pyi").read_text()
+    homes = re.findall(r"^from dpfl_lightning\.(\S+) import (\w+) as \2$", stub, re.MULTILINE)
+    assert {name: home for home, name in homes} == dpfl_lightning._HOME, "type checkers see the same names"
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         dpfl_lightning.Nope  # noqa: B018
 
@@ -28,9 +32,9 @@ def test_the_commands_are_listed_with_the_version(capsys):
     assert set(COMMANDS) == files - {"__init__", "__main__", "build", "errors"}
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert dpfl_lightning.__version__ in text
+    assert dpfl_lightning.__version__ in text and max(map(len, text.splitlines())) <= 80
     for name in COMMANDS:
-        assert re.search(rf"^dpfl {name} +\w.{{20,}}$", text, re.MULTILINE), name
+        assert re.search(rf"^  {name} +\w.{{20,}}$", text, re.MULTILINE), name
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"dpfl_lightning {dpfl_lightning.__version__}\n"
     assert main(["fti"]) == 2
     assert "got 'fti'. Did you mean `dpfl fit`?" in capsys.readouterr().err
@@ -59,7 +63,8 @@ def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     shutil.copytree(ROOT, source, symlinks=True, ignore=kept)
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", source], check=True)
     installed = tmp_path / "installed" / "dpfl_lightning"
-    assert (installed / "py.typed").is_file() and not (tmp_path / "installed" / "experiments").exists()
+    assert (installed / "py.typed").is_file() and (installed / "__init__.pyi").is_file()
+    assert not (tmp_path / "installed" / "experiments").exists()
     assert {one.name for one in (installed / "conf").iterdir()} == {one.name for one in (ROOT / "conf").iterdir()}
     script = tmp_path / "installed" / "bin" / "dpfl"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
@@ -72,3 +77,16 @@ def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     words = [sys.executable, "-m", "dpfl_lightning.fit", "--config", "conf/digits.yaml", "--print_config"]
     by_module = subprocess.run(words, cwd=ROOT, **{**python, "env": None}).stdout
     assert dpfl("fit", "--config", "digits", "--print_config") == by_module
+    assert "Wrote mine/config.yaml" in dpfl("init", "mine")
+    text = dpfl("fit", "--config", "digits", "--config", "mine/config.yaml", "--rounds", "1", "--output_dir", "run")
+    assert "dpfl evaluate run: " in text
+    words = [*dpfl("evaluate", "run", "--json").splitlines()]
+    assert len(words) == 1 and json.loads(words[0])["clients"]
+
+
+@pytest.mark.e2e
+def test_public_names_are_typed():
+    code = "from dpfl_lightning import FederatedLoop\nreveal_type(FederatedLoop.run)\nFederatedLoop(rounds='x')"
+    words = [sys.executable, "-m", "mypy", "-c", code]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    assert 'Revealed type is "def (self: ' in text and "RunResult" in text and 'has incompatible type "str"' in text

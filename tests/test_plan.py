@@ -21,12 +21,14 @@ CLIENT = ["--num_records", "2400", "--batch_size", "128", "--rounds", "10", "--d
 
 @pytest.fixture
 def shown(capsys):
-    """`shown(*words)`: the text, and the last line as JSON where `--json` is among the words."""
+    """`shown(*words)`: the text; with `--json` among the words both the text and the JSON, which is printed alone."""
 
     def output_of(*words: str):
         assert main(list(words)) == 0
         text = capsys.readouterr().out
-        return (text, json.loads(text.splitlines()[-1])) if "--json" in words else text
+        if "--json" not in words:
+            return text
+        return output_of(*(word for word in words if word != "--json")), json.loads(text)
 
     return output_of
 
@@ -248,7 +250,7 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("--epsilon 1 --adjacency swap", "`adjacency` must be one of add_remove, replace_one, got 'swap'"),
         ("--epsilon 1 --accountant gpd", "one of pld, rdp, paper_ma, got 'gpd'. Did you mean `pld`?"),
         ("--epsilon 1 --round 3", "`round` must be a known key. Did you mean `rounds`?"),
-        ("--epsilon", "--epsilon: expected one argument"),
+        ("--epsilon", "`--epsilon` must be followed by a value."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(capsys, words, message):
@@ -285,18 +287,20 @@ def test_the_plan_of_a_run_has_the_schedule_of_every_client(shown, monkeypatch):
     )
     loop = types.SimpleNamespace(
         accountant=rdp,
-        info=types.SimpleNamespace(sampling="poisson"),
+        info=types.SimpleNamespace(sampling="poisson", task="binary (named)"),
         caveats=("data sizes are public",),
         clients=types.SimpleNamespace(unprotected=()),
         population=types.SimpleNamespace(num_records=(100, 100)),
         plan_schedule=lambda: types.SimpleNamespace(clients=schedules),
+        facts=types.SimpleNamespace(name_of=str),
         describe=lambda: ["both take part in every round"],
     )
     monkeypatch.setattr("dpfl_lightning.build.build_loop", lambda options: loop)
-    flags = types.SimpleNamespace(json=True)
-    monkeypatch.setattr("dpfl_lightning.config.load.load", lambda words, *_, **__: (None, flags))
+    flags = {True: types.SimpleNamespace(json=True), False: types.SimpleNamespace(json=False)}
+    place = "dpfl_lightning.config.load.load"
+    monkeypatch.setattr(place, lambda words, *_, **__: (None, flags["--json" in words]))
     text, result = shown("--config=any.yaml", "--json")
-    assert result["notes"] == ["both take part in every round"] == text.splitlines()[-2:-1]
+    assert result["notes"] == ["both take part in every round"] == text.splitlines()[-1:]
     rows = result["clients"]
     assert [(row["client"], row["epsilon_budget"]) for row in rows] == [(0, 2.0), (1, None)]
     assert rows[0]["steps"] == 91 and rows[0]["sample_rate"] == 0.1 and rows[0]["noise_multiplier"] == 3.0

@@ -64,7 +64,7 @@ class Bare(Derived):
 def test_the_help_of_a_class_describes_the_options_of_its_bases(monkeypatch):
     monkeypatch.setattr("dpfl_lightning.models.MODELS", {"derived": Derived, "bare": Bare})
     monkeypatch.setitem(REGISTRIES, "model", REGISTRIES["model"]._replace(given=0))
-    described = "Args:\n    first: one thing,\n        on two lines.\n    second: another thing."
+    described = "Args:\n    first: one thing, on two lines.\n    second: another thing."
     assert f"Does more.\n\n{described}\n" in help_text("model", "derived", "")
     assert f"Does less.\n\n{described}\n" in help_text("model", "bare", "")
 

@@ -3,8 +3,14 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 import warnings
 from pathlib import Path
 
@@ -17,6 +23,7 @@ from mlflow.tracking import MlflowClient
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import register
+from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, store_uri
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -25,7 +32,7 @@ from experiments.papers.report import log_report
 
 SECRET = "0123456789abcdef0123456789abcdef"
 LEDGER = {"ledger.jsonl", "ledger.head", "ledger.signatures"}
-SENT = LEDGER | {"result.json", "guarantees.json", "guarantee.html", "model.pt", "options.yaml"}
+SENT = LEDGER | {"result.json", "guarantees.json", "guarantee.html", "metrics.jsonl", "options.yaml"}
 PASSWORD = {"tracking": {"uri": "http://me:hunter2@host"}}
 
 
@@ -40,7 +47,7 @@ def folder(tmp_path):
     """A finished run's folder, with everything that must not leave it."""
     run = tmp_path / "run1"
     run.mkdir()
-    for name in (*SENT, "checkpoint.pt"):
+    for name in (*SENT - {"metrics.jsonl"}, "checkpoint.pt"):
         (run / name).write_text(name)
     (run / "data_key").write_text(SECRET)
     return run
@@ -63,6 +70,7 @@ class OnlyRun:
         (run,) = self._client.search_runs([self._client.get_experiment_by_name(experiment).experiment_id])
         self.info, self.tags = run.info, run.data.tags
         self.metrics, self.params = run.data.metrics, run.data.params
+        self.datasets, self.models = run.inputs.dataset_inputs, run.outputs.model_outputs if run.outputs else []
 
     def steps(self, metric: str) -> list[int]:
         return [point.step for point in self._client.get_metric_history(self.info.run_id, metric)]
@@ -93,10 +101,21 @@ def writes(monkeypatch):
     return watched
 
 
-def play(tracking, view, rounds, result=None):
+def start(tracking, view):
+    """A run begins: its curves are a file in its folder before MLflow gets them."""
+    Curves().on_fit_start(view)
     tracking.on_fit_start(view)
+
+
+def end_round(tracking, view, report):
+    Curves().on_round_end(view, report)
+    tracking.on_round_end(view, report)
+
+
+def play(tracking, view, rounds, result=None):
+    start(tracking, view)
     for round in rounds:
-        tracking.on_round_end(view, a_report(view, round))
+        end_round(tracking, view, a_report(view, round))
     tracking.on_fit_end(view, a_result(view) if result is None else result)
 
 
@@ -113,24 +132,33 @@ def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, o
     tags = {"row": "weiavg", "seed": 0, "guarantee": "forged", "unit": "forged", "output_dir": "forged"}
     play(new_tracking(tags=tags), view, range(1, 11), a_result(view, metrics=metrics, **fair))
     run = only_run()
-    assert run.info.status == "FINISHED" and run.info.run_name == "run1"
-    expected = {"privacy.epsilon": "[1.0, 2.0]", "model.name": "logistic", "num_clients": "3"}
-    assert run.params.items() >= (expected | {"tracking.uri": "http://host"}).items()
+    assert run.info.status == "FINISHED" and run.info.run_name == "size_weighted eps 1-3"
+    expected = {
+        "epsilon": "1 to 3",
+        "model.name": "logistic",
+        "clients.count": "3",
+        "rounds": "10",
+        "num_params": "1234",
+    }
+    assert run.params == expected, "tracking and every default are left out"
+    assert "hunter2" not in (run.artifacts / "options.yaml").read_text()
     expected = {"unit": "record", "adjacency": "add or remove one record", "delta": "0.001", "row": "weiavg"}
     expected |= {"sampling": "Poisson sampling", "noise": "keyed, not cryptographic", "seed": "0"}
     assert run.tags.items() >= (expected | {"status": "all 10 rounds are done"}).items()
     assert run.tags["accountant"].startswith("RDP") and "differential privacy" in run.tags["guarantee"]
+    assert {"command", "mlflow.user", "mlflow.source.git.commit"} <= run.tags.keys()
     assert "forged" not in run.tags.values(), "a user's tags never replace ours"
     assert json.loads(run.tags["ledger_head"]) == a_result(view).ledger
+    assert [one.tags[0].value for one in run.datasets] == ["training", "test"]
+    assert len({one.dataset.digest for one in run.datasets}) == 2 and run.datasets[0].dataset.name == "population"
 
-    overall = ("test_accuracy", "test_loss", "epsilon_max", "epsilon_mean", "records_per_second", "participants")
-    per_client = ("per_client_epsilon/00", "per_client_epsilon/02", "per_client_accuracy/01")
-    for metric in (*(f"overall/{name}" for name in overall), *per_client):
-        assert run.steps(metric) == list(range(1, 11)), metric
-    assert run.metrics["overall/epsilon_max"] == pytest.approx(3.0)
-    for metric, value in fair.items():
-        assert [run.metrics[f"overall/{metric}"], run.metrics[metric]] == pytest.approx([value] * 2)
-    assert run.metrics["test_accuracy"] == 0.5 and run.metrics["wall_seconds"] == 61.0
+    names = ("test_accuracy", "test_loss", "train_epsilon_max", "train_epsilon_median", "val_accuracy_min")
+    for metric in (*names, "train_participants", "train_records_per_second"):
+        assert run.steps(metric) == list(range(1, 11)), f"{metric}: results do not double the end of a curve"
+    assert min(run.metrics) == "test_accuracy", "MLflow's first chart"
+    assert not [name for name in run.metrics if "/" in name or "_of_" in name], "no group, no single client"
+    assert run.metrics["train_epsilon_max"] == pytest.approx(3.0)
+    assert run.metrics["test_accuracy"] == 0.5 and run.metrics["train_wall_seconds"] == 61.0
 
     assert run.files() == SENT | {"figures"}
     figures = ("accuracy_over_rounds", "epsilon_over_rounds", "accuracy_over_budget", "weights", "noise_estimated")
@@ -171,23 +199,23 @@ def test_keys_and_passwords_never_leave(new_tracking, only_run, store, folder):
 
 
 def test_long_rounds_are_one_write_each_and_quick_ones_share_one(new_tracking, only_run, folder, writes):
-    tracking, view = new_tracking(), a_view(folder)
-    tracking.on_fit_start(view)
+    tracking, view = new_tracking(per_client=True), a_view(folder)
+    start(tracking, view)
     counts = writes(tracking)
     metrics = {"weight": torch.tensor([0.25, math.nan, 0.75]), "effective_clients": 1.6}
     for round, more in ((1, {}), (2, {}), (3, {"metrics": metrics})):
         tracking._send_at = 0.0  # as if the round before had taken long
-        tracking.on_round_end(view, a_report(view, round, **more))
-    assert counts == [16, 16, 16 + 3]
+        end_round(tracking, view, a_report(view, round, **more))
+    assert counts == [19, 19, 19 + 4 + 1 + 2], "later quantiles, a number and two clients"
     for round in range(4, 11):
-        tracking.on_round_end(view, a_report(view, round))
+        end_round(tracking, view, a_report(view, round))
     assert len(counts) < 7
     tracking.on_fit_end(view, a_result(view))
-    assert only_run().steps("overall/participants") == list(range(1, 11)), "no round is lost"
+    assert only_run().steps("train_participants") == list(range(1, 11)), "no round is lost"
     metrics = only_run().metrics
-    assert metrics["strategy/effective_clients"] == 1.6
-    weights = {name: value for name, value in metrics.items() if name.startswith("per_client_weight")}
-    assert weights == {"per_client_weight/00": 0.25, "per_client_weight/02": 0.75}, "absent clients have no point"
+    assert metrics["train_effective_clients"] == 1.6
+    weights = {name: value for name, value in metrics.items() if name.startswith("train_weight_of_")}
+    assert weights == {"train_weight_of_00": 0.25, "train_weight_of_02": 0.75}, "absent clients have no point"
 
 
 def test_metrics_of_many_clients_are_summed_up(new_tracking, only_run, folder):
@@ -195,21 +223,22 @@ def test_metrics_of_many_clients_are_summed_up(new_tracking, only_run, folder):
     weight = torch.full((101,), math.nan)
     absent = weight.clone()
     weight[[3, 9]] = torch.tensor([0.25, 0.75])
-    tracking = new_tracking()
-    tracking.on_fit_start(view)
-    tracking.on_round_end(view, a_report(view, 1, metrics={"weight": weight}))
+    tracking = new_tracking(per_client=True)
+    start(tracking, view)
+    end_round(tracking, view, a_report(view, 1, metrics={"weight": weight}))
     run = only_run()
-    names = {name for name in run.metrics if name.startswith("per_client_")}
-    curves = ("epsilon", "accuracy", "weight")
-    assert names == {f"per_client_{curve}/{kind}" for curve in curves for kind in ("min", "mean", "max")}
-    assert run.metrics["per_client_epsilon/max"] == pytest.approx(10.1)
-    assert run.metrics["per_client_weight/min"] == 0.25 and run.metrics["per_client_weight/mean"] == 0.5
+    names = {name for name in run.metrics if name.startswith(("train_epsilon", "train_weight", "val_"))}
+    kinds = {"train_epsilon": (), "train_weight": (), "val_accuracy": ("std",)}
+    assert names == {f"{name}_{k}" for name, more in kinds.items() for k in ("min", "median", "mean", "max", *more)}
+    assert run.metrics["train_epsilon_max"] == pytest.approx(10.1)
+    assert run.metrics["train_weight_min"] == 0.25 and run.metrics["train_weight_mean"] == 0.5
     tracking._send_at = 0.0
-    tracking.on_round_end(view, a_report(view, 2, metrics={"weight": absent}))
-    assert only_run().steps("per_client_weight/max") == [1], "no client took part in round 2"
+    end_round(tracking, view, a_report(view, 2, metrics={"weight": absent}))
+    assert only_run().steps("train_weight_max") == [1], "no client took part in round 2"
+    assert not read(folder / "metrics.jsonl")[0].clients
 
 
-def test_groups_of_a_simulation_have_curves_and_pictures(new_tracking, only_run, folder):
+def test_groups_of_a_simulation_have_curves_and_pictures(new_tracking, only_run, store, folder):
     groups = (0, 1, 1)
     view = a_view(folder)
     view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, truth={"groups": groups}))
@@ -224,28 +253,28 @@ def test_groups_of_a_simulation_have_curves_and_pictures(new_tracking, only_run,
         client_embedding=embedding,
     )
     tracking = new_tracking()
-    tracking.on_fit_start(view)
+    start(tracking, view)
     for round in (1, 2):
-        tracking.on_round_end(view, a_report(view, round, metrics={"clustering_accuracy": 0.5 * round}))
+        end_round(tracking, view, a_report(view, round, metrics={"clustering_accuracy": 0.5 * round}))
     tracking.on_fit_end(view, result)
     run = only_run()
-    for name, value in (("0", 0.1), ("1", 0.1015), ("majority", 0.1015), ("minority", 0.1)):
-        assert run.steps(f"accuracy_of_group/{name}") == [1, 2]
-        assert run.metrics[f"accuracy_of_group/{name}"] == pytest.approx(value)
-    assert run.metrics["accuracy_minority"] == 0.5 and run.metrics["accuracy_gap"] == 0.002
-    assert run.metrics["clustering_accuracy"] == run.metrics["strategy/clustering_accuracy"] == 1.0
+    for name, value in (("group_0", 0.1), ("group_1", 0.1015), ("majority", 0.1015), ("minority", 0.1)):
+        curve = MlflowClient(store).get_metric_history(run.info.run_id, f"val_accuracy_{name}")
+        assert [point.value for point in curve if point.step == 2] == pytest.approx([value])
+    assert run.steps("train_clustering_accuracy") == [1, 2]
     assert {"figures/accuracy_of_groups.png", "figures/clients.png"} <= run.files("figures")
 
 
 def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run, folder):
     view = a_view(folder, noise=0.0, strategy_notes=("2 of 3 clients a round.", "It sends 3 MB."))
     tracking = new_tracking()
-    tracking.on_fit_start(view)
+    start(tracking, view)
+    assert only_run().info.run_name == "size_weighted no privacy"
     tags = only_run().tags
     assert tags["guarantee"] == "no privacy" and "delta" not in tags
     plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
     assert tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
-    tracking.on_round_end(view, a_report(view, 1))
+    end_round(tracking, view, a_report(view, 1))
     tracking.on_fit_end(view, a_result(view))
     run = only_run()
     note = run.tags["mlflow.note.content"]
@@ -262,8 +291,67 @@ def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking,
     tracking._send_at = 0.0
     tracking.on_round_end(view, a_report(view, 2, test_accuracy=None, client_accuracy=(None, None, None)))
     run = only_run()
-    assert run.steps("overall/test_loss") == [2] and "overall/test_accuracy" not in run.metrics
-    assert not [name for name in run.metrics if name.startswith("per_client_accuracy")]
+    assert run.steps("test_loss") == [2] and "test_accuracy" not in run.metrics
+    assert not [name for name in run.metrics if name.startswith("val_accuracy")]
+
+
+def test_a_net_that_cannot_be_logged_is_a_warning(new_tracking, only_run, folder):
+    (folder / "model.pt").write_text("no tensors")
+    with pytest.warns(UserWarning, match="MLflow did not get the model .*; its parameters are in"):
+        play(new_tracking(), a_view(folder), [1])
+    assert only_run().info.status == "FINISHED" and "figures" in only_run().files()
+
+
+@pytest.mark.e2e
+def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store, folder, monkeypatch, tmp_path):
+    import mlflow
+
+    view = a_view(folder)
+    for file in ("model.pt", "model_1.pt"):
+        torch.save(view.module.net.state_dict(), folder / file)
+    start = time.monotonic()
+    play(new_tracking(), view, range(1, 11))
+    assert time.monotonic() - start < 60
+    run, x = only_run(), torch.randn(3, 4)
+    assert len(run.models) == 2
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    mlflow.set_tracking_uri(store)
+    address = f"runs:/{run.info.run_id}/model"
+    net = mlflow.pytorch.load_model(address)
+    expected = view.module.net(x).detach()
+    assert type(net) is torch.nn.Linear and torch.equal(net(x), expected)
+    assert torch.equal(mlflow.pytorch.load_model(f"models:/{run.models[0].model_id}")(x), expected)
+    loaded = mlflow.pyfunc.load_model(f"{address}_1")
+    assert torch.equal(torch.from_numpy(loaded.predict(x.numpy())), expected)
+    assert loaded.input_example.shape == (2, 4) and not loaded.input_example.any(), "made up, no record"
+    assert loaded.metadata.signature.inputs.inputs[0].shape == (-1, 4)
+
+    body, answer = tmp_path / "body.json", tmp_path / "answer.json"
+    body.write_text(json.dumps({"inputs": x.tolist()}))
+    cli = [sys.executable, "-m", "mlflow", "models"]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # MLflow starts uvicorn by name
+    where = ["-m", address, "--env-manager", "local"]
+    subprocess.run([*cli, "predict", *where, "-i", str(body), "-o", str(answer)], check=True, capture_output=True)
+    assert torch.allclose(torch.tensor(json.loads(answer.read_text())["predictions"]), expected, atol=1e-6)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*cli, "serve", *where, "-p", str(port)], start_new_session=True)
+    try:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations", body.read_bytes(), {"Content-Type": "application/json"}
+        )
+        served, ended = {}, time.monotonic() + 120
+        while not served and server.poll() is None and time.monotonic() < ended:
+            try:
+                served = json.loads(urllib.request.urlopen(request, timeout=20).read())
+            except urllib.error.URLError as error:
+                assert not isinstance(error, urllib.error.HTTPError), error.read()
+                time.sleep(0.5)
+        assert torch.allclose(torch.tensor(served["predictions"]), expected, atol=1e-6)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=30)
 
 
 # ---- resuming
@@ -279,16 +367,16 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
     play(first, view, (1, 2, 3), stopped)
     run = only_run()
     assert run.info.status == status and run.tags["status"] == reason
-    assert run.files() == LEDGER and "test_accuracy" not in run.metrics
+    assert run.files() == LEDGER and "train_wall_seconds" not in run.metrics and not run.models
 
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round
     second.on_fit_start(resumed)
     assert only_run().info.status == "RUNNING"
     for round in range(3, 11):
-        second.on_round_end(resumed, a_report(resumed, round))
+        end_round(second, resumed, a_report(resumed, round))
     second.on_fit_end(resumed, a_result(resumed))
-    assert only_run().info.status == "FINISHED" and only_run().steps("overall/test_accuracy") == list(range(1, 11))
+    assert only_run().info.status == "FINISHED" and only_run().steps("test_accuracy") == list(range(1, 11))
 
 
 def test_a_run_killed_before_its_id_was_saved_is_recognised_by_its_folder(new_tracking, only_run, folder):
@@ -309,7 +397,7 @@ def test_a_run_that_the_store_does_not_have_begins_anew(new_tracking, only_run, 
         tracking = new_tracking()
         tracking.load_state_dict({"run_id": run_id})
         play(tracking, a_view(folder, first_round=4), [4, 5])
-        assert only_run().steps("overall/participants") == [4, 5] and only_run().info.status == "FINISHED"
+        assert only_run().steps("train_participants") == [4, 5] and only_run().info.status == "FINISHED"
 
 
 # ---- stores that do not answer
@@ -367,10 +455,10 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
     assert len(warned) == 1 and len(tries) == 1  # neither a warning nor a wait for every round
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tracking.on_round_end(view, a_report(view, 4))
+        end_round(tracking, view, a_report(view, 4))
         tracking.on_fit_end(view, a_result(view))  # the store answers again
     run = only_run()
-    assert run.steps("overall/participants") == [1, 2, 3, 4] and run.info.status == "FINISHED"
+    assert run.steps("train_participants") == [1, 2, 3, 4] and run.info.status == "FINISHED"
 
 
 def test_metrics_and_files_that_were_not_sent_are_named_at_the_end(new_tracking, only_run, folder, monkeypatch):

@@ -60,7 +60,7 @@ def grid(
     if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would hide the grid
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
-    if not like.y.is_floating_point():
+    if like.y.dim() == 1 and not like.y.is_floating_point():
         jobs.append((ClassGradients(like.num_classes), 1))
     off_grid, numbers = 0, 0
     for (job, steps), together in itertools.product(jobs, (False, True)):
@@ -236,7 +236,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     strategy = _Asks()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)
-        cpu, dtype = torch.device("cpu"), loop.population.x.dtype
+        cpu, dtype = torch.device("cpu"), loop.population.empty_batch[0].dtype
         pairs = [made_up(loop.population, 8, loop.seed + client, cpu, dtype) for client in range(2)]
         result = FederatedLoop(
             Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes),

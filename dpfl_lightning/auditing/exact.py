@@ -46,7 +46,7 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
     noiseless = dataclasses.replace(noisy_mechanism, noise_multiplier=0.0)
     unit = subject.planned.expected_batch_size / subject.planned.clip_norm  # learning rate for releases in clip norms
     jobs: list[Job] = [LocalTraining()]
-    if not like.y.is_floating_point():
+    if like.y.dim() == 1 and not like.y.is_floating_point():
         matrices = tuple(name for name, p in module.named_trainable.items() if p.dim() >= 2)
         jobs += [ClassGradients(like.num_classes), ClassGradients(like.num_classes, parameters=matrices)]
     ratios = {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.dummy_data import dummy_labels
 from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
@@ -37,9 +38,9 @@ def made_up(
     scale = torch.tensor(scales)[torch.arange(count) % len(scales)].view(-1, *[1] * len(like.input_shape))
     x = scale * torch.randn(count, *like.input_shape, generator=generator)
     if like.y.is_floating_point():
-        y = scale.flatten() * torch.randn(count, generator=generator)
+        y = scale.view(-1, *[1] * (like.y.dim() - 1)) * dummy_labels(like, count, generator)
     else:
-        y = torch.randint(like.num_classes, (count,), generator=generator)
+        y = dummy_labels(like, count, generator)
     return x.to(device, dtype), y.to(device, dtype if like.y.is_floating_point() else like.y.dtype)
 
 
@@ -99,6 +100,7 @@ class Harness:
             test=None,
             public=None,
             caveats=(),
+            names=(),
         )
         engine.setup(module, self.population, streams, sampling)
 

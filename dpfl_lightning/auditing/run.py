@@ -40,6 +40,9 @@ def audit(
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
     require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "A run without privacy has no claim.")
+    x = loop.population.empty_batch[0]
+    must = "be one floating tensor a record to audit, because an audit scales its artificial records"
+    require(isinstance(x, torch.Tensor) and x.is_floating_point(), "data", must, loop.population.input_shape)
     require(0 < confidence < 1, "--confidence", "be in (0, 1)", confidence)
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     targets, left_out = subjects(loop, chosen)
@@ -56,8 +59,9 @@ def audit(
             findings += [dataclasses.asdict(finding) for finding in check()]
             done += 1
             tell(done, total)
-        clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
-    all_findings = [(client["client"], finding) for client in clients for finding in client["findings"]]
+        name = loop.facts.name_of(subject.client)
+        clients.append({"client": subject.client, "name": name, "claim": subject.as_dict(), "findings": findings})
+    all_findings = [(client["name"], finding) for client in clients for finding in client["findings"]]
     refuted = [f"client {client}: {finding['check']}" for client, finding in all_findings if finding["refuted"]]
     return {
         "engine": loop.clients.engine.name,

@@ -115,11 +115,16 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Au
     if chosen is None:  # without budgets: the most noise and the least
         targets.sort(key=lambda target: (target.settings.epsilon, -target.planned.noise_multiplier))
         targets = targets[:1] + targets[1:][-1:]
-    left_out = [f"client {client}: it has no claim, as it releases without noise, or nothing" for client in silent]
+    left_out = [
+        f"client {loop.facts.name_of(client)}: it has no claim, as it releases without noise, or nothing"
+        for client in silent
+    ]
     for target in targets:
         audited, planned = {release.purpose for release in target.releases}, schedule.clients[target.client].planned
         others = [line for line in planned if line.count and line.purpose not in audited]
-        left_out += [f"client {target.client}: {line.count} releases of {line.purpose}" for line in others]
+        left_out += [
+            f"client {loop.facts.name_of(target.client)}: {line.count} releases of {line.purpose}" for line in others
+        ]
     return targets, left_out
 
 

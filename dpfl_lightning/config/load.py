@@ -1,25 +1,26 @@
 """Reads options from YAML and the command line, and writes them as YAML. Imports no torch, so `--help` is fast.
 
-`load` merges `--config FILE` and dotted overrides (`--rounds 5`, `--privacy null`, `--clients.batch_size [16,32]`,
-`--strategies.fedprox.pull 0.1`), then converts and checks every value once.
+`load` merges all `--config FILE` and then dotted overrides (`--rounds 5`, `--privacy null`,
+`--clients.batch_size [16,32]`, `--strategies.fedprox.pull 0.1`), and converts and checks every value once.
 """
 
 import argparse
 import copy
 import dataclasses
-import inspect
 import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
+from dpfl_lightning.config.command_line import CommandParser, add_common_keys, add_sections, key_help
 from dpfl_lightning.config.options import MAY_BE_NULL, SECTIONS, Options, all_keys, check, nearest_key
-from dpfl_lightning.config.registry import REGISTRIES, help_text
+from dpfl_lightning.config.registry import check_names, names_of
 from dpfl_lightning.config.typed import converted, in_words
 from dpfl_lightning.config.yaml_text import dump, parse_yaml, read_yaml
 from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.runtime.launcher import invocation
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
 #: name and dataclass of a section that only one command has
@@ -29,26 +30,29 @@ Section = tuple[str, type]
 _SEARCH = "sweep"
 #: keys of mappings whose names are dotted keys of a run
 _OF_DOTTED_KEYS = ("sweep.space", "sweep.trials_with")
-_NAMES_HELP = {f"--{key}.help": key for key in REGISTRIES}
 
 
 def load(
     argv: Sequence[str] | None = None,
     extra: AddFlags | None = None,
     *,
-    prog: str = "dpfl_lightning",
-    description: str | None = None,
+    name: str = "fit",
+    description: str = "",
+    examples: Sequence[str] = (),
     config_of: Callable[[argparse.Namespace], str | None] | None = None,
     section: Section | None = None,
     takes: Sequence[str] = (),
 ) -> tuple[Options, argparse.Namespace]:
-    """Return the options of a command line, and the values of the command's flags.
+    """Return the options of a command line, and the values of the command's flags (`config`: the list of files).
 
-    `--help`, `--print_config` (the resolved YAML) and `--strategies.help` print and exit with status 0. Raises
+    `--help`, `--version`, `--print_config` (the resolved YAML) and `--KEY.help` print and exit with status 0. Raises
     UserError.
 
     Args:
         extra: adds the command's flags by `add_argument`. Their names must differ from the fields of `Options`.
+        name: name of the command.
+        description: what the command does, for its help.
+        examples: arguments of the command, for its help.
         config_of: returns the configuration file that the command's flags imply, if any; it replaces `--config`.
         section: a section that only this command has. Its value is returned as the flag of that name.
         takes: sections whose keys the command line may set; empty allows all keys.
@@ -58,15 +62,15 @@ def load(
     >>> options.rounds, options.privacy.epsilon, flags.dry
     (5, 2.0, True)
     """
-    overrides, flag_words = split(sys.argv[1:] if argv is None else argv, () if section is None else section[:1])
+    words = list(sys.argv[1:] if argv is None else argv)
+    _show_key_help(words, section)
+    overrides, flag_words = split(words, () if section is None else section[:1])
     accepted = " and ".join(f"--{one}.*" for one in takes)
     advice = f"It accepts only {accepted}; all other options are those of the run."
     for key, text in overrides:
         taken = not takes or key.partition(".")[0] in takes
         require(taken, f"--{key}", "be left out of this command", text, advice)
-    parser = _command_parser(prog, description, section, takes)
-    if extra is not None:
-        extra(parser)
+    parser = _command_parser(name, description, examples, section, takes, extra)
     flags, unknown = parser.parse_known_args(flag_words)
     if unknown:
         word = unknown[0].partition("=")[0]
@@ -74,12 +78,12 @@ def load(
         raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
     implied = config_of(flags) if config_of else None
     twice = bool(flags.config and implied)
-    require(not twice, "--config", "be left out", flags.config, f"Other flags choose {implied}.")
+    require(not twice, "--config", "be left out", ", ".join(flags.config), f"Other flags choose {implied}.")
     values = _Values(section)
-    if path := flags.config or implied:
-        raw = read_yaml(path)
-        _check_kind_of_file(raw, path, section, [key.partition(".")[0] for key, _ in overrides])
-        values.put_all(raw, path, f"in {path}")
+    files = {path: read_yaml(path) for path in (*flags.config, *([implied] if implied else []))}
+    _check_kind_of_files(files, section, [key.partition(".")[0] for key, _ in overrides])
+    for path, raw in files.items():
+        values.merge(raw, path, f"in {path}")
     for key, text in overrides:
         values.put(key, parse_override(key, text, section), "on the command line")
     options, extra_options = values.typed()
@@ -99,6 +103,11 @@ def options_file(folder: str, key: str) -> str:
         of_seeds = ", ".join(str(one.parent) for one in sorted(Path(folder).glob("seed_*/options.yaml")))
         advice = f"It contains the runs of several seeds: {of_seeds}." if of_seeds else "See runs/."
         raise UserError(f"`{key}` must be the folder of a run, got {folder!r}, which has no options.yaml. {advice}")
+    if not read_yaml(str(path)):
+        raise UserError(
+            f"`{key}` must be the folder of a run with a configuration, got {folder!r}, whose run was built in Python. "
+            f"Do it there: FederatedLoop(..., output_dir={folder!r}).run(resume=True) resumes it or returns its result."
+        )
     return str(path)
 
 
@@ -109,7 +118,7 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
     3
     """
     values = _Values()
-    values.put_all(raw, "the mapping", "in the mapping")
+    values.merge(raw, "the mapping", "in the mapping")
     return values.typed()[0]
 
 
@@ -122,7 +131,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
     {'name': 'convnet', 'width': 8}
     """
     changed = _Values()
-    changed.put_all(dataclasses.asdict(options), "the options", "before")
+    changed.merge(dataclasses.asdict(options), "the options", "before")
     for key, value in values.items():
         changed.put(key, value, origin)
     return changed.typed()[0]
@@ -133,17 +142,17 @@ def to_yaml(options: Options) -> str:
     return dump(dataclasses.asdict(options))
 
 
-def _check_kind_of_file(raw: Any, path: str, section: Section | None, overridden: Sequence[str]) -> None:
-    """Raise UserError if a search gets the file of a run, or a run that of a search. The section tells them apart."""
-    if not isinstance(raw, Mapping):
-        return
-    if section is None:
-        advice = f"It configures a search: python -m dpfl_lightning.{_SEARCH} --config {path}."
-        require(_SEARCH not in raw, "--config", f"be a file without a section {_SEARCH}", path, advice)
-    else:
-        known = section[0] in raw or section[0] in overridden
-        advice = f"It configures a single run: python -m dpfl_lightning.fit --config {path}."
-        require(known, "--config", f"be a file with a section {section[0]}", path, advice)
+def _check_kind_of_files(files: Mapping[str, Any], section: Section | None, overridden: Sequence[str]) -> None:
+    """Raise UserError if a search gets only files of a run, or a run that of a search. The section tells them apart."""
+    for path, raw in files.items():
+        advice = f"It configures a search: {invocation(_SEARCH)} --config {path}."
+        known = section is not None or not isinstance(raw, Mapping) or _SEARCH not in raw
+        require(known, "--config", f"be a file without a section {_SEARCH}", path, advice)
+    mappings = [raw for raw in files.values() if isinstance(raw, Mapping)]
+    if section is not None and mappings and section[0] not in overridden:
+        known, paths = any(section[0] in raw for raw in mappings), ", ".join(files)
+        advice = f"It configures a single run: {invocation('fit')} --config {paths}."
+        require(known, "--config", f"be a file with a section {section[0]}", paths, advice)
 
 
 # ---- merging values
@@ -159,11 +168,33 @@ class _Values:
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
 
-    def put_all(self, raw: Any, where: str, origin: str) -> None:
-        """Set all keys of a file or mapping."""
+    def merge(self, raw: Any, where: str, origin: str) -> None:
+        """Set all keys of a file or mapping. Mappings are merged into those of earlier files, as dotted keys are."""
         require(raw is None or isinstance(raw, Mapping), where, "hold a mapping of keys", raw)
-        for name, value in (raw or {}).items():
-            self.put(str(name), value, origin)
+        for key, value in (raw or {}).items():
+            self._merge(str(key), value, origin)
+
+    def _merge(self, key: str, value: Any, origin: str) -> None:
+        if key in self._sections and isinstance(value, Mapping):
+            self.put(key, {}, origin)
+            for name, one in value.items():
+                self._merge(f"{key}.{name}", one, origin)
+        elif isinstance(value, Mapping) and isinstance(self._values.get(key), dict):
+            self._merge_below(key, [], value, origin)
+        else:
+            self.put(key, value, origin)
+
+    def _merge_below(self, parent: str, path: Sequence[str], value: Mapping[str, Any], origin: str) -> None:
+        """Merge a mapping into the value of `parent`, where `path` leads to a mapping already."""
+        # A choice comes first, because a new one drops the options of the old one.
+        for name, one in sorted(value.items(), key=lambda item: item[0] not in ("name", "class_path")):
+            names, inner = [*path, str(name)], self._values[parent]
+            for part in names:
+                inner = inner.get(part) if isinstance(inner, dict) else None
+            if isinstance(one, Mapping) and isinstance(inner, dict) and parent not in _OF_DOTTED_KEYS:
+                self._merge_below(parent, names, one, origin)
+            else:
+                self._put_below(parent, names, one, origin)
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set one key. It must be a known key, or lie below a key that holds a mapping of options."""
@@ -177,6 +208,8 @@ class _Values:
             for values in (self._values, self._origins):
                 for below in [one for one in values if one.startswith(f"{key}.")]:
                     del values[below]
+            if key == "data.class_path" and value not in (None, self._values.get(key)):
+                self._drop_data_set_before(origin)
             self._values[key], self._origins[key] = value, origin
         else:
             parents = (one for one, known in self._keys.items() if "mapping" in in_words(known.hint))
@@ -184,18 +217,38 @@ class _Values:
             if parent is None:
                 near = nearest_key(key, self._keys)
                 raise UserError(f"`{key}` must be a known key. {near}".rstrip() + f" Set {origin}.")
-            self._put_below(parent, key.removeprefix(f"{parent}."), value, origin)
+            self._put_below(parent, self._path(parent, key.removeprefix(f"{parent}."), value), value, origin)
 
-    def _put_below(self, parent: str, rest: str, value: Any, origin: str) -> None:
+    def _drop_data_set_before(self, origin: str) -> None:
+        """Drop the keys of other data; keep those that were set together with the new class_path."""
+        for key in [one for one in self._values if one.startswith("data.") or one == "clients.count"]:
+            if origin not in {self._origins[one] for one in self._origins if one == key or one.startswith(f"{key}.")}:
+                del self._values[key]
+
+    def _path(self, parent: str, rest: str, value: Any) -> list[str]:
+        """Return the names below `parent` of a dotted key. The names of some mappings contain dots themselves."""
+        if parent in _OF_DOTTED_KEYS:
+            return [rest]
+        parts = rest.split(".")
+        if parent != "strategies" or parts[0] in names_of(parent):
+            return parts
+        # package.module.Class.option: the class is the first part in upper case, or all parts but that of the option.
+        last = next((number for number, part in enumerate(parts) if part[:1].isupper()), max(0, len(parts) - 2))
+        name = ".".join(parts[: last + 1])
+        whole = value is None or isinstance(value, Mapping)
+        return [rest] if whole and not parts[last][:1].isupper() else [name, *parts[last + 1 :]]
+
+    def _put_below(self, parent: str, names: Sequence[str], value: Any, origin: str) -> None:
         """Set one option inside the mapping of `parent`, starting from its current or default value."""
         # Named strategies replace the default, as they do in a file; a run without a base rule gets one later.
         default = {} if parent == "strategies" else self._keys[parent].default
         current = self._values.get(parent, default)
         options = copy.deepcopy(current) if isinstance(current, dict) else {}
+        *path, last = names
+        rest = ".".join(names)
         if rest in ("name", "class_path") and options.get(rest) != value:
             # Drop the options of the old choice; keep those that were set together with the new name.
             options = {k: one for k, one in options.items() if self._origins.get(f"{parent}.{k}") == origin}
-        *path, last = [rest] if parent in _OF_DOTTED_KEYS else rest.split(".")
         inner = options
         for part in path:
             inner[part] = inner[part] if isinstance(inner.get(part), dict) else {}
@@ -211,6 +264,9 @@ class _Values:
             for key, value in self._values.items():
                 section, _, name = key.rpartition(".")
                 fields[section][name] = self._checked(key, value)
+            if fields["data"].get("class_path") is not None:  # defaults of other data do not apply
+                fields["data"].setdefault("name", None)
+                fields["clients"].setdefault("count", None)
             run = fields.pop("")
             run = {name: kind(**fields[name]) for name, kind in self._sections.items()} | run
             extra_options = run.pop(self._section[0]) if self._section else None
@@ -228,7 +284,7 @@ class _Values:
         """Return the value of a key with its type, after checking its range. A section itself can only be null."""
         if key in self._sections:
             must = "be a mapping of keys" + (" or null" if key in MAY_BE_NULL else "")
-            advice = f"Write {key}: {{name: {value}}}." if isinstance(value, str) else ""
+            advice = _how_to_choose(key, value, self._keys) if isinstance(value, str) else ""
             require(value is None and key in MAY_BE_NULL, key, must, value, advice)
             return None
         hint, bound = self._keys[key].hint, self._keys[key].bound
@@ -236,14 +292,27 @@ class _Values:
             value = converted(hint, value)
         except TypeError:
             advice = ""
-            if get_origin(hint) is Literal:
-                advice = nearest(str(value), get_args(hint))
+            literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)
+            if literal is not None:
+                advice = nearest(str(value), get_args(literal))
             elif isinstance(value, str) and "mapping" in in_words(hint):
-                advice = f"Write {{{value}: {{}}}}." if key == "strategies" else f"Write {{name: {value}}}."
+                advice = _how_to_choose(key, value, self._keys)
             raise UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip()) from None
         if bound is not None and value is not None:
             require(bound.holds(value), key, bound.words, value)
+        if isinstance(value, Mapping):
+            check_names(key, value)
         return value
+
+
+def _how_to_choose(key: str, value: str, keys: Mapping[str, Any]) -> str:
+    """Return how to write the choice `value`, where a key that takes a mapping got a text."""
+    if key == "strategies":
+        return f"Write {{{value}: {{}}}}, or --strategies.{value} {{}} on the command line."
+    own = "." in value and (key == "model" or f"{key}.class_path" in keys)
+    by = "class_path" if own else "name"
+    written = f"{key}: {{{by}: {value}}}" if key in SECTIONS else f"{{{by}: {value}}}"
+    return f"Write {written}, or --{key}.{by} {value} on the command line."
 
 
 # ---- command line
@@ -260,7 +329,7 @@ def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str
     words = iter(argv)
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")
-        ours = word.startswith("--") and f"--{key}" not in _NAMES_HELP
+        ours = word.startswith("--") and not key.endswith(".help")
         if not ours or key.partition(".")[0] not in first_parts:
             others.append(word)
             continue
@@ -281,48 +350,41 @@ def parse_override(key: str, text: str, section: Section | None = None) -> Any:
     return parse_yaml(text, f"--{key}")
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """Parser for the flags of a command. Mistakes raise UserError, including those raised by a flag's `type`."""
-
-    def error(self, message: str) -> NoReturn:
-        cause = getattr(sys.exc_info()[1], "__context__", None)
-        raise cause if isinstance(cause, UserError) else UserError(f"{message}. See --help.")
-
-
-class _NamesHelp(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, name: Any, option: str | None = None) -> NoReturn:
-        key = _NAMES_HELP[str(option)]
-        print(help_text(key, name, all_keys()[key].help))
-        raise SystemExit(0)
+def _show_key_help(words: Sequence[str], section: Section | None) -> None:
+    """Print the help of the first word `--KEY.help [NAME]` and exit; return if there is none."""
+    for number, word in enumerate(words):
+        key, equals, name = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key.endswith(".help"):
+            after = "".join(words[number + 1 : number + 2])
+            name = name if equals else "" if after.startswith("-") else after
+            print(key_help(key.removesuffix(".help"), name or None, section))
+            raise SystemExit(0)
 
 
 def _command_parser(
-    prog: str, description: str | None, section: Section | None, takes: Sequence[str]
-) -> _CommandParser:
-    """Return a parser of the flags that all commands have. It knows the keys only for its help."""
-    usage = f"{prog} [--config FILE] [--KEY VALUE ...] [FLAGS]"
-    parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with any of the keys below, or the name of a preset such as fmnist"
-    )
+    name: str,
+    description: str,
+    examples: Sequence[str],
+    section: Section | None,
+    takes: Sequence[str],
+    extra: AddFlags | None,
+) -> CommandParser:
+    """Return a parser of the command's flags and those that all commands have. It knows keys only for its help."""
+
+    class Help(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+            everything = value == "all"
+            add_sections(parser, section, takes or None) if everything else add_common_keys(parser, section, takes)
+            parser.print_help()
+            raise SystemExit(0)
+
+    parser = CommandParser(name, description, "[--config FILE] [--KEY VALUE ...] [FLAGS]", examples, add_help=False)
+    help_text = "show the flags and the most used keys, or all keys, and exit"
+    parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="all", help=help_text)
+    about = "YAML file, or name of a preset such as fmnist; may be given several times: the files are merged, and "
+    about += "later ones win. Keys on the command line win over files"
+    parser.add_argument("--config", metavar="FILE", action="append", default=[], help=about)
     parser.add_argument("--print_config", action="store_true", help="print all keys as YAML and exit")
-    helps = [flag for flag, key in _NAMES_HELP.items() if not takes or key.partition(".")[0] in takes]
-    text = "list the names that the key accepts and exit; with NAME, show the options of that name"
-    parser.add_argument(*helps, action=_NamesHelp, nargs="?", metavar="NAME", help=text)
-    groups = {}
-    for name, kind in [*([section] if section else []), ("", Options), *SECTIONS.items()]:
-        if not takes or name in takes:
-            about = (inspect.getdoc(kind) or "").partition("\n\nArgs:")[0] if name else None
-            groups[name] = parser.add_argument_group(name or "run", about)
-    for key, known in all_keys(section).items():
-        if group := groups.get(key.rpartition(".")[0]):
-            default = "null" if known.default is None else known.default
-            text = f"{known.help} (type: {_type_text(known.hint)}, default: {default})"
-            group.add_argument(f"--{key}", default=argparse.SUPPRESS, metavar="VALUE", help=text.replace("%", "%%"))
+    if extra is not None:
+        extra(parser)
     return parser
-
-
-def _type_text(hint: Any) -> str:
-    if get_args(hint):
-        return str(hint).removeprefix("typing.").replace("None", "null")
-    return hint.__name__

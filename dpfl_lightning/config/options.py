@@ -45,10 +45,10 @@ Strategies = Annotated[dict[str, dict | None], Bound("name at least one strategy
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The data set and how its records are distributed to the clients.
+    """A public data set and how its records are distributed to simulated clients, or your own clients (class_path).
 
     Args:
-        name: data set; digits and diabetes (a regression) need no download.
+        name: data set; digits and diabetes (a regression) need no download. null with class_path.
         folder: folder with the files of the data set; null uses the system's package or the cache.
         download: download missing files and verify their checksum.
         records_per_client: number of training records of each client, >= 1; null distributes all records.
@@ -66,9 +66,16 @@ class DataOptions:
         label_noise: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
             of each client's records, {name: clients, share: 0.2} all records of this share of the clients; null
             simulates none.
+        class_path: your own data: package.module.Class or a function that returns a Population, a list of data sets
+            with one for each client, a mapping from the clients' names to data sets, or a LightningDataModule. For
+            example dpfl_lightning.Population.from_dataframe with init_args {df: FILE.csv, client: COLUMN, label:
+            COLUMN}. The other keys of this section, but init_args and population_args, have to be left out.
+        init_args: arguments of class_path.
+        population_args: arguments of Population.from_datasets or from_datamodule, such as num_classes, held_out and
+            lazy, for what class_path returns if it is no Population.
     """
 
-    name: str = "fashion_mnist"
+    name: str | None = "fashion_mnist"
     folder: str | None = None
     download: bool = True
     records_per_client: AtLeastOneOrNull = None
@@ -79,29 +86,43 @@ class DataOptions:
     partition: Named = field(default_factory=lambda: {"name": "iid"})
     groups: Annotated[dict | None, _NAMED_OR_NULL] = None
     label_noise: Annotated[dict | None, _NAMED_OR_NULL] = None
+    class_path: str | None = None
+    init_args: dict = field(default_factory=dict)
+    population_args: dict = field(default_factory=dict)
+
+
+#: keys of the section data for clients that a user's class or function makes
+OWN_DATA = ("class_path", "init_args", "population_args")
 
 
 @dataclass(frozen=True)
 class ClientOptions:
     """Local training of each client in a round.
 
-    Every key except `count` accepts one value, a list with one value per client, or a distribution:
-    {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
+    batch_size, local_epochs, learning_rate and reported_epsilon accept one value, a list with one value per client, or
+    a distribution: {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
 
     Args:
-        count: number of clients, >= 1.
+        count: number of clients, >= 1; null with data.class_path, which decides it.
         batch_size: expected number of records in a local step, >= 1; also {name: published}, the batch sizes of the
             noise-aware paper; null uses all records of the client in every step (a full batch).
         local_epochs: passes over the client's records in a round, >= 1.
-        learning_rate: learning rate of local SGD, > 0.
+        learning_rate: learning rate of local steps, > 0.
+        optimizer: what local steps do with noised gradients: {name: sgd, momentum: 0.9}, {name: adam} or {name: adamw};
+            every client starts each round with a new optimiser. It costs no privacy. A model that defines
+            `configure_optimizers` uses that instead, and sets its learning rate itself.
+        schedule: factor of the learning rate in each round, such as {name: cosine, warmup_rounds: 5}, {name: linear},
+            {name: step, every: 10, gamma: 0.5}, {name: inverse, half_after: 200}.
         reported_epsilon: budgets that clients report to the server's strategies, > 0, in the forms that privacy.epsilon
             accepts; null reports the true budgets. Noise, ledger and guarantees always follow the true budgets.
     """
 
-    count: AtLeastOne = 20
+    count: AtLeastOneOrNull = 20
     batch_size: PerClientInt | None = 32
     local_epochs: PerClientInt = 1
     learning_rate: PerClientFloat = 0.1
+    optimizer: Named = field(default_factory=lambda: {"name": "sgd"})
+    schedule: Named = field(default_factory=lambda: {"name": "constant"})
     reported_epsilon: PerClientFloat | None = None
 
 
@@ -193,6 +214,8 @@ class EvaluationOptions:
 
     Args:
         every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
+        metrics: list of metrics beside accuracy, such as [auroc, f1]; empty uses those of the task. Values of several
+            classes are averaged (macro).
         exact_times: report the times of rounds and of the run as measured, which a caveat of the guarantee states. By
             default only times of the whole run are reported, rounded up to a power of two seconds, because a time can
             depend on records. Simulations and runs without privacy always report exact times. A resumed run cannot
@@ -200,6 +223,7 @@ class EvaluationOptions:
     """
 
     every: AtLeastOne = 1
+    metrics: tuple[str, ...] = ()
     exact_times: bool = False
 
 
@@ -209,15 +233,17 @@ class TrackingOptions:
 
     Args:
         experiment: name of the MLflow experiment.
-        run_name: name of the run; null uses the name of the output folder.
+        run_name: name of the run; null names it by its strategies and budgets, such as noise_aware eps 0.9-2.9.
         uri: MLflow server or store; null uses MLFLOW_TRACKING_URI, or an SQLite file if that is not set.
         tags: additional tags of the run, {name: text}.
+        per_client: send the curves of every client, in addition to the smallest, median, mean and largest value.
     """
 
     experiment: str = "dpfl_lightning"
     run_name: str | None = None
     uri: str | None = None
     tags: dict = field(default_factory=dict)
+    per_client: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,6 +256,8 @@ class Options:
         data: see DataOptions.
         model: the net: {name, options}. personal_input: true adds an input transformation that each client keeps to
             itself (PRIVATEFL). For your own net: {class_path: package.module.Class, init_args: {...}}.
+        task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
+            the model's outputs and the labels, and the plan shows it.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None trains without clipping, noise or guarantee.
         strategies: strategies of the server: {name: options}, with at most one base rule (default size_weighted). Name
@@ -248,6 +276,7 @@ class Options:
     seed: AtLeastZero = 0
     data: DataOptions = field(default_factory=DataOptions)
     model: Annotated[dict, _NAME_OR_CLASS] = field(default_factory=lambda: {"name": "cnn_small"})
+    task: str | None = None
     clients: ClientOptions = field(default_factory=ClientOptions)
     privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
     strategies: Strategies = field(default_factory=lambda: {"size_weighted": {}})
@@ -274,16 +303,29 @@ def changed_options(options: Options) -> dict[str, Any]:
 
 def check(options: Options) -> None:
     """Raise UserError unless the value of every client is in range, and noise can be computed."""
+    _check_data(options)
     for key, known in all_keys().items():
         section, _, name = key.rpartition(".")
         value = getattr(getattr(options, section), name, None) if section else None
         for kind, hints in _PER_CLIENT.items():
-            if value is not None and known.hint in hints:
-                resolve(key, value, options.clients.count, options.seed, kind)
+            if value is not None and known.hint in hints and (count := options.clients.count) is not None:
+                resolve(key, value, count, options.seed, kind)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
         must = "be a budget from which the noise is computed"
         require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
+
+
+def _check_data(options: Options) -> None:
+    """Raise UserError unless there is one source of records, and all keys of the data are about it."""
+    data, name, own = options.data, options.data.name, options.data.class_path is not None
+    require(own or name is not None, "data.name", "be a data set if there is no data.class_path", name)
+    require(own or options.clients.count is not None, "clients.count", "be a number without data.class_path", None)
+    need_not = [key for key in vars(data) if (key not in OWN_DATA if own else key in OWN_DATA[1:])]
+    for key in need_not:
+        value, unset = getattr(data, key), None if key == "name" else getattr(DataOptions(), key)
+        must = f"be null or left out {'with' if own else 'without'} data.class_path"
+        require(value == unset, f"data.{key}", must, value)
 
 
 # ---- keys and their types
@@ -318,8 +360,9 @@ def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
             if section or name not in SECTIONS:
                 key = f"{section}.{name}" if section else name
                 names, hint = names_of(key), hints[name]
-                if key in NAMES and hint is str:
-                    hint, names = Literal[*names], []
+                if key in NAMES and str in (hint, *get_args(hint)):
+                    one: Any = Literal[*names]
+                    hint, names = {str: one, str | None: one | None}.get(hint, tuple[one, ...]), []
                 more = f" Names: {', '.join(names)}." if names else ""
                 bound = next(iter(getattr(annotated, "__metadata__", ())), None)
                 help_text = " ".join(texts[name].split()).partition(": ")[2] + more

@@ -1,9 +1,13 @@
 """Names that configurations use: their help, and calls of the functions that they stand for."""
 
 import ast
+import functools
 import importlib
 import inspect
+import os
+import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +35,8 @@ class Registry(NamedTuple):
 REGISTRIES = {
     "strategies": Registry("strategies", "STRATEGIES", 0, "classes"),
     "model": Registry("models", "MODELS", 2),
+    "clients.optimizer": Registry("models.optimizers", "OPTIMIZERS", 0),
+    "clients.schedule": Registry("models.learning_rates", "SCHEDULES", 0),
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
     "data.label_noise": Registry("data.groups", "UNITS", 2),
@@ -39,12 +45,15 @@ REGISTRIES = {
 NAMES = {
     "data.name": [("data.sources", "SOURCES"), ("data.datasets", "BUILT_IN")],
     "engine.name": [("build", "ENGINES")],
+    "task": [("models.tasks", "TASKS")],
+    "evaluation.metrics": [("federated.client.metrics", "METRICS")],
     "privacy.accountant": [("privacy.accounting.accountant", "ACCOUNTANTS")],
     "sweep.sampler": [("search.samplers", "SAMPLERS")],
     "sweep.pruner": [("search.samplers", "PRUNERS")],
 }
 
 
+@functools.cache
 def names_of(key: str) -> list[str]:
     """Return the names that a key accepts; empty if it accepts no names.
 
@@ -55,6 +64,24 @@ def names_of(key: str) -> list[str]:
     """
     registries = [REGISTRIES[key][:2]] if key in REGISTRIES else NAMES.get(key, [])
     return [name for module, attribute in registries for name in _keys_in(module, attribute)]
+
+
+def check_names(key: str, value: Mapping[str, Any]) -> None:
+    """Raise UserError if the value of a key contains an unknown name. The registries themselves are not imported.
+
+    >>> check_names("data.partition", {"name": "idd"})
+    Traceback (most recent call last):
+    ...
+    dpfl_lightning.errors.UserError: `data.partition.name` must be one of iid, stratified, dirichlet, shards, sizes, \
+overlapping, got 'idd'. Did you mean `iid`?
+    """
+    known = names_of(key)
+    if key == "strategies":
+        must = f"name one of {', '.join(known)}, or a user-defined Strategy as package.module.Class"
+        for name in value:
+            require(name in known or "." in name, key, must, name, nearest(name, known))
+    elif known and "name" in value:
+        require_one_of(known, f"{key}.name", value["name"])
 
 
 def _keys_in(module: str, attribute: str) -> list[str]:
@@ -97,14 +124,34 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
 
 def imported(key: str, class_path: str, base: type[T]) -> type[T]:
     """Return the class package.module.Class that `key` names, or raise UserError unless it derives from `base`."""
-    module, _, name = class_path.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"`{key}` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
+    kind = _imported(key, class_path)
     fits = inspect.isclass(kind) and issubclass(kind, base)
     require(fits, key, f"be a class that derives from {base.__name__}", class_path)
     return kind
+
+
+def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
+    """Return what the class, function or class method `class_path` returns for the arguments `init_args`.
+
+    Raises UserError if it cannot be imported or does not take these arguments.
+    """
+    function, key = _imported(f"{section}.class_path", class_path), f"{section}.init_args"
+    require(callable(function), f"{section}.class_path", "be a class or a function", class_path)
+    try:
+        inspect.signature(function).bind(**init_args)
+    except TypeError as error:
+        raise UserError(f"`{key}` must fit {class_path}, got {dict(init_args)}: {error}.") from None
+    return function(**init_args)
+
+
+def _imported(key: str, path: str) -> Any:
+    if os.getcwd() not in sys.path:  # where `python -m` finds modules, and the command `dpfl` does not
+        sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        advice = "Is it in the working directory or on PYTHONPATH?"
+        raise UserError(f"`{key}` must be importable, got {path!r}: {error}. {advice}") from None
 
 
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:
@@ -122,18 +169,24 @@ def help_text(key: str, name: str | None, about: str) -> str:
     registry = REGISTRIES[key]  # imported only here, because many registries import torch
     module = importlib.import_module(f"dpfl_lightning.{registry.module}")
     known = getattr(module, registry.functions)() if registry.functions else getattr(module, registry.attribute)
+    given, prefix = registry.given, f"--{key}"
+    if name is not None and "." in name and key in ("strategies", "model"):
+        known, given = {name: imported(f"{key}.help", name, object)}, 0
+        prefix = f"--{key}" if key == "strategies" else f"--{key}.init_args"
     if name is None:
         width = max(map(len, known))
-        lines = [f"{name.ljust(width)}  {_text(one).splitlines()[0]}" for name, one in known.items()]
-        return "\n".join(
-            [*lines, "", textwrap.fill(f"--{key}.help NAME shows the options of NAME. {key}: {about}", 120)]
-        )
+        lines = [
+            textwrap.fill(f"{name.ljust(width)}  {_text(one).splitlines()[0]}", 80, subsequent_indent=" " * (width + 2))
+            for name, one in known.items()
+        ]
+        about = textwrap.fill(f"--{key}.help NAME shows the options of NAME. {key}: {about}", 80)
+        return "\n".join([*lines, "", about])
     require(name in known, f"--{key}.help", f"be followed by one of {', '.join(known)}", name, nearest(name, known))
-    prefix = f"--{key}.{name}" if key == "strategies" else f"--{key}"
-    parameters = _parameters(known[name], registry.given)
+    prefix += f".{name}" if key == "strategies" else ""
+    parameters = _parameters(known[name], given)
     width = max((len(one.name) for _, one in parameters), default=0)
     lines = [f"{prefix}.{one.name.ljust(width)}  {in_words(hint)}{_default(one)}" for hint, one in parameters]
-    return "\n".join([f"{key} {name}", "", _text(known[name]), "", *(lines or ["It has no options."])])
+    return "\n".join([f"{key} {name}", "", _refilled(_text(known[name])), "", *(lines or ["It has no options."])])
 
 
 def _text(function: Callable[..., Any]) -> str:
@@ -147,6 +200,33 @@ def _text(function: Callable[..., Any]) -> str:
     if args and not here:
         text += "\n\nArgs:\n"
     return text.replace("Args:\n", "\n".join(["Args:", *args, ""]), 1).rstrip()
+
+
+def _refilled(text: str, width: int = 80) -> str:
+    """Wrap the paragraphs, lists and `Args` of a docstring again; examples and tables stay as they are.
+
+    >>> print(_refilled("One two\\nthree.\\n\\nArgs:\\n    a: four five\\n        six.\\n    b: seven.", 14))
+    One two three.
+    <BLANKLINE>
+    Args:
+        a: four
+            five
+            six.
+        b: seven.
+    """
+    blocks = []
+    for block in text.split("\n\n"):
+        if not re.search(r"^\s*(>>>|\|)", block, re.MULTILINE):
+            lines = re.sub(r"\n( {8,}|  )?(?=[^\s*])", " ", block).splitlines()
+            block = "\n".join(_wrapped(line, width) for line in lines)
+        blocks.append(block)
+    return "\n\n".join(blocks)
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    hanging = indent + "    " if indent else "  " if line.startswith("* ") else ""
+    return textwrap.fill(line.strip(), width, initial_indent=indent, subsequent_indent=hanging)
 
 
 def described(text: str) -> dict[str, str]:

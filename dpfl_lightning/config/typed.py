@@ -61,5 +61,7 @@ def in_words(hint: Any) -> str:
     if kind is dict:
         return "a mapping"
     if kind in (tuple, Sequence):
+        if get_origin(inner[0]) is Literal:
+            return f"a list of names ({', '.join(get_args(inner[0]))})"
         return f"a list of {in_words(inner[0]).removeprefix('a ')}s"
     return "any value"

@@ -38,18 +38,21 @@ for _style in (_Loader, _Dumper):
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
 
-_PRESETS = Path(__file__).parents[1] / "conf"
+
+def presets() -> dict[str, Path]:
+    """Return the configurations that come with the package, by the name of their file without its ending."""
+    return {one.stem: one for one in sorted((Path(__file__).parents[1] / "conf").glob("*.yaml"))}
 
 
 def read_yaml(path: str) -> Any:
     """Return the content of the file or preset that `--config` names; raises UserError."""
-    presets = {name: one for one in _PRESETS.glob("*.yaml") for name in (one.stem, one.name, f"conf/{one.name}")}
-    file = presets[path] if path in presets and not Path(path).exists() else Path(path)
+    known = {name: one for one in presets().values() for name in (one.stem, one.name, f"conf/{one.name}")}
+    file = known[path] if path in known and not Path(path).exists() else Path(path)
     try:
         return parse_yaml(file.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        near = nearest(path, [*(str(one) for one in Path(path).parent.glob("*.y*ml")), *presets])
+        near = nearest(path, [*(str(one) for one in Path(path).parent.glob("*.y*ml")), *known])
         message = f"`--config` must be a file that can be read, got {path!r}: {reason}. {near}"
         raise UserError(message.rstrip()) from None
 
@@ -71,3 +74,13 @@ def parse_yaml(text: str, where: str) -> Any:
 def dump(raw: Mapping[str, Any]) -> str:
     """Return a nested mapping of keys as YAML that `load` can read."""
     return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110)
+
+
+def inline(value: Any) -> str:
+    """Return a value as YAML on one line, for messages.
+
+    >>> inline({"name": "iid"}), inline(None), inline(1e-4)
+    ('{name: iid}', 'null', '0.0001')
+    """
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=1000).strip()
+    return text.removesuffix("...").strip()

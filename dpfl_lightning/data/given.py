@@ -1,50 +1,153 @@
 """Users' records: pairs of arrays or torch Datasets, as tensors that fit together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, TensorDataset
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.models.tasks import IGNORED
+from dpfl_lightning.privacy.clipping.inputs import Inputs, record_shape, take
+
+Classes = Sequence[Any] | None  # names of the classes, in the order of their numbers
 
 
-def pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
-    """Return x [n, *X] float32 and y [n] (int64, or float32) of one source, after checking it."""
-    if isinstance(source, TorchDataset):
-        source = _collected(source, where)
-    is_pair = isinstance(source, tuple | list) and len(source) == 2
-    require(is_pair, where, "be a pair (x, y) or a torch Dataset of such", type(source).__name__)
-    x, y = (_tensor(part, where) for part in source)
-    require(x.is_floating_point(), f"{where}: x", "be floating", x.dtype, "Pass x.float() / 255 for bytes.")
-    require(x.ndim >= 2, f"{where}: x", "have the shape [records, ...]", tuple(x.shape))
-    require(len(x) >= 1, f"{where}: x", "hold at least one record", tuple(x.shape))
-    require(y.shape == x.shape[:1], f"{where}: y", f"have the shape [{len(x)}]", tuple(y.shape))
-    for name, part in (("x", x), ("y", y)):
-        require(bool(part.isfinite().all()), f"{where}: {name}", "be finite", "NaN or infinity")
-    return x.float(), y.float() if y.is_floating_point() else y.long()
+@dataclass(frozen=True)
+class Source:
+    """The records of one client as a user gave them: arrays (x, y), or a map-style Dataset of such pairs.
+
+    `where` is its name in messages. With `classes` the labels are names of classes.
+    """
+
+    records: Any
+    where: str
+    classes: Classes = None
+
+    @classmethod
+    def of(cls, given: Any, where: str, classes: Classes = None) -> "Source":
+        """Raises UserError unless `given` holds records with a length and an index."""
+        given = given.dataset if isinstance(given, DataLoader) else given
+        given = given.tensors if isinstance(given, TensorDataset) else given
+        if isinstance(given, TorchDataset):
+            has_length = hasattr(given, "__len__") and not isinstance(given, IterableDataset)
+            advice = "Collect its records into tensors."
+            require(has_length, where, "be a Dataset with a length and an index", type(given).__name__, advice)
+            require(len(given) >= 1, where, "hold at least one record", 0)  # type: ignore[arg-type]
+            return cls(given, where, classes)
+        is_pair = isinstance(given, tuple | list) and len(given) == 2
+        require(is_pair, where, "be a pair (x, y) or a torch Dataset of such", type(given).__name__)
+        x = _parts(given[0], lambda part: part if isinstance(part, Tensor | np.ndarray) else _tensor(part, where))
+        for part in tree_leaves(x):
+            must = "have the shape [records, ...]"
+            require(part.ndim >= (2 if part is x else 1), f"{where}: x", must, tuple(part.shape))
+            require(len(part) >= 1, f"{where}: x", "hold at least one record", tuple(part.shape))
+        counts = {len(part) for part in tree_leaves(x)}
+        require(len(counts) == 1, f"{where}: x", "hold tensors of one number of records", sorted(counts))
+        y = given[1] if isinstance(given[1], Tensor) else _array(given[1], f"{where}: y")
+        return cls((x, y), where, classes)
+
+    def __len__(self) -> int:
+        return len(tree_leaves(self.records[0])[0]) if isinstance(self.records, tuple) else len(self.records)
+
+    def read(self, rows: np.ndarray | None = None) -> tuple[Inputs, Tensor]:
+        """Return x [b, *X] and y [b, ...] of some rows, by default of all: float32 for floats, int64 for integers."""
+        if isinstance(self.records, tuple):
+            x, y = self.records
+            x = x if rows is None else take(x, rows)
+            y = y if rows is None else y[rows]
+        else:
+            x, y = self._collected(range(len(self)) if rows is None else rows.tolist())
+        x, y = tree_map(lambda part: _as_input(part, f"{self.where}: x"), x), self._labels(y)
+        count = len(tree_leaves(x)[0])
+        require(y.shape[:1] == (count,), f"{self.where}: y", f"have the shape [{count}, ...]", tuple(y.shape))
+        for name, part in (*(("x", leaf) for leaf in tree_leaves(x)), ("y", y)):
+            require(bool(part.isfinite().all()), f"{self.where}: {name}", "be finite", "NaN or infinity")
+        return x, y
+
+    def inputs(self, rows: np.ndarray) -> Inputs:
+        """Return x of some rows, as `read`, without the labels."""
+        return self.read(rows)[0]
+
+    def _collected(self, rows: Sequence[int]) -> tuple[Inputs, Any]:
+        records = [self.records[row] for row in rows]
+        for record in records:
+            is_pair = isinstance(record, tuple | list) and len(record) == 2
+            advice = "Let it return the inputs as one tensor, tuple or dictionary, and the label beside them."
+            require(is_pair, self.where, "yield pairs (x, y)", type(record).__name__, advice)
+        inputs = [_parts(x, lambda part: _tensor(part, self.where)) for x, _ in records]
+        shapes = {str(tree_map(lambda part: tuple(part.shape), x)) for x in inputs}
+        got, advice = " and ".join(sorted(shapes)[:5]), "Resize images to one size."
+        require(len(shapes) == 1, self.where, "yield records of one shape", got, advice)
+        labels = [y if self.classes is not None or isinstance(y, str) else _tensor(y, self.where) for _, y in records]
+        of_tensors = isinstance(labels[0], Tensor)
+        return tree_map(_stacked, *inputs), torch.stack(labels) if of_tensors else labels
+
+    def _labels(self, y: Any) -> Tensor:
+        where = f"{self.where}: y"
+        if self.classes is None:
+            text = y.dtype.kind in "OUS" if isinstance(y, np.ndarray) else isinstance(y, list) and isinstance(y[0], str)
+            advice = 'Name the classes, a public fact, as in classes=["benign", "malignant"].'
+            require(not text, where, "hold numbers if no classes are given", "text", advice)
+            labels = _tensor(y, self.where)
+            return labels.float() if labels.is_floating_point() else labels.long()
+        number_of = {name: number for number, name in enumerate(self.classes)}
+        names = (
+            y.tolist()
+            if isinstance(y, Tensor | np.ndarray)
+            else [getattr(one, "item", lambda one=one: one)() for one in y]
+        )
+        unknown = next((name for name in names if name not in number_of), None)
+        require(unknown is None, where, f"hold the given classes only, {list(self.classes)}", unknown)
+        return torch.tensor([number_of[name] for name in names])
 
 
-def _collected(source: TorchDataset, where: str) -> tuple[Any, ...]:
-    if isinstance(source, TensorDataset):
-        return source.tensors
-    has_length = hasattr(source, "__len__") and not isinstance(source, IterableDataset)
-    advice = "Collect its records into tensors."
-    require(has_length, where, "be a Dataset with a length and an index", type(source).__name__, advice)
-    records = [source[row] for row in range(len(source))]  # type: ignore[arg-type]
-    require(len(records) >= 1, where, "hold at least one record", 0)
-    columns = []
-    for column in zip(*records, strict=True):
-        parts = [_tensor(part, where) for part in column]
-        shapes = {tuple(part.shape) for part in parts}
-        require(len(shapes) == 1, where, "yield records of one shape", sorted(shapes))
-        columns.append(torch.stack(parts))
-    return tuple(columns)
+def _parts(x: Any, convert: Any) -> Inputs:
+    """Convert the tensors of an input: of a dictionary, in the order of its keys, or of a tuple of arrays."""
+    if isinstance(x, Mapping):
+        return {str(name): convert(x[name]) for name in sorted(x)}
+    if isinstance(x, tuple) and x and all(isinstance(part, Tensor | np.ndarray) or _is_image(part) for part in x):
+        return tuple(convert(part) for part in x)
+    return convert(x)
+
+
+def _array(values: Any, where: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise UserError(f"`{where}` must hold one label for each record, got: {error}.") from None
+
+
+def _stacked(*parts: Tensor) -> Tensor:
+    return torch.stack(parts)
+
+
+def _as_input(part: Tensor | np.ndarray, where: str) -> Tensor:
+    tensor = _tensor(part, where)
+    must, advice = "be floating, or int64 for rows of a table", "Pass x.float() / 255 for images, x.long() for tokens."
+    fits = tensor.dtype != torch.uint8 and not tensor.is_complex()
+    require(fits, where, must, tensor.dtype, advice)
+    if tensor.dtype == torch.bool:
+        return tensor
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+
+def _is_image(value: Any) -> bool:
+    return hasattr(value, "getbands")  # of PIL, which need not be imported
 
 
 def _tensor(value: Any, where: str) -> Tensor:
+    if _is_image(value):  # [C, H, W] in [0, 1]
+        value = value.convert("RGB" if len(value.getbands()) > 1 or value.mode == "P" else "L")
+        pixels = torch.from_numpy(np.array(value)).float() / 255
+        return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # torch warns of others
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -52,14 +155,18 @@ def _tensor(value: Any, where: str) -> Tensor:
         raise UserError(f"`{where}` must hold numbers, got {got}. Convert images to tensors.") from error
 
 
-def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | None) -> int:
-    """Check that every source fits the first one, and return the number of classes, 1 for a regression."""
-    first, (first_x, first_y) = next(iter(pairs.items()))
+def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None) -> int:
+    """Check that every source (its name, x, y) fits the first one, and return num_classes, 1 for a regression."""
+    first, first_x, first_y = pairs[0]
     regression = first_y.is_floating_point()
-    for where, (x, y) in pairs.items():
-        shape = tuple(first_x.shape[1:])
-        require(x.shape[1:] == shape, f"{where}: x", f"have records of shape {shape}, as {first}", tuple(x.shape[1:]))
+    shape, dtypes = record_shape(first_x), _dtypes(first_x)
+    for where, x, y in pairs:
+        must = f"have records of shape {shape}, as {first}"
+        require(record_shape(x) == shape, f"{where}: x", must, record_shape(x))
+        require(_dtypes(x) == dtypes, f"{where}: x", f"be {dtypes}, as {first}", _dtypes(x))
         require(y.dtype == first_y.dtype, f"{where}: y", f"be {first_y.dtype}, as {first}", y.dtype)
+        must = f"have labels of shape {tuple(first_y.shape[1:])}, as {first}"
+        require(y.shape[1:] == first_y.shape[1:], f"{where}: y", must, tuple(y.shape[1:]))
     if regression:
         advice = "Pass y.long() for classes."
         require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
@@ -68,8 +175,15 @@ def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | N
     whole = isinstance(num_classes, int) and not isinstance(num_classes, bool) and num_classes >= 1
     require(whole, "num_classes", "be the number of classes (at least 1)", num_classes, advice)
     assert num_classes is not None  # for mypy
-    for where, (_, y) in pairs.items():
+    several = first_y.ndim > 1  # of which some may be ignored, or each is 0 or 1
+    most = max(num_classes, 2) if several else num_classes
+    for where, _, y in pairs:
+        y = y.where(y != IGNORED, 0) if several else y
         label_range = int(y.min()), int(y.max())
-        must = f"hold classes from 0 to {num_classes - 1}"
-        require(label_range[0] >= 0 and label_range[1] < num_classes, f"{where}: y", must, label_range)
+        must = f"hold classes from 0 to {most - 1}{f' or {IGNORED} (ignored)' * several}"
+        require(label_range[0] >= 0 and label_range[1] < most, f"{where}: y", must, label_range)
     return num_classes
+
+
+def _dtypes(x: Inputs) -> Any:
+    return tree_map(lambda part: part.dtype, x)

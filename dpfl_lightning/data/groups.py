@@ -77,7 +77,8 @@ def turned(x: Tensor, y: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def renamed(y: Tensor, group: int, num_classes: int) -> Tensor:
-    """Return labels (y + `group`) mod `num_classes`."""
+    """Return labels (y + `group`) mod `num_classes`; y is [n]."""
+    require(y.ndim == 1, "data", "have one class for each record, so that it can be renamed", tuple(y.shape))
     return (y + group) % num_classes
 
 

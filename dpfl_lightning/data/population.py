@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.given import check_alike, pair
+from dpfl_lightning.data.frames import check_choices, clients_of_frame, frame_of, records_of_frame
+from dpfl_lightning.data.given import Classes, Source, check_alike
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
+from dpfl_lightning.data.images import image_folders
+from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
+from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.clipping.inputs import Inputs, joined, record_shape, take
 
 # In these partitions clients have the same distribution: any random part of a test set matches their records.
 _ALIKE = ("iid", "sizes", "overlapping")
@@ -33,17 +39,18 @@ class Population:
     """The private records of N clients, who hold row numbers, never copies. Guarantees do not cover held-out records.
 
     Args:
-        x, y: [n, *X] inputs and [n] int64 labels, or float32 targets of a regression, of all clients.
+        x, y: [n, *X] inputs (a tensor, or a tuple or dictionary of tensors, or `LazyInputs`) and [n, ...] int64 labels,
+            or float32 targets of a regression, of all clients.
         train_of, held_out_of: [N] rows of each client's training and held-out records, disjoint.
         test: [m] rows of the test set of the run, or None.
-        num_classes: 1 for a regression.
+        num_classes: 1 for a regression; the number of labels (multilabel) or tokens (language modelling).
         public: rows of records that were declared public and belong to no client, or None.
         caveats: sentences about the data for every guarantee of the run.
         groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
         names: [N] different names of the clients for reports, or empty.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     train_of: list[Tensor]
     held_out_of: list[Tensor]
@@ -53,6 +60,13 @@ class Population:
     caveats: tuple[str, ...] = ()
     groups: tuple[int, ...] | None = None
     names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.names:
+            fits = len(set(self.names)) == len(self.names) == len(self.train_of)
+            require(fits, "names", f"be {len(self.train_of)} different names, one per client", self.names)
+            odd = next((name for name in self.names if not name.isprintable() or not name.strip()), None)
+            require(odd is None, "names", "be printable", odd)
 
     @property
     def num_clients(self) -> int:
@@ -67,34 +81,45 @@ class Population:
         return tuple(map(len, self.held_out_of))
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        return tuple(self.x.shape[1:])
+    def input_shape(self) -> Any:
+        """The sizes of a record's tensor; of a tuple or dictionary of tensors, a tuple or dictionary of such."""
+        return record_shape(self.empty_batch[0])
 
-    def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    @functools.cached_property
+    def empty_batch(self) -> tuple[Inputs, Tensor]:
+        """A batch of no records, x [0, *X] and y [0], which has the shapes and types of all batches."""
+        return self._rows(self.y.new_zeros(0, dtype=torch.long))
+
+    def name_of(self, client: int) -> str:
+        """Return the name of a client for reports; its number if it has none."""
+        return self.names[client] if self.names else str(client)
+
+    def records(self, client: int, rows: Tensor) -> tuple[Inputs, Tensor]:
         """Return training records of a client: `rows` [b] index its training rows; x [b, *X] and y [b]."""
-        return self._rows(self.train_of[client][rows.to(self.x.device)])
+        return self._rows(self.train_of[client][rows.to(self.y.device)])
 
-    def held_out(self, client: int) -> tuple[Tensor, Tensor]:
+    def held_out(self, client: int) -> tuple[Inputs, Tensor]:
         """Return all held-out records of a client: x [h, *X] and y [h]; h may be 0."""
         return self._rows(self.held_out_of[client])
 
-    def test_records(self) -> tuple[Tensor, Tensor] | None:
+    def test_records(self) -> tuple[Inputs, Tensor] | None:
         """Return the test set, x [m, *X] and y [m], or None."""
         return None if self.test is None else self._rows(self.test)
 
-    def public_records(self) -> tuple[Tensor, Tensor]:
+    def public_records(self) -> tuple[Inputs, Tensor]:
         """Return the records that were declared public: x [p, *X] and y [p]; p may be 0."""
         return self._rows(self.y.new_zeros(0, dtype=torch.long) if self.public is None else self.public)
 
-    def _rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.x[rows], self.y[rows]
+    def _rows(self, rows: Tensor) -> tuple[Inputs, Tensor]:
+        return take(self.x, rows), self.y[rows]
 
     def to(self, device: torch.device | str) -> Population:
         """Return the same population on a device: records move once, and the rows of all clients together."""
         moved: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value.to(device)
-            for name in ("x", "y", "test", "public")
+            for name in ("y", "test", "public")
         }
+        moved["x"] = tree_map(lambda part: part.to(device), self.x)
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
             moved[name] = list(torch.cat(rows).to(device).split([len(client_rows) for client_rows in rows]))
@@ -140,7 +165,9 @@ class Population:
             with_share = round(records_per_client / (1 - held_out_per_client % 1))  # a share is below 1
             options["records_per_client"] = with_share + int(held_out_per_client)
         x, y, pool, test, public = _stored(dataset, public_records, use_public)
-        labels = as_classes(y.numpy())
+        must = f"be {', '.join(_ALIKE)} if a record has several labels"
+        require(y.ndim == 1 or name in _ALIKE, "data.partition.name", must, name)
+        labels = as_classes(y.numpy()) if y.ndim == 1 else np.zeros(len(y), dtype=np.int64)
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
@@ -168,58 +195,158 @@ class Population:
     @classmethod
     def from_datasets(
         cls,
-        clients: Sequence[Any],
+        clients: Sequence[Any] | Mapping[str, Any],
         test: Any = None,
         held_out: float = 0.2,
         seed: int = 0,
         num_classes: int | None = None,
+        classes: Classes = None,
+        lazy: bool = False,
     ) -> Population:
         """Create a population from your data, on the CPU. Raises a UserError that names the client if they do not fit.
 
         Args:
-            clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
-                floating: a regression), or a map-style torch Dataset of such (x, y).
+            clients: a list of the clients' records, or a mapping from the clients' names to them. The records of a
+                client are a pair of tensors or arrays, x [n, *X] and y [n, ...] (integers: classes, -100 for a pixel or
+                token to ignore; floating: a regression), or a map-style torch Dataset of such (x, y). x may be floating
+                or whole numbers, an image of PIL (scaled to [0, 1]), a tuple of tensors (the arguments of the net) or a
+                dictionary (its keywords).
             test: the test set of the run in the same form, or None.
             held_out: probability in [0, 1) with which each record is held out. Each record and `seed` decide alone, so
                 that equal records stay together.
-            num_classes: number of classes, a public fact that no label may decide; None for a regression.
+            num_classes: number of classes (of labels if each is 0 or 1, of tokens in language modelling), a public
+                fact that no label may decide; None for a regression.
+            classes: names of the classes if labels are names, in the order of their numbers; public, as `num_classes`.
+            lazy: read inputs whenever a batch is drawn, instead of keeping all in memory. All records are read once
+                now. A query to a client reads all its records at once.
 
         **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
         has to return each record independently of the others, which random transformations do not.
 
-        >>> hospitals = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (50, 80)]
+        >>> sizes = {"berlin": 50, "rome": 80}
+        >>> hospitals = {name: (torch.randn(n, 4), torch.randint(3, (n,))) for name, n in sizes.items()}
         >>> population = Population.from_datasets(hospitals, num_classes=3)
-        >>> population.num_clients, population.input_shape
-        (2, (4,))
+        >>> population.num_clients, population.input_shape, population.names
+        (2, (4,), ('berlin', 'rome'))
         """
         require(len(clients) >= 1, "clients", "name at least one client's records", len(clients))
         require(0 <= held_out < 1, "held_out", "be a probability in [0, 1)", held_out)
-        sources = {f"client {client}": source for client, source in enumerate(clients)}
-        sources |= {} if test is None else {"test": test}
-        pairs = {where: pair(source, where) for where, source in sources.items()}
+        if classes is not None:
+            fits = len(set(classes)) == len(classes) and num_classes in (None, len(classes))
+            require(fits, "classes", "be different names, as many as num_classes", list(classes))
+            num_classes = len(classes)
+        names = tuple(map(str, clients)) if isinstance(clients, Mapping) else ()
+        given = clients.values() if isinstance(clients, Mapping) else clients
+        whose = [f"client {name}" for name in names or range(len(clients))]
+        sources = [Source.of(records, where, classes) for where, records in zip(whose, given, strict=True)]
+        sources += [] if test is None else [Source.of(test, "test", classes)]
+        if lazy:
+            xs, ys, draws_of, digests = zip(*(scanned(source, seed) for source in sources), strict=True)
+        else:
+            xs, ys = zip(*(source.read() for source in sources), strict=True)
+        pairs = [(source.where, x, y) for source, x, y in zip(sources, xs, ys, strict=True)]
         num_classes = check_alike(pairs, num_classes)
-        x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
-        ends = np.cumsum([len(labels) for _, labels in pairs.values()])[: len(clients)]
-        is_held_out = _coins(x[: ends[-1]], y[: ends[-1]], held_out, seed)
+        x, y = joined(xs), torch.cat(ys)
+        ends = np.cumsum([len(labels) for labels in ys])[: len(clients)]
+        if lazy:
+            x, draws = LazyInputs(sources, x, torch.from_numpy(np.concatenate(digests))), np.concatenate(draws_of)
+        elif held_out:
+            draws = coins(take(x, slice(ends[-1])), y[: ends[-1]], seed)
+        is_held_out = draws < round(held_out * 2**64) if held_out else np.zeros(ends[-1], dtype=bool)
         train, held_out_rows = [], []
-        for client, rows in enumerate(np.split(np.arange(ends[-1]), ends[:-1])):
+        for source, rows in zip(sources, np.split(np.arange(ends[-1]), ends[:-1]), strict=False):
             train.append(rows[~is_held_out[rows]])
             held_out_rows.append(rows[is_held_out[rows]])
-            must = f"leave a training record of the {len(rows)} of client {client}"
+            must = f"leave a training record of the {len(rows)} of {source.where}"
             require(len(train[-1]) > 0, "held_out", must, held_out, "Hold out less, or change the seed.")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
-        return cls(x, y, _tensors(train), _tensors(held_out_rows), test_rows, num_classes)
+        return cls(x, y, _tensors(train), _tensors(held_out_rows), test_rows, num_classes, names=names)
 
+    @classmethod
+    def from_dataframe(
+        cls,
+        df: Any,
+        *,
+        client: str,
+        label: str,
+        features: Sequence[str] | None = None,
+        scale: Mapping[str, Sequence[float]] | None = None,
+        categories: Mapping[str, Sequence[Any]] | None = None,
+        test: Any = None,
+        **options: Any,
+    ) -> Population:
+        """Create a population from a table with one row for each record. Raises a UserError that names the column.
 
-def _coins(x: Tensor, y: Tensor, probability: float, seed: int) -> np.ndarray:
-    """Return one coin for each record `[n]` (bool), which is a digest of the record and `seed`, and of nothing else."""
-    if probability == 0:
-        return np.zeros(len(y), dtype=bool)
-    key = hashlib.blake2b(str(seed).encode()).digest()
-    records = zip((x + 0.0).contiguous().numpy(), y.numpy(), strict=True)  # -0.0 is 0.0
-    digests = (hashlib.blake2b(one.tobytes() + label.tobytes(), digest_size=8, key=key) for one, label in records)
-    numbers = np.array([int.from_bytes(digest.digest(), "big") for digest in digests], dtype=np.uint64)
-    return numbers < round(probability * 2**64)
+        Clients are in the order of their names. Constants must be public: one computed from the records, such as their
+        mean, would reveal them, so nothing is normalised unless `scale` says by what.
+
+        Args:
+            df: a pandas DataFrame, or the path of a CSV or Parquet file.
+            client: name of the column with each record's client.
+            label: name of the column with the labels: classes, or floating values (a regression).
+            features: names of the input columns; None takes all columns but `client` and `label`.
+            scale: public mean and standard deviation of columns, {"age": (50, 20)}, which they are normalised by.
+            categories: public values of columns of text, {"sex": ["f", "m"]}, each of which becomes a column 0 or 1.
+            test: the test set in the same form, whose column `client` is ignored, or None.
+            options: held_out, seed, num_classes, classes, as in `from_datasets`.
+
+        >>> import pandas
+        >>> df = pandas.DataFrame({"hospital": ["rome", "berlin"] * 20, "age": range(40), "ill": [False, True] * 20})
+        >>> Population.from_dataframe(
+        ...     df, client="hospital", label="ill", scale={"age": (50, 20)}, num_classes=2
+        ... ).names
+        ('berlin', 'rome')
+        """
+        tables = clients_of_frame(df, client)
+        first = next(iter(tables.values()))
+        names = [name for name in first.columns if name not in (client, label)] if features is None else list(features)
+        choices = label, names, scale or {}, categories or {}
+        check_choices(*choices[1:])
+        records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
+        on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
+        return cls.from_datasets(records, on_test, **options)
+
+    @classmethod
+    def from_datamodule(cls, datamodule: Any, *, client: Any = None, **options: Any) -> Population:
+        """Create a population from the data sets of a LightningDataModule.
+
+        `prepare_data`, `setup("fit")` and `train_dataloader` are called. Of their loaders only the data sets are used:
+        batch size, sampler and collate function are ignored, because batches are drawn by Poisson sampling. The test
+        set is that of `test_dataloader` (after `setup("test")`), else of `val_dataloader`.
+
+        Args:
+            datamodule: its `train_dataloader` returns one loader for each client, in a list, a dictionary by the
+                clients' names or a CombinedLoader; or one loader for all.
+            client: for one loader: the client of each record, [n] names or numbers, or the name of an attribute of the
+                training set or of the datamodule that holds them.
+            options: held_out, seed, num_classes, classes, lazy, as in `from_datasets`.
+        """
+        train, test = datasets_of(datamodule, client)
+        return cls.from_datasets(train, test, **options)
+
+    @classmethod
+    def from_image_folder(
+        cls,
+        path: str | Path,
+        *,
+        classes: Sequence[str] | None = None,
+        size: Sequence[int] | None = None,
+        channels: int = 3,
+        lazy: bool = True,
+        **options: Any,
+    ) -> Population:
+        """Create a population from images in PATH/CLIENT/CLASS/*.png (or jpg), and PATH/test/CLASS/*.png as test set.
+
+        Args:
+            path: folder with one folder for each client.
+            classes: names of the classes, a public fact; None takes the folders, which all clients must then have.
+            size: (height, width) to which images are resized; None: all images have one size.
+            channels: 3 (RGB) or 1 (grey). Inputs [channels, height, width] are in [0, 1].
+            lazy: read images when a batch is drawn, instead of keeping all in memory.
+            options: held_out, seed, as in `from_datasets`.
+        """
+        clients, test, num_classes = image_folders(path, classes, size, channels)
+        return cls.from_datasets(clients, test, num_classes=num_classes, lazy=lazy, **options)
 
 
 def _stored(

@@ -38,8 +38,9 @@ def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options:
     >>> sum(parameter.numel() for parameter in build("cnn_small", (1, 28, 28), 10).parameters())
     28938
     """
-    fits = name not in MODELS or name in ("logistic", "linear") or len(input_shape) == 3
-    advice = f"It takes images, not records of shape {tuple(input_shape)}."
+    one = isinstance(input_shape, Sequence) and all(isinstance(size, int) for size in input_shape)
+    fits = name not in MODELS or (one and (name in ("logistic", "linear") or len(input_shape) == 3))
+    advice = f"It takes {'images' if one else 'one tensor'}, not records of shape {input_shape}."
     require(fits, "model.name", "fit the data", name, advice)
     require(num_classes >= 1, "num_classes", "be at least 1", num_classes)
     return call("model", MODELS, name, tuple(input_shape), num_classes, **options)

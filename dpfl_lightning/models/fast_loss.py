@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dpfl_lightning.kernels.fused_planes import FusedPlanes
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.fast import random_example
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import Params
 
 _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the difference to another net
@@ -23,7 +24,7 @@ class FastLoss:
     module.
     """
 
-    def __init__(self, module: Model, x: Tensor, y: Tensor) -> None:
+    def __init__(self, module: Model, x: Inputs, y: Tensor) -> None:
         self.module = copy.deepcopy(module)
         replaced = False
         for part in [part for part in self.module.net.modules() if type(part) is nn.Sequential]:
@@ -37,13 +38,13 @@ class FastLoss:
             self.module = copy.deepcopy(module)
         self._of_thread = threading.local()
 
-    def __call__(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
         if not hasattr(self._of_thread, "module"):
             self._of_thread.module = copy.deepcopy(self.module)
         return self._of_thread.module.sample_loss(params, x, y)
 
 
-def _alike(fast: Model, original: Model, x: Tensor, y: Tensor) -> bool:
+def _alike(fast: Model, original: Model, x: Inputs, y: Tensor) -> bool:
     """Return whether the losses of random records and their gradients are equal up to rounding."""
     _, x, y = random_example(original.net, x, y, original.flat.dtype)
     original = copy.deepcopy(original)  # a forward pass may change the state of a net
@@ -55,7 +56,7 @@ def _alike(fast: Model, original: Model, x: Tensor, y: Tensor) -> bool:
     return all(_close(*pair) for pair in zip(actual, expected, strict=True))
 
 
-def _losses_and_slope(module: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _losses_and_slope(module: Model, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the losses `[B]` and the gradient of their sum `[P]`, with the same dropout each time."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)

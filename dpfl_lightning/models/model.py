@@ -1,12 +1,16 @@
 """A trainable model: a net, the loss of each record, and its parameters as one flat vector."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.models import check_net
+from dpfl_lightning.models.tasks import TASKS, Task, task_of
+from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
@@ -19,10 +23,11 @@ def forward_chunk(device: torch.device) -> int:
 
 
 class Model(nn.Module):
-    """A net with a loss for each record, `[B, *X]` -> `[B, num_classes]`, or `[B, 1]` for a regression.
+    """A net with a loss for each record, `[B, *X]` -> the outputs of its task, such as `[B, num_classes]`.
 
-    `ClientModule` adds the private training step to it. Raises UserError if a layer mixes records (BatchNorm), no
-    parameter is trainable, or `personal` names no parameter.
+    `task` is a key of `TASKS`, None to infer it from shapes and dtypes. Records that are a tuple of tensors are the
+    net's arguments, those in a dictionary its keyword arguments. `ClientModule` adds the private training step.
+    Raises UserError if a layer mixes records (BatchNorm), no parameter is trainable, or `personal` names no parameter.
 
     >>> Model(nn.Linear(4, 3)).num_params
     15
@@ -32,32 +37,50 @@ class Model(nn.Module):
     #: the net's attribute `personal` is used, if there is one
     personal: tuple[str, ...] = ()
 
-    def __init__(self, net: nn.Module) -> None:
+    #: the task that fits net and data, once a run knows both; `task_note` says where it comes from
+    task: Task | None = None
+    task_note: str = ""
+
+    def __init__(self, net: nn.Module, task: str | None = None) -> None:
         super().__init__()
         check_net(net)
-        self.net = net
+        if task is not None:
+            require_one_of(TASKS, "task", task)
+        self.net, self.named_task = net, task
         self.personal = self.personal or tuple(getattr(net, "personal", ()))
         self._shares = _shares_tensors(net)  # known once, because finding it out takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
 
-    def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
         """Return one loss per record `[B]` for `x [B, *X]`, `y [B]`; it may depend on that record alone.
 
         Every engine differentiates it: the reference by `vmap` over batches of one, the fast engine by chunks.
         """
         return self.loss(self.output(params, x), y)
 
-    def output(self, params: Params, x: Tensor) -> Tensor:
+    def output(self, params: Params, x: Inputs) -> Tensor:
         """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
-        return functional_call(self.net, dict(params), (x,), tie_weights=self._shares)
+        return self.logits_of(functional_call(self.net, dict(params), *arguments(x), tie_weights=self._shares))
+
+    def logits_of(self, output: Any) -> Tensor:
+        """Return the tensor `[B, ...]` in what the net returns: itself, or its attribute or key `logits`."""
+        if isinstance(output, Tensor):
+            return output
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        got, advice = type(output).__name__, "Override ClientModule.logits_of for a net that returns something else."
+        require(isinstance(logits, Tensor), "net", "return a tensor, or an output with a tensor `logits`", got, advice)
+        assert isinstance(logits, Tensor)  # for mypy
+        return logits
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return one loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""
-        if y.is_floating_point():
-            return F.mse_loss(output.reshape(y.shape), y, reduction="none")
-        return F.cross_entropy(output, y, reduction="none")
+        """Return one loss per record `[B]` for `output [B, ...]`, `y [B, ...]`: that of the task, see `tasks.TASKS`."""
+        return (self.task or self.infer_task(output, y)).loss(output, y)
+
+    def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
+        """Return the task by its name, or from the shapes of `output [B, ...]` and `y [B, ...]` and the dtype of y."""
+        return task_of(tuple(output.shape[1:]), tuple(y.shape[1:]), y.is_floating_point(), num_classes, self.named_task)
 
     @property
     def num_params(self) -> int:
@@ -76,6 +99,12 @@ class Model(nn.Module):
     def flat(self) -> Tensor:
         """All trainable parameters as one new vector `[P]`, detached."""
         return torch.cat([p.detach().reshape(-1) for p in self.trainable])
+
+    @torch.no_grad()
+    def load(self, flat: Tensor) -> None:
+        """Set all trainable parameters from one vector `[P]`."""
+        for parameter, value in zip(self.trainable, self.unflatten(flat).values(), strict=True):
+            parameter.copy_(value)
 
     @property
     def personal_mask(self) -> Tensor:

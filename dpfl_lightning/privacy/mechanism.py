@@ -119,7 +119,7 @@ class Mechanism:
         """Return the accounting event of `steps` calls of `privatise`."""
         raise NotImplementedError
 
-    def noise_std(self, steps: int, learning_rate: float) -> float:
+    def noise_std(self, steps: float, learning_rate: float) -> float:
         """Return the per-coordinate standard deviation of the noise in `steps` plain SGD steps, without feedback."""
         return learning_rate * self.noise_scale() / self.expected_batch_size * self.unit_std * steps**0.5
 

@@ -1,59 +1,29 @@
-"""Figures of a run in matplotlib, and the names of the metrics from which they are drawn."""
+"""Figures of a run in matplotlib."""
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
-from torch import Tensor
 
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
+from dpfl_lightning.reporting.curves import MOST_CLIENTS, Round, history
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
-MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max
 _MARKERS = "osD^vP*X<>hp"
-History = Callable[[str], Mapping[int, float]]
 
 
-def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """Name one value of each client `name/07`; more than 100 clients become `name/min`, `name/mean` and `name/max`.
-
-    >>> per_client("per_client_epsilon", [1.0, 2.0])
-    {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
-    """
-    if len(values) <= MOST_CLIENTS:
-        return {f"{name}/{client:02}": value for client, value in enumerate(values)}
-    known = [value for value in values if value is not None]
-    summaries = {"min": min(known), "mean": fmean(known), "max": max(known)} if known else {}
-    return {f"{name}/{key}": summaries.get(key) for key in ("min", "mean", "max")}
-
-
-def of_strategies(metrics: Mapping[str, float | Tensor]) -> dict[str, float | None]:
-    """Name the strategies' metrics: `strategy/name` for a number, `per_client` for a tensor of one value per client.
-
-    >>> of_strategies({"converged": 1.0, "weight": Tensor([0.25, math.nan])})
-    {'strategy/converged': 1.0, 'per_client_weight/00': 0.25, 'per_client_weight/01': None}
-    """
-    curves: dict[str, float | None] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Tensor):
-            curves |= per_client(f"per_client_{name}", [None if math.isnan(one) else one for one in value.tolist()])
-        else:
-            curves[f"strategy/{name}"] = value
-    return curves
-
-
-def figures(history: History, result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
-    """Return name -> figure, for the figures that have data; `history` maps a metric's name to {round: value}."""
+def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
+    """Return name -> figure, for the figures that have data."""
     drawn: dict[str, Any] = {
-        "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
-        "accuracy_of_groups": _groups_figure(history, result),
-        "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
+        "accuracy_over_rounds": _accuracy_figure(rounds),
+        "accuracy_of_groups": _groups_figure(rounds, result),
+        "epsilon_over_rounds": _epsilon_figure(rounds),
         "accuracy_over_budget": _budget_figure(result),
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
@@ -68,32 +38,25 @@ def figures(history: History, result: RunResult, distilled: DistilledSet | None 
     return drawn
 
 
-def _client_curves(history: History, metric: str, num_clients: int) -> dict[str, Mapping[int, float]]:
-    names = per_client(metric, [0.0] * num_clients)
-    return {name.partition("/")[2]: curve for name in names if (curve := history(name))}
-
-
-def _accuracy_figure(history: History, num_clients: int) -> Figure | None:
-    test = history("overall/test_accuracy")
+def _accuracy_figure(rounds: Sequence[Round]) -> Figure | None:
+    test = history(rounds, "test_accuracy")
     if not test:
         return None
     figure, axes = new_axes("Accuracy over rounds", "round", "accuracy")
-    curves = _client_curves(history, "per_client_accuracy", num_clients).values()
-    spread = {step: [curve[step] for curve in curves if step in curve] for step in test}
-    spread = {step: values for step, values in spread.items() if values}
-    if spread:
-        low, high = list(map(min, spread.values())), list(map(max, spread.values()))
-        axes.fill_between(list(spread), low, high, alpha=0.2, linewidth=0, label="clients, on their held-out records")
+    low, high = (history(rounds, f"val_accuracy_{end}") for end in ("min", "max"))
+    if low:
+        label = "clients, on their held-out records"
+        axes.fill_between(list(low), list(low.values()), list(high.values()), alpha=0.2, linewidth=0, label=label)
     marker = "o" if len(test) <= 30 else None
     axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label="test set")
     axes.legend()
     return figure
 
 
-def _groups_figure(history: History, result: RunResult) -> Figure | None:
+def _groups_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
     """Draw the accuracy of each true group over rounds; minorities are dashed."""
     true = _true_groups(result)
-    curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
+    curves = {group: history(rounds, f"val_accuracy_group_{group}") for group in sorted(set(true.values()))}
     if not any(curves.values()):
         return None
     figure, axes = new_axes("Accuracy of each true group on the clients' held-out records", "round", "accuracy")
@@ -101,15 +64,21 @@ def _groups_figure(history: History, result: RunResult) -> Figure | None:
     for group, curve in curves.items():
         style = "--" if group in few else "-"
         axes.plot(list(curve), list(curve.values()), style, color=f"C{group % 10}", label=f"group {group}")
-    if matched := history("strategy/clustering_accuracy"):
+    if matched := history(rounds, "train_clustering_accuracy"):
         look = {"color": "gray", "linewidth": 1, "zorder": 1, "label": "clients in the right cluster"}
         axes.step(list(matched), list(matched.values()), where="post", **look)
     axes.legend(fontsize=8)
     return figure
 
 
-def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
-    curves = _client_curves(history, "per_client_epsilon", num_clients)
+def _epsilon_figure(rounds: Sequence[Round]) -> Figure | None:
+    last = rounds[-1].clients.get("epsilon", {}) if rounds else {}
+    curves = {
+        name: {one.round: value for one in rounds if (value := one.clients.get("epsilon", {}).get(name)) is not None}
+        for name in last
+    }
+    curves = curves or {end: history(rounds, f"train_epsilon_{end}") for end in ("min", "mean", "max")}
+    curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
         return None
     figure, axes = new_axes("Epsilon spent, by client", "round", "epsilon")
@@ -127,7 +96,7 @@ def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
 
 
 def _budget_figure(result: RunResult) -> Figure | None:
-    points = [(c["epsilon_budget"], c["accuracy"], c["client"]) for c in result.clients]
+    points = [(c["epsilon_budget"], c["accuracy"], _name(result, c["client"])) for c in result.clients]
     points = [point for point in points if None not in point]
     if not points:
         return None
@@ -136,8 +105,8 @@ def _budget_figure(result: RunResult) -> Figure | None:
     axes.scatter(budgets, accuracies, s=18)
     if max(budgets) > 10 * min(budgets):
         log_scale(axes, "x")
-    for budget, accuracy, client in points if len(points) <= MOST_CLIENTS else []:
-        axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
+    for budget, accuracy, name in points if len(points) <= MOST_CLIENTS else []:
+        axes.annotate(name, (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
     return figure
 
 
@@ -156,7 +125,7 @@ def _weights_figure(result: RunResult) -> Figure | None:
     for model in models:
         places = [place for place, client in enumerate(order) if result.clients[client]["model"] == model]
         axes.bar(places, [weights[order[place]] for place in places], label=f"model {model}")
-    axes.set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8 if len(order) <= 40 else 4)
+    _name_ticks(axes, order, result)
     if len(models) > 1:
         axes.legend()
     else:
@@ -165,11 +134,21 @@ def _weights_figure(result: RunResult) -> Figure | None:
     return figure
 
 
+def _name(result: RunResult, client: int) -> str:
+    return result.clients[client]["name"].replace("$", r"\$")  # which would begin a formula
+
+
+def _name_ticks(axes: Any, clients: Sequence[int], result: RunResult) -> None:
+    names = [_name(result, client) for client in clients]
+    turned = 90 if sum(map(len, names)) > 80 else 0
+    axes.set_xticks(range(len(names)), names, fontsize=8 if len(names) <= 40 else 4, rotation=turned)
+
+
 def _noise_figure(result: RunResult) -> Figure | None:
     """Draw the noise that a strategy estimated for each client against the noise of the client's mechanism."""
     estimated = _client_metric(result, "estimated_noise_std")
     true = {client: result.clients[client]["noise_std"] for client in estimated}
-    clients = sorted((i for i in true if estimated[i] > 0 and true[i] > 0), key=true.__getitem__)
+    clients = sorted((i for i in true if estimated[i] > 0 and (true[i] or 0) > 0), key=true.__getitem__)
     if not clients:
         return None
     figure, axes = new_axes("Noise in each client's update: estimated against true", "true", "estimated")
@@ -183,7 +162,7 @@ def _noise_figure(result: RunResult) -> Figure | None:
     for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # labels alternate between sides
         away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
         style = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
-        axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **style)
+        axes.annotate(_name(result, client), (x[row], y[row]), (away, -away), **style)
     ratios = [estimate / truth for estimate, truth in zip(y, x, strict=True)]
     words = (
         "standard deviation of one parameter\narea: weight in the last round\nestimated / true: "
@@ -217,7 +196,7 @@ def _participation_figure(result: RunResult) -> Figure | None:
         _filled(axes[1], [budget[i] for i in order], [spent[i] for i in order], ("budget", "spent"))
     axes[-1].set(xlabel="client, largest quota first")
     if len(order) <= 40:
-        axes[-1].set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8)
+        _name_ticks(axes[-1], order, result)
     for panel, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
         panel.set_title(title, loc="left")
         panel.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
@@ -258,7 +237,7 @@ def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
     for group in sorted(set(true.values())):
         axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
     for client, point, _, _ in rows if len(rows) <= 40 else ():
-        axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
+        axes.annotate(_name(result, client), point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
     words = "size: confidence\n+: mean of a cluster"
     figure.legend(fontsize=7, loc="outside right upper", title=words, title_fontsize=7)
     return figure

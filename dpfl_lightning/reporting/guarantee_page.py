@@ -52,7 +52,7 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         guarantees=guarantees,
         warning=_warning(guarantees, weakest),
         weakest=weakest,
-        client=order[0],
+        client=result.clients[order[0]]["name"],
         spent=f"{shown_epsilon(weakest.epsilon, budgets[order[0]]):.6g}",
         units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],
         covered=_covered(guarantees),
@@ -95,7 +95,7 @@ def _gaps(guarantees: Sequence[Guarantee]) -> list[str]:
 def _client_row(row: dict[str, Any], guarantee: Guarantee, budget: float) -> dict[str, str | float]:
     noise, bounded = row["noise_multiplier"], math.isfinite(guarantee.epsilon) and math.isfinite(budget)
     return {
-        "client": str(row["client"]),
+        "client": row["name"],
         "records": f"{row['num_records']:,}",
         "batch": f"{row['batch_size']:,}",
         "noise multiplier": "-" if noise is None else f"{noise:.6g}",

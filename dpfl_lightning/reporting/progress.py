@@ -4,13 +4,14 @@ import atexit
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import rich.progress
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
 from rich.table import Column, Table
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
@@ -20,32 +21,48 @@ from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
+from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import counted, data_size, duration, span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
+_LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
-_Columns = dict[str, tuple[Sequence[float | None], str]]  # title -> values (None: not known), and their format
+#: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only
+Detail = Literal["full", "short", "quiet"]
+_Columns = dict[str, tuple[Sequence[float | str | None], str]]  # title -> values (None: not known), and their format
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
 class Progress(Callback):
     """Prints the plan, one live line (plain lines if the output is not a terminal), and a summary.
 
+    A log gets a line for the first and the last round, and between them at most one in (estimated) ten seconds.
+
     Args:
         next_steps: lines at the end of the summary, such as how to open the tracking page.
+        detail: "short" prints one line before and one after the rounds; "quiet" prints only the result, the guarantee
+            and the output folder.
 
     **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee covers.
     """
 
-    def __init__(self, console: Console | None = None, next_steps: Sequence[str] = ()) -> None:
+    def __init__(self, console: Console | None = None, next_steps: Sequence[str] = (), detail: Detail = "full") -> None:
         self.console = Console() if console is None else console
+        self.detail = detail
         self.next_steps = tuple(next_steps)
         self._bar: rich.progress.Progress | None = None
         self._score = ""
         self._printed_at = -math.inf  # when the last plain line was written
 
     def on_fit_start(self, view: View) -> None:
+        self._begun, self._first = time.monotonic(), view.run.first_round
+        if self.detail == "full":
+            self._introduce(view)
+        if self.detail != "quiet" and self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._start_bar(view)
+
+    def _introduce(self, view: View) -> None:
         run = view.run
         self._print(
             f"{counted(view.facts.num_clients, 'client')}, {counted(run.rounds, 'round')}, "
@@ -53,6 +70,8 @@ class Progress(Callback):
             f"estimated time: {duration(run.estimated_seconds)}",
             style="bold",
         )
+        if run.task:
+            self._print(f"Task: {run.task}")
         self._print(_frame(view))
         self._print(f"Output folder: {run.output_dir}")
         if run.first_round > run.rounds:
@@ -62,16 +81,15 @@ class Progress(Callback):
         self._table(_plan_columns(view))
         for words in run.strategy_notes:
             self._print(words)
-        self._begun, self._first = time.monotonic(), run.first_round
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._start_bar(view)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
+        if self.detail == "quiet":
+            return
         done, left = report.round - self._first + 1, report.rounds - report.round
         run = view.run
         estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
-        score = _score(report.test_accuracy, report.test_loss)
+        score = _score(report.test_accuracy, report.test_loss, report.test_metrics)
         epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets) + " (simulated)" * view.run.simulated
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
@@ -81,8 +99,11 @@ class Progress(Callback):
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
             return
         evaluated = report.client_accuracy is not None or report.test_loss is not None
-        if evaluated or time.monotonic() - self._printed_at >= _SILENCE_SECONDS:
-            self._printed_at = time.monotonic()
+        # Which rounds get a line must not show how long a round took: without exact times the estimate is the clock.
+        known = estimate if math.isfinite(estimate) else 20 * _LINE_SECONDS / report.rounds
+        now = time.monotonic() if run.exact_times else report.round * known
+        if now - self._printed_at >= (_LINE_SECONDS if evaluated else _SILENCE_SECONDS) or not left:
+            self._printed_at = now
             progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
             clients = "" if len(report.clients) == view.facts.num_clients else clients
@@ -96,22 +117,29 @@ class Progress(Callback):
             words = f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}"
             self._print(words, style="bold yellow")
             return
-        self._table(_result_columns(result))
-        score = _score(result.test_accuracy, result.test_loss)
+        if self.detail == "full":
+            self._table(_result_columns(result))
+        score = _score(result.test_accuracy, result.test_loss, result.test_metrics)
         self._print(
             f"{f'Test {score}' if score else 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{_times(view, result)}; {result.reason}.",
             style="bold",
         )
-        for line in filter(None, (_sent(result), _groups(result))):
+        if self.detail == "short":
+            return
+        for line in filter(None, (_sent(result), _groups(result)) if self.detail == "full" else ()):
             self._print(line)
         self._print(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
+        if self.detail == "quiet":
+            self._print(f"Output folder: {result.output_dir}")
+            return
         self._print("Where to look next:")
-        for line in (*_files(Path(result.output_dir)), *self.next_steps):
+        for line in (*_files(Path(result.output_dir), bool(view.run.options)), *self.next_steps):
             self._print(f"  {line}")
 
     def _print(self, text: str, style: str | None = None) -> None:
         """Print one line. A log file gets it without line breaks and at once."""
+        text = f"  {text}" if self.detail == "short" else text
         soft_wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
         self.console.file.flush()
@@ -125,10 +153,10 @@ class Progress(Callback):
         texts = [[_text(value, form) for value in values] for values, form in columns.values()]
         count = len(texts[0])
         if count > _MOST_ROWS:
-            summaries = [_summarised(values, form) for values, form in columns.values()]
-            texts = [["smallest", "median", "largest"], *summaries[1:]]
+            summaries = [_summarised(values, form) for values, form in list(columns.values())[1:]]  # not the names
+            texts = [["smallest", "median", "largest"], *summaries]
         for row in zip(*texts, strict=True):
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         self.console.print()
         self.console.print(table)
         if count > _MOST_ROWS:
@@ -177,19 +205,19 @@ class _TimeLeft(rich.progress.ProgressColumn):
         return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
 
 
-def _text(value: float | None, form: str) -> str:
+def _text(value: float | str | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def _summarised(values: Sequence[float | None], form: str) -> list[str]:
-    known = [value for value in values if value is not None]
+def _summarised(values: Sequence[float | str | None], form: str) -> list[str]:
+    known = [value for value in values if isinstance(value, int | float)]
     return [_text(pick(known) if known else None, form) for pick in (min, statistics.median_low, max)]
 
 
 def _plan_columns(view: View) -> _Columns:
     schedules, records = view.schedule.clients, view.facts.num_records
     columns: _Columns = {
-        "client": (range(len(records)), ","),
+        "client": ([view.facts.name_of(client) for client in range(len(records))], ""),
         "records": (records, ","),
         "batch": ([schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)], ","),
         "steps a round": ([schedule.main.steps for schedule in schedules], ","),
@@ -208,7 +236,7 @@ def _result_columns(result: RunResult) -> _Columns:
     def values(key: str, missing: float | None = None) -> list:
         return [missing if client[key] is None else client[key] for client in result.clients]
 
-    columns: _Columns = {"client": (values("client"), ",")}
+    columns: _Columns = {"client": (values("name"), "")}
     if _private(result):
         budgets = values("epsilon_budget", math.inf)
         spent = list(map(shown_epsilon, values("epsilon_spent", math.inf), budgets))
@@ -219,6 +247,8 @@ def _result_columns(result: RunResult) -> _Columns:
         columns["noise multiplier"] = values("noise_multiplier"), ".4g"
     if any(value is not None for value in values("accuracy")):
         columns["accuracy"] = values("accuracy"), ".1%"
+    for name in result.metrics_mean:
+        columns[name] = [client["metrics"].get(name) for client in result.clients], ".4g"
     return columns
 
 
@@ -242,10 +272,10 @@ def _private(result: RunResult) -> bool:
     return any(client["noise_multiplier"] for client in result.clients)
 
 
-def _score(accuracy: float | None, loss: float | None) -> str:
-    if accuracy is not None:
-        return f"accuracy {accuracy:.2%}"
-    return "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
+def _score(accuracy: float | None, loss: float | None, metrics: Mapping[str, float | None]) -> str:
+    measured = "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
+    score = measured if accuracy is None else f"accuracy {accuracy:.2%}"
+    return ", ".join([*filter(None, [score]), *(f"{name} {_text(value, '.4g')}" for name, value in metrics.items())])
 
 
 def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
@@ -289,12 +319,14 @@ def _sent(result: RunResult) -> str:
     return f"Sent: {data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}."
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: Path, configured: bool) -> list[str]:
+    """Return what the run's folder contains, and how to go on; a run without a configuration goes on in Python."""
     models = sorted(path.name for path in folder.glob("model*.pt"))
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
+    in_python = [f"in Python: net.load_state_dict(torch.load({str(folder / one)!r}))" for one in models[:1]]
     distilled = [
         f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
-        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: search on the set",
+        f"{invocation('sweep')} --config SWEEP.yaml --sweep.distilled {folder}: search on the set",
     ]
     return [
         f"{folder}/guarantee.html: the guarantee of every client, and what it does not cover",
@@ -302,5 +334,5 @@ def _files(folder: Path) -> list[str]:
         *([f"{folder}/{model}: the trained parameters"] if model else []),
         *(distilled if (folder / CARD).exists() else []),
         f"{folder}/private.json: number of gradients that were not finite, only for the client itself",
-        f"python -m dpfl_lightning.evaluate {folder}",
+        *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if configured else in_python),
     ]

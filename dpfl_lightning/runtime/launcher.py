@@ -1,7 +1,9 @@
 """The rank of a process, read from the environment of a launcher (torchrun or srun), without torch or lightning."""
 
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -31,3 +33,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
         rank, size, local_rank, hosts = numbers("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES")
         return Launch("srun ... python", rank, size, local_rank, size // hosts)
     return Launch()
+
+
+def invocation(command: str, launcher: str = "python") -> str:
+    """Return how to call a command, for printed command lines: by `dpfl` if this process was started by it.
+
+    >>> invocation("evaluate"), invocation("fit", "torchrun ...")
+    ('python -m dpfl_lightning.evaluate', 'torchrun ... -m dpfl_lightning.fit')
+    """
+    by_script = launcher == "python" and Path(sys.argv[0]).stem == "dpfl"
+    return f"dpfl {command}" if by_script else f"{launcher} -m dpfl_lightning.{command}"

@@ -1,9 +1,16 @@
 """Formatting of tables, counts, durations and data sizes, and progress messages of slow computations."""
 
+import json
 import math
+import re
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+_LONGEST = 6000  # characters of a flattened value
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
@@ -16,6 +23,16 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def shown(text: str) -> str:
+    """Wrap the paragraphs of a text between words if the output is a terminal. A log gets long lines."""
+    if not sys.stdout.isatty():
+        return text
+    width = min(80, shutil.get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    # lines of tables, whose cells have several spaces between them, stay as they are
+    return "\n".join(line if "  " in line else wrapper.fill(line) for line in text.split("\n"))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -102,3 +119,20 @@ def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int]
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
     return notify
+
+
+def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted name -> text, shortened to 6,000 characters; a list is one value.
+
+    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
+    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
+    """
+    flat: dict[str, str] = {}
+    for name, value in options.items():
+        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{key}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[key] = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return flat

@@ -66,6 +66,10 @@ class Cost:
 
 def objective(sweep: SweepOptions, options: Options) -> Objective:
     """Return the objective of a search; raises UserError if the set or the records cannot be used."""
+    on_public = sweep.objective != "set" or sweep.distilled is None
+    must = "be null for a search that is scored on public records, because your own data have none"
+    own, advice = options.data.class_path, "Or search on a distilled set: --sweep.distilled runs/NAME."
+    require(own is None or not on_public, "data.class_path", must, own, advice)
     if sweep.objective == "set":
         return ProxyObjective(sweep, options)
     return FederatedObjective(options, private=sweep.objective == "private")
@@ -95,6 +99,7 @@ class ProxyObjective:
             records, scored, self.card = distilled.records, public, distilled.card
             content = distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes()
             self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        _require_classes(records[1], options)
         device = torch.device("cuda" if torch.cuda.is_available() and options.engine.device != "cpu" else "cpu")
         num_classes = self.card.get("num_classes")
         num_classes = int(records[1].max()) + 1 if num_classes is None else int(num_classes)
@@ -246,6 +251,7 @@ class FederatedObjective:
                 f"{count:,} public records"
             )
         self._population: Population | None = None
+        _require_classes(self._people(options).y, options)
 
     def check(self, options: Options) -> None:
         """Raise UserError if nothing can be built from these options."""
@@ -266,7 +272,7 @@ class FederatedObjective:
         if watcher.ended:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
         if result.test_accuracy is None:
-            raise UserError(f"`data.name` must have classes, because accuracy is the score, got {options.data.name!r}.")
+            raise UserError(f"`data` must have records for evaluation, got none of {options.data.name!r}.")
         seconds = result.wall_seconds if self._private else time.perf_counter() - begun
         return Outcome(result.test_accuracy, loop.module.num_params, seconds)
 
@@ -284,6 +290,11 @@ class FederatedObjective:
 
 
 Objective = ProxyObjective | FederatedObjective
+
+
+def _require_classes(y: Tensor, options: Options) -> None:
+    must = "have classes, because accuracy is the score"
+    require(not y.is_floating_point(), "data.name", must, options.data.name)
 
 
 def _check_private(options: Options) -> None:

@@ -163,7 +163,7 @@ def _check_key(key: Any, objective: str) -> None:
 
     known = SEARCHED[objective]
     must = f"be {', '.join(known)} or a key below, with objective {objective}"
-    advice = f"{nearest(key, known)} {_WHY[objective]}".strip()
+    advice = f"{nearest(key, known) or nearest(key.partition('.')[0], known)} {_WHY[objective]}".strip()
     require(below(known) and not below(_NEVER), f"sweep.space.{key}", must, key, advice)
 
 

@@ -53,7 +53,7 @@ def train_and_score(
     Initialisation and order of each net depend only on its number and on `seed`.
     """
     require(population.test is not None, "test", "be given for a comparison", None)
-    on_test, device = one_client(population), population.x.device
+    on_test, device = one_client(population), population.y.device
     module = ClientModule(new_net(seed)).to(device)
     engine = SerialEngine()
     engine.setup(module, on_test, Streams(), "poisson")  # no noise is drawn
@@ -70,4 +70,4 @@ def train_and_score(
 def one_client(population: Population, rows: Tensor | None = None) -> Population:
     """Return a population of one client with these training rows, or with all rows, without held-out records."""
     train_rows = torch.cat(population.train_of) if rows is None else rows
-    return dataclasses.replace(population, train_of=[train_rows], held_out_of=[train_rows[:0]], groups=None)
+    return dataclasses.replace(population, train_of=[train_rows], held_out_of=[train_rows[:0]], groups=None, names=())

@@ -4,8 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from dpfl_lightning.config.registry import call, imported
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.config.registry import call, check_names, imported
 from dpfl_lightning.federated.server.strategy import Strategy
 
 #: registry name -> (file, class)
@@ -20,7 +19,6 @@ STRATEGIES = {
     "ifca": ("clustering.ifca", "Ifca"),
     "inverse_noise": ("aggregation.inverse_noise", "InverseNoise"),
     "kmeans_clusters": ("clustering.kmeans_clusters", "KMeansClusters"),
-    "learning_rate_decay": ("aggregation.learning_rate_decay", "LearningRateDecay"),
     "local": ("clustering.local", "Local"),
     "median": ("aggregation.median", "Median"),
     "minimum_epsilon": ("aggregation.minimum_epsilon", "MinimumEpsilon"),
@@ -44,6 +42,7 @@ def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']
     """
+    check_names("strategies", strategies)
     return [
         call(f"strategies.{name}", {name: _class(name)}, name, **(options or {}))
         for name, options in strategies.items()
@@ -59,6 +58,4 @@ def _class(name: str) -> type[Strategy]:
     if name in STRATEGIES:
         file, attribute = STRATEGIES[name]
         return getattr(importlib.import_module(f"{__name__}.{file}"), attribute)
-    must = f"name one of {', '.join(STRATEGIES)}, or a user-defined Strategy as package.module.Class"
-    require("." in name, "strategies", must, name, nearest(name, STRATEGIES))
     return imported(f"strategies.{name}", name, Strategy)

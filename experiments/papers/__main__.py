@@ -17,7 +17,7 @@ from dpfl_lightning.runtime.launcher import launched
 from experiments.papers.cells import RESULTS, Cell, Overrides, finished, missing_cells, required_cells
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
-from experiments.papers.report import as_dict, figure_path, listing, log_report, page, report
+from experiments.papers.report import as_dict, figure_path, log_report, overview, page, report
 from experiments.papers.run import EXPERIMENT, RunnerOptions, make, spec, without_data
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(launched().size == 1, "reproduce", "be one process", launched().size, "--jobs makes several cells at once.")
     first, *names = options.names
     if first == "list":
-        print(listing(find(names) if names else list(experiments().values()), options.results))
+        print(overview(find(names) if names else list(experiments().values()), options.results))
         return 0
     chosen = [one.restricted(options.rows, options.columns) for one in find(options.names)]
     overrides, free = _sorted_out(set_by_user)

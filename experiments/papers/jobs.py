@@ -16,7 +16,7 @@ def fitting(cells: Sequence[Cell], runner: RunnerOptions) -> int:
 
     if any(CellContext(cell, runner).device == "cuda" for cell in cells):
         return 1
-    clients = max((options_of(cell, runner).clients.count for cell in cells), default=1)
+    clients = max((options_of(cell, runner).clients.count or 1 for cell in cells), default=1)
     return max(1, min(len(cells), cores() // clients))
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from dpfl_lightning.errors import require
@@ -202,13 +203,50 @@ def listing(experiments: Sequence[Experiment], results: Path) -> str:
     for experiment in experiments:
         made, minutes = [], []
         for scale in experiment.scales:
-            required = required_cells(experiment, scale, None)
-            left = missing_cells(required, results)
-            seconds = seconds_of(left, results)
-            made.append(f"{scale} {len(required) - len(left)} of {len(required)}")
+            done, count, seconds = _progress(experiment, scale, results)
+            made.append(f"{scale} {done} of {count}")
             minutes.append(f"{scale} {'unknown' if math.isnan(seconds) else f'{seconds / 60:,.0f}'}")
         rows.append([experiment.name, ", ".join(made), ", ".join(minutes), experiment.title])
     return markdown(["name", "cells made", "minutes left", "what"], rows)
+
+
+def overview(experiments: Sequence[Experiment], results: Path, width: int = 100) -> str:
+    """The listing for a terminal: at most `width` columns, with the time left for each scale."""
+    rows = []
+    for experiment in experiments:
+        cells = dict.fromkeys(("small", "paper"), "")
+        for scale in experiment.scales:
+            done, count, seconds = _progress(experiment, scale, results)
+            cells[scale] = f"{done}/{count}" + (f", {_roughly(seconds)}" if done < count else "")
+        rows.append([experiment.name, *cells.values()])
+    heads = ["name", "small", "paper"]
+    sizes = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    titles = ["what", *(experiment.title for experiment in experiments)]
+    lines = []
+    for row, title in zip([heads, *rows], titles, strict=True):
+        start = "  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True))
+        lines.append(f"{start}  {shorten(title, width - len(start) - 2, placeholder='...')}")
+    return "\n".join([*lines, "", "small and paper are scales: cells made of all cells, and the time for the rest."])
+
+
+def _progress(experiment: Experiment, scale: str, results: Path) -> tuple[int, int, float]:
+    """Number of cells made and of all cells, and estimated seconds for the rest (nan if unknown)."""
+    required = required_cells(experiment, scale, None)
+    left = missing_cells(required, results)
+    return len(required) - len(left), len(required), seconds_of(left, results)
+
+
+def _roughly(seconds: float) -> str:
+    """Format a long duration.
+
+    >>> _roughly(600), _roughly(6 * 3600), _roughly(1e7), _roughly(math.nan)
+    ('10 min', '6 h', '116 days', 'unknown')
+    """
+    if math.isnan(seconds):
+        return "unknown"
+    units = {"days": 86_400, "h": 3600, "min": 60}
+    unit = next((unit for unit, size in units.items() if seconds >= 2 * size), "min")
+    return f"{math.ceil(seconds / units[unit])} {unit}"
 
 
 # ---- pages

@@ -1,10 +1,12 @@
 """Every engine, by registration, against the reference: same noise, same draws, same parameters."""
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import reference
+import task_cases
 import torch
 from conftest import FIXED_KEY, small_net
 from hypothesis import given, settings
@@ -87,6 +89,17 @@ def test_engine_equals_the_reference(engine, make_loop):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     pulled, plain = assert_as_serial(engine, make_loop, parts=[FedProx(2.0)]), released(engine, make_loop)
     assert not torch.allclose(pulled, plain)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "language_modeling"])
+def test_engines_equal_the_reference_for_labels_of_any_shape(task, make_loop):
+    torch.manual_seed(0)
+    net, options = task_cases.NETS[task](), {"population": task_cases.population(task)}
+    options |= {"privacy": PrivacyOptions(noise_multiplier=0.5), "clients": ClientOptions(3, 4, learning_rate=0.3)}
+    expected = released("serial", make_loop, module=ClientModule(copy.deepcopy(net)), **options)
+    for engine in OTHERS:
+        actual = released(engine, make_loop, module=ClientModule(copy.deepcopy(net)), **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 LAPLACE = {
@@ -229,7 +242,7 @@ class EmptyDraws(Streams):
 
 class Adam(ClientModule):
     def configure_optimizers(self):
-        return torch.optim.Adam(self.trainable, lr=self.task.learning_rate)
+        return torch.optim.Adam(self.trainable, lr=self.local_task.learning_rate)
 
 
 class HalfSteps(ClientModule):
@@ -251,6 +264,34 @@ def test_engines_run_the_hooks_of_a_module(engine, module, batch_size, make_loop
     )
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(reference, sgd, rtol=1e-2)
+
+
+OPTIMIZERS = [
+    {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"name": "adam", "betas": [0.8, 0.9], "eps": 1e-6},
+    {"name": "adamw"},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one["name"])
+def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
+    clients = ClientOptions(count=4, batch_size=16, learning_rate=0.05, optimizer=optimizer)
+    for engine in ("fast", "trainer"):
+        assert_as_serial(engine, make_loop, clients=clients, parts=[FedProx(0.5)])
+    with pytest.raises(UserError, match=r"`clients.optimizer` must be plain sgd with engine stacked"):
+        make_loop(engine=ENGINES["stacked"](), clients=clients)
+    ours = released("serial", make_loop, clients=clients, privacy=None)
+    loop, options = make_loop(clients=clients, privacy=None), {k: v for k, v in optimizer.items() if k != "name"}
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer["name"]]
+    for client, row in enumerate(loop.settings):
+        net, generator = small_net(), STREAMS.generator("sampling", 1, client)
+        start, torchs = loop.module.flat, kind(net.parameters(), lr=0.05, foreach=False, **options)
+        for rows in draw_steps("poisson", row.num_records, row.sample_rate, row.steps, generator):
+            x, y = loop.population.records(client, torch.from_numpy(rows))
+            torchs.zero_grad()
+            (nn.functional.cross_entropy(net(x), y, reduction="sum") / row.batch_size).backward()
+            torchs.step()
+        torch.testing.assert_close(ours[client], ClientModule(net).flat - start, rtol=1e-4, atol=1e-5)
 
 
 def test_nets_that_do_not_fit_a_piece_of_noise_get_the_same_noise(make_loop):

@@ -244,11 +244,16 @@ X, Y = pair(6)
         ([], {}, "`clients` must name at least one client's records, got 0"),
         ([pair(6)], {"held_out": 1.0}, r"`held_out` must be a probability in \[0, 1\), got 1.0"),
         ([X], {}, r"`client 0` must be a pair \(x, y\)"),
-        ([(X, Y), (X, Y[:-1])], {}, r"`client 1: y` must have the shape \[6\], got \(5,\)"),
-        ([(X, Y[:, None])], {}, r"`client 0: y` must have the shape \[6\], got \(6, 1\)"),
+        ([(X, Y), (X, Y[:-1])], {}, r"`client 1: y` must have the shape \[6, ...\], got \(5,\)"),
+        ([(X, Y), (X, Y[:, None])], {}, r"`client 1: y` must have labels of shape \(\), as client 0, got \(1,\)"),
+        (
+            [(X, -100 * Y[:, None])],
+            {"num_classes": 3},
+            r"must hold classes from 0 to 2 or -100 \(ignored\), got \(-200, 0\)",
+        ),
         ([(X[:0], Y[:0])], {}, "`client 0: x` must hold at least one record"),
         ([(X[:, 0, 0], Y)], {}, r"`client 0: x` must have the shape \[records, ...\]"),
-        ([(X.to(torch.uint8), Y)], {}, r"must be floating, got torch.uint8. Pass x.float\(\) / 255 for bytes."),
+        ([(X.to(torch.uint8), Y)], {}, r"must be floating, or int64 .* got torch.uint8. Pass x.float\(\) / 255"),
         ([(X / 0, Y)], {}, "`client 0: x` must be finite"),
         ([(X, Y), (X[:, :1], Y)], {}, r"`client 1: x` must have records of shape \(2, 3\), as client 0, got \(1, 3\)"),
         ([(X, Y), (X, Y.float())], {}, "`client 1: y` must be torch.int64, as client 0, got torch.float32"),
@@ -258,7 +263,7 @@ X, Y = pair(6)
         ([(X, Y)], {"test": (X[:, :1], Y)}, r"`test: x` must have records of shape \(2, 3\), as client 0"),
         ([Stream()], {}, "`client 0` must be a Dataset with a length and an index, got 'Stream'"),
         ([Words(0)], {}, "`client 0` must hold at least one record, got 0"),
-        ([Ragged(3)], {}, r"`client 0` must yield records of one shape, got \[\(1,\), \(2,\), \(3,\)\]"),
+        ([Ragged(3)], {}, r"`client 0` must yield records of one shape, got '\(1,\) and \(2,\) and \(3,\)'"),
         ([Pictures(3)], {}, r"`client 0` must hold numbers, got object.*Convert images to tensors."),
     ],
 )
@@ -270,7 +275,7 @@ def test_own_data_that_does_not_fit_is_named(clients, options, message):
 def test_classes_as_real_numbers_are_a_regression_and_the_way_out_is_said():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 3))
     people = Population.from_datasets([(X, Y.float())] * 2)
-    with pytest.raises(UserError, match=r"give 1 output for each, got: .*Real numbers as labels .* pass y.long\(\)\."):
+    with pytest.raises(UserError, match=r"must give outputs that fit .*Real numbers as labels .* pass y.long\(\)\."):
         FederatedLoop(people, ClientModule(net), rounds=1, privacy=None)
 
 

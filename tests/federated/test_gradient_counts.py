@@ -279,7 +279,7 @@ def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, new
     assert plan([*argv, "--json"]) == 0
     printed = capsys.readouterr().out
     assert WORDS in printed
-    assert all(client["epsilon"] is None for client in json.loads(printed.splitlines()[-1])["clients"])
+    assert all(client["epsilon"] is None for client in json.loads(printed)["clients"])
     uri = new_store(tmp_path)
     assert fit([*argv, "--tracking.uri", uri, "--output_dir", str(tmp_path / "run")]) == 0
     assert WORDS in capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_a_resumed_run_cannot_ask_for_exact_times(make_loop):
 def test_the_terminal_shows_no_time_of_a_round(tmp_path, monkeypatch):
     """The remaining time follows from a measurement on random data, not from the rounds: 200 s for ten."""
     texts = []
-    for pause in (0.0, 1000.0):
+    for pause in (0.0, 1000.0):  # which rounds have a line does not depend on it
         now = [1000.0]
         monkeypatch.setattr("dpfl_lightning.reporting.progress.time.monotonic", lambda now=now: now[0])
         paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path, exact_times=False)

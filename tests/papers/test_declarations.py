@@ -200,7 +200,8 @@ selection.methods ours mnist_laplace paper: {privacy.clip_norm: 20.0}
 selection.methods uniform cifar10_laplace paper: {model: {name: resnet20}}
 selection.methods ours mnist_gaussian paper: {privacy.epsilon: {name: uniform, low: 0.1, high: 3}}
 selection.methods pfa mnist_gaussian paper:
-  {strategies: {pfa: {grouping: top}, uniform_selection: {top_fraction: 0.1}, learning_rate_decay: {half_after: 200}}}
+  {strategies: {pfa: {grouping: top}, uniform_selection: {top_fraction: 0.1}},
+   clients.schedule: {name: inverse, half_after: 200}}
 selection.figure4 ours fashion_mnist_gaussian_1 paper: {privacy.epsilon: {low: 0.5, high: 1}}
 selection.figure5 ours mnist_laplace_0.5 paper: {data.partition: {name: dirichlet, alpha: 0.5, min_records: 10}}
 distillation.baselines one_step alpha1 small:

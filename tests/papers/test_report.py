@@ -9,7 +9,7 @@ from dpfl_lightning.errors import UserError
 from experiments.papers.cells import RESULTS, Cell, write
 from experiments.papers.experiment import Column, Comparison, Row, Tolerance
 from experiments.papers.registry import experiments
-from experiments.papers.report import as_dict, listing, numbers, page, report
+from experiments.papers.report import as_dict, listing, numbers, overview, page, report
 
 ROOT = Path(__file__).parents[2]
 PAPER = {"ours": (50.0, 60.0), "theirs": (55.0, None)}
@@ -119,6 +119,8 @@ def test_the_list_counts_cells_and_minutes(results, known):
     line = row_of(listing([fake(minutes={"small": 30.0, "paper": 60.0})], results), "fake.table1")
     assert line[1] == "small 3 of 6, paper 0 of 6"
     assert line[2] == "small 0, paper unknown"  # as the finished ones; the registered fake declares no guess
+    text = overview([fake(title="A long title " * 20)], results)
+    assert "fake.table1  3/6" in text and "0/6, unknown" in text and max(map(len, text.splitlines())) <= 100
 
 
 def test_a_page_is_written_from_files_and_mistakes_are_refused(results, known, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware, estimate_by_group, judged_groups, step_scale
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy noise_aware.*clients count:UserWarning")
@@ -201,7 +200,9 @@ def test_other_steps_noise_or_batches_have_other_noise(first, later, again, make
 
 
 def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
-    _, _, seen = run(make_loop, LearningRateDecay(2.0), rounds=3, reestimate_every=0)
+    clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3, schedule={"name": "inverse", "half_after": 2.0})
+    seen = Recorder()
+    make_loop(parts=[NoiseAware(reestimate_every=0), seen], clients=clients).run()
     assert kept(seen) == [True, False, False]
 
 

@@ -70,7 +70,6 @@ BAD = {
     "fedyogi": [("epsilon", 0.0, "")],
     "server_momentum": [("momentum", -0.1, "")],
     "trimmed_mean": [("share", 0.5, "")],
-    "learning_rate_decay": [("half_after", 0.0, "above 0")],
     "two_stage_selection": [
         ("warmup_rounds", 1, ">= 2, got 1"),
         ("ratio", -1.0, ">= 0"),

@@ -25,7 +25,6 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
-from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise
@@ -360,11 +359,12 @@ def test_reweighting_is_of_the_clients_of_each_model(make_loop):
 
 
 def test_learning_rates_decay_from_round_to_round(make_loop):
-    loop = planned(make_loop, Uniform(), LearningRateDecay(half_after=4.0), privacy=None, rounds=4)
+    clients = ClientOptions(COUNT, learning_rate=0.3, schedule={"name": "inverse", "half_after": 4.0})
+    loop = planned(make_loop, Uniform(), privacy=None, rounds=4, clients=clients)
     rates = []
     for finished in range(4):
         view = loop.view(ServerState(loop.module.flat[None], (0,) * COUNT, finished))
-        rates.append(loop.strategies[-1].plan_round(view.plan(), view).learning_rate_of)
+        rates.append(loop.plan_of_all(view).learning_rate_of)
     assert rates == [(pytest.approx(0.3 / (1 + t / 4)),) * COUNT for t in (1, 2, 3, 4)]
 
 
@@ -458,9 +458,9 @@ def test_biased_selection_gains_where_noise_is_large(make_loop):
             population=problem(seed=0),
             module=ClientModule(net),
             rounds=20,
-            clients=ClientOptions(count=CLIENTS, batch_size=None, learning_rate=4.0),
+            clients=ClientOptions(CLIENTS, None, learning_rate=4.0, schedule={"name": "inverse", "half_after": 50}),
             privacy=private(epsilon, delta=1e-5, adjacency="replace_one"),
-            parts=strategies.build({name: {"clients_per_round": 6}, "learning_rate_decay": {"half_after": 50}}),
+            parts=strategies.build({name: {"clients_per_round": 6}}),
             evaluate_every=20,
         )
         return loop.run().test_accuracy

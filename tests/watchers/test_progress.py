@@ -75,26 +75,59 @@ def test_many_clients_are_summed_up(show):
     assert text.count("smallest") == 2 and "over 31 clients" in text
 
 
-def test_plain_lines_where_there_is_no_terminal(show):
-    text = show([{}, UNEVALUATED, {"clients": (0, 2)}])
-    lines = text[len(show()) :].splitlines()
+@pytest.fixture
+def now(monkeypatch):
+    """A list whose only element is the time, in seconds."""
+    time = [1000.0]
+    monkeypatch.setattr("dpfl_lightning.reporting.progress.time.monotonic", lambda: time[0])
+    return time
+
+
+def test_plain_lines_where_there_is_no_terminal(show, now):
+    text = show([{}, {"clients": (0, 2)}], rounds=2)
+    lines = text[len(show(rounds=2)) :].splitlines()
     assert [re.sub(r"(under )?\d+ s left", "T left", line) for line in lines] == [
-        "round  1/10 | accuracy 5.00% | max epsilon 0.3 | 2,000 records/s | T left",
-        "round  3/10 | accuracy 15.00% | max epsilon 0.9 | 2,000 records/s | 2 of 3 clients | T left",
+        "round 1/2 | accuracy 5.00% | max epsilon 0.3 | 2,000 records/s | T left",
+        "round 2/2 | accuracy 10.00% | max epsilon 0.6 | 2,000 records/s | 2 of 3 clients | T left",
     ]
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
 
 
-def test_a_log_is_silent_for_a_minute_at_most(tmp_path, monkeypatch):
-    paper, view, now = Console(file=io.StringIO(), width=80), a_view(tmp_path), [1000.0]
+@pytest.mark.parametrize(
+    ("seconds", "estimate", "changes", "lines"),
+    [
+        (25.0, None, UNEVALUATED, [1, 4, 7, 10]),
+        (4.0, None, {}, [1, 4, 7, 10]),
+        (0.01, None, {}, [1, 10]),
+        (1000.0, 0.1, {}, [1, 10]),  # without exact times the time of a round is not used
+        (0.01, 40.0, {}, [1, 4, 7, 10]),
+    ],
+)
+def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, changes, lines):
+    info = {} if estimate is None else {"exact_times": False, "estimated_seconds": estimate}
+    paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path, **info)
     progress = Progress(paper)
-    monkeypatch.setattr("dpfl_lightning.reporting.progress.time.monotonic", lambda: now[0])
     progress.on_fit_start(view)
-    for round in range(1, 10):  # 25 seconds each
-        now[0] += 25.0
-        progress.on_round_end(view, a_report(view, round, **UNEVALUATED))
+    for round in range(1, 11):
+        now[0] += seconds
+        progress.on_round_end(view, a_report(view, round, **changes))
     found = re.findall(r"round +(\d+)/10 \|.*\| (.*) left", printed(paper))
-    assert found == [("1", "3 min 45 s"), ("4", "2 min 30 s"), ("7", "1 min 15 s")]
+    assert [int(round) for round, _ in found] == lines
+    if seconds == 25.0:
+        assert [left for _, left in found][:3] == ["3 min 45 s", "2 min 30 s", "1 min 15 s"]
+
+
+def test_less_detail(tmp_path):
+    texts = {}
+    for detail in ("short", "quiet"):
+        paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path)
+        progress = Progress(paper, next_steps=["mlflow ui"], detail=detail)
+        progress.on_fit_start(view)
+        progress.on_round_end(view, a_report(view, 1))
+        progress.on_fit_end(view, a_result(view))
+        texts[detail] = printed(paper).splitlines()
+    assert [line.partition(" ")[0] for line in texts["quiet"]] == ["Test", "Guarantee:", "Output"]
+    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"]
 
 
 def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp_path):
@@ -110,7 +143,10 @@ def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp
 def test_the_summary(show, tmp_path):
     for name in ("model.pt", "distilled.pt", "distilled.json"):
         (tmp_path / name).touch()
-    text = show([{}] * 3, {}, next_steps=["mlflow ui [here]"])
+    built_in_python = " ".join(show([], {}).split())
+    assert f"in Python: net.load_state_dict(torch.load('{tmp_path}/model.pt'))" in built_in_python
+    assert "evaluate" not in built_in_python
+    text = show([{}] * 3, {}, next_steps=["mlflow ui [here]"], options={"rounds": 10})
     summary = text[text.index("epsilon spent") :]
     rows = [line.split() for line in summary.splitlines() if re.match(r"\s*\d+ ", line)]
     assert rows[2] == ["2", "2.97", "3", "10", "1.25", "50.2%"]
@@ -140,7 +176,7 @@ def test_the_summary_of_groups(show):
 
 def test_runs_and_clients_without_noise_have_no_privacy(show, tmp_path):
     text = show([{}] * 3, {}, view=a_view(tmp_path, noise=0.0))
-    assert text.count("no privacy") == 5  # plan, three rounds, summary
+    assert text.count("no privacy") == 3  # plan, the first round, summary
     for words in ("epsilon budget", "epsilon spent", "delta", "max epsilon"):
         assert words not in text, words
     text = show([{}], {}, budgets=(1.0, 2.0, math.inf))

@@ -21,6 +21,7 @@ from dpfl_lightning.federated.messages.query import (
 )
 from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     VmapClippedSum,
@@ -78,7 +79,7 @@ def _computation(query: ChargedQuery, mechanism: object) -> Computation:
 
 
 def answer(
-    query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
+    query: ChargedQuery, client: int, module: ClientModule, x: Inputs, y: Tensor, generator: RandomGenerator
 ) -> Any:
     """The answer of a client from all its records `x [n, *X]`, `y [n]`, n >= 1: the noised sum `[k]`, the chosen index,
     or a plain answer. ValueError if the registered function does not return one row for each record.
@@ -100,13 +101,13 @@ def answer(
 
 @torch.no_grad()
 def _bounded_sum(
-    query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, bounded: Callable[[Tensor], Tensor]
+    query: ChargedQuery, client: int, module: ClientModule, x: Inputs, y: Tensor, bounded: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The sum over all records of their bounded rows, `[k]` float64 on the CPU."""
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
 
-    def row(x: Tensor, y: Tensor) -> Tensor:
-        rows = compute(query.question, client, module, x[None], y[None])
+    def row(x: Inputs, y: Tensor) -> Tensor:
+        rows = compute(query.question, client, module, take(x, None), y[None])
         if not (isinstance(rows, Tensor) and rows.ndim == 2 and len(rows) == 1 and not rows.is_complex()):
             got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
             must = "be one row of real numbers for each record, shape (1, k) for one record"
@@ -115,14 +116,18 @@ def _bounded_sum(
 
     total: Tensor | None = None
     with evaluating(module.net):
-        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
-            rows = vmap(row, randomness="different")(inputs, targets)
+        for records in _chunks(len(y)):
+            rows = vmap(row, randomness="different")(take(x, records), y[records])
             part = bounded(rows).sum(dim=0)
             if total is not None and part.shape != total.shape:
                 raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")
             total = part if total is None else total + part
     assert total is not None  # a mechanism's divisor is above 0: there are records
     return total.cpu().double()
+
+
+def _chunks(num_records: int) -> list[slice]:
+    return [slice(first, first + FORWARD_CHUNK) for first in range(0, num_records, FORWARD_CHUNK)]
 
 
 def _scores(rows: Tensor) -> Tensor:
@@ -135,23 +140,23 @@ def _clipped(rows: Tensor, mechanism: Mechanism) -> Tensor:
 
 
 @rows_of(SelectModel)
-def _fit_of_models(query: SelectModel, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+def _fit_of_models(query: SelectModel, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     return 1 - bounded_losses(module, query.models, x, y, query.loss_bound) / query.loss_bound
 
 
 @rows_of(MeanLoss)
-def _centred_loss(query: MeanLoss, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+def _centred_loss(query: MeanLoss, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     model = query.models[query.row_of[client]][None]
     return bounded_losses(module, model, x, y, query.loss_bound) - query.loss_bound / 2
 
 
 @plain_answer_of(LowestLoss)
-def _lowest_loss(query: LowestLoss, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+def _lowest_loss(query: LowestLoss, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     return summed_losses(module, query.models, x, y).argmin()
 
 
 @plain_answer_of(LossesAroundStep)
-def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     """Both losses, summed over the records; the mechanism divides by their number."""
     clip_norm, order, rate = query.step_of[client]
     clipped_sum = VmapClippedSum(module.sample_loss)
@@ -160,36 +165,36 @@ def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModu
     return summed_losses(module, torch.stack([query.model, after]), x, y)
 
 
-def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def losses_at(module: ClientModule, models: Tensor, x: Inputs, y: Tensor) -> Tensor:
     """The loss of each record with each of the models `[M, P]`, `[b, M]`."""
     return torch.stack([module.sample_loss(_parameters(module, model, x), x, y) for model in models], dim=1)
 
 
-def _parameters(module: ClientModule, model: Tensor, x: Tensor) -> dict[str, Tensor]:
+def _parameters(module: ClientModule, model: Tensor, x: Inputs) -> dict[str, Tensor]:
     """The parameters of `model` `[P]`, with the weights of convolutions in the memory format in which `x` has entered.
 
     Under `vmap` a convolution has the memory format of its weight, not of its input. Channels last are ten times as
     fast before max-pooling on a CPU, but not all nets support them: `ClippedSum.enter` knows.
     """
     params = module.unflatten(model)
-    if x.dim() != 4 or x.stride(1) != 1:
+    if not isinstance(x, Tensor) or x.dim() != 4 or x.stride(1) != 1:
         return params
     layers = [name for name, layer in module.net.named_modules() if type(layer) is nn.Conv2d]
     weights = [f"{name}.weight".lstrip(".") for name in layers]
     return params | {name: channels_last(params[name]) for name in weights if name in params}
 
 
-def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:
+def bounded_losses(module: ClientModule, models: Tensor, x: Inputs, y: Tensor, bound: float) -> Tensor:
     """`losses_at` clipped to [0, bound], in float64 if the device has it. A loss that is NaN counts as the bound."""
     losses = losses_at(module, models, x, y)
     return losses.to(summing_dtype(losses)).nan_to_num(nan=bound, posinf=bound).clamp(0.0, bound)
 
 
-def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def summed_losses(module: ClientModule, models: Tensor, x: Inputs, y: Tensor) -> Tensor:
     """The unbounded sum of each model's loss over all records, `[M]` float64 on the CPU; NaN counts as infinite."""
     totals = models.new_zeros(len(models), dtype=summing_dtype(models))
     with evaluating(module.net):
-        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
-            losses = losses_at(module, models, inputs, targets)
+        for records in _chunks(len(y)):
+            losses = losses_at(module, models, take(x, records), y[records])
             totals += losses.nan_to_num(nan=math.inf, posinf=math.inf).sum(dim=0, dtype=totals.dtype)
     return totals.cpu().double()

@@ -9,25 +9,40 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.engines.engine import Batch, Engine
+from dpfl_lightning.federated.client.metrics import check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models.tasks import described
+from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
 
 
-def dummy_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def dummy_batch(population: Population, records: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(records, *population.input_shape, generator=generator)
-    if not population.x.is_floating_point():
-        x = (x > 0).float()  # whole numbers may be rows of a table
-    if population.y.is_floating_point():
-        y = torch.randn(records, generator=generator)
-    else:
-        y = torch.randint(population.num_classes, (records,), generator=generator)
-    return x.to(device, population.x.dtype), y.to(device, population.y.dtype)
+
+    def like(example: Tensor) -> Tensor:
+        values = torch.randn(records, *example.shape[1:], generator=generator)
+        if not example.is_floating_point():
+            values = (values > 0).float()  # whole numbers may be rows of a table
+            if values.dim() > 1:
+                values.view(records, -1)[:, :1] = 1  # or a mask, which must not be empty
+        return values.to(device, example.dtype)
+
+    x = tree_map(like, population.empty_batch[0])
+    return x, dummy_labels(population, records, generator).to(device)
+
+
+def dummy_labels(population: Population, records: int, generator: torch.Generator) -> Tensor:
+    """Return random labels `[records, ...]` on the CPU; 0 and 1, which every task knows, if a record has several."""
+    shape, dtype = (records, *population.y.shape[1:]), population.y.dtype
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(2 if len(shape) > 1 else population.num_classes, shape, generator=generator).to(dtype)
 
 
 @torch.no_grad()
@@ -39,36 +54,45 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
         begun = time.perf_counter()
         float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
-    return min(times) / len(x) / (engine.workers or 1)
+    return min(times) / len(y) / (engine.workers or 1)
 
 
 def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
-    Raises UserError if its `sample_loss` raises, does not give one loss for each record, gives a record another loss
-    among other records, with dropout and without, or changes its buffers.
+    Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
+    record, gives a record another loss among other records, with dropout and without, or changes its buffers.
     """
+    module.check_optimizer(learning_rate=0.1)
+    module.prepare(*dummy_batch(population, records=4, device=module.device))
     x, y = dummy_batch(population, records=2, device=module.device)
-    if not y.is_floating_point():
-        y = torch.full_like(y, population.num_classes - 1)  # out of range if there are fewer outputs than classes
     try:
         with torch.no_grad():
+            with _drawing_alike(module.device):
+                output = module.output(module.named_trainable, x)
+            module.task = task = module.infer_task(output, y, population.num_classes)
+            if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
+                y = torch.full_like(y, population.num_classes - 1)
             losses = module.sample_loss(module.named_trainable, x, y)
         problem = "" if losses.shape == (2,) else f"losses of shape {tuple(losses.shape)} for 2 records"
+    except UserError:
+        raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         problem = str(error).strip().splitlines()[0]
     if problem:
         outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
-        regression = "Real numbers as labels make a regression: of classes pass y.long(). " * y.is_floating_point()
         raise UserError(
             f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
-            f"{regression}Choose another model, or another shape of data."
+            "Choose another model, or another shape of data."
         )
+    module.task_note = described(task, tuple(output.shape[1:]), tuple(y.shape[1:]), module.named_task is not None)
+    task.check(population.y)
+    check_metrics(module.metrics, task)
     _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
 
 
 @torch.no_grad()
-def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
+def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
     """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
     with evaluating(module.net):
         before = _copied_buffers(module)
@@ -85,14 +109,14 @@ def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
         raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
 
 
-def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
 
     Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
     record the same loss alone: it is compared in two batches of one size, which draw the same numbers.
     """
 
-    def losses(x: Tensor, y: Tensor) -> Tensor:
+    def losses(x: Inputs, y: Tensor) -> Tensor:
         buffers = _copied_buffers(module)
         try:
             with _drawing_alike(module.device):
@@ -101,15 +125,15 @@ def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
             for name, value in module.net.named_buffers():
                 value.copy_(buffers[name])
 
-    def same(x: Tensor, tolerance: float) -> bool:
+    def same(x: Inputs, tolerance: float) -> bool:
         with _drawing_alike(module.device):
             before = _generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
             draws = _generator_states(module.device) != before
-        alone = torch.cat([losses(x[row : row + 1], y[row : row + 1]) for row in range(len(x))])
+        alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
-        def like_alone(some_x: Tensor, some_y: Tensor, places: Tensor) -> bool:
-            expected = losses(*in_company(x, y, (1.0,), len(some_x))[:2])[places] if draws else alone
+        def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
+            expected = losses(*in_company(x, y, (1.0,), len(some_y))[:2])[places] if draws else alone
             actual = losses(some_x, some_y)[places]
             return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -117,7 +141,7 @@ def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
 
     try:
         module.double()
-        return same(x.double() if x.is_floating_point() else x, 1e-8)
+        return same(floating_to(x, torch.float64), 1e-8)
     except (RuntimeError, TypeError):
         module.float()
         return same(x, 1e-3)

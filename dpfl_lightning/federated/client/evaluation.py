@@ -1,18 +1,22 @@
-"""Accuracy and loss on test and held-out records, which the guarantee does not cover."""
+"""Accuracy, loss and metrics on test and held-out records, which the guarantee does not cover."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_accuracy
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.metrics import Metrics
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
+from dpfl_lightning.models.model import forward_chunk
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
+MOST_NUMBERS = 1 << 25  # of the outputs of a batch: language models have one for each token and word
 _NOTHING = Score(None, math.nan)
 
 
@@ -41,28 +45,39 @@ def evaluate(module: ClientModule, population: Population, final_models: ClientM
 def _scores(
     module: ClientModule, model: Tensor, population: Population, sets: Sequence[Tensor], engine: Engine
 ) -> list[Score]:
-    """Scores of one model on several sets of rows, which may overlap."""
+    """Scores of one model on several sets of rows, which may overlap. Few outputs are held at once."""
     rows, place = torch.cat(list(sets)).unique(return_inverse=True)
     if len(rows) == 0:
         return [_NOTHING] * len(sets)
-    output, y = engine.outputs(model, rows), population.y[rows]
-    with torch.inference_mode():
-        losses = module.loss(output, y).double()
-    values = losses[None]
-    if not y.is_floating_point():
-        classes = max(population.num_classes, output.shape[1])  # a net may know more classes than the population has
-        labels = output.argmax(dim=1, keepdim=True), y[:, None]
-        hits = multiclass_accuracy(*labels, classes, average="micro", multidim_average="samplewise")
-        values = torch.stack([losses, hits.double()])
     sizes = torch.tensor([len(one) for one in sets], device=rows.device)
+    places, values = place.split(sizes.tolist()), []
+    metrics: list[Metrics] = []
+    for first, some_rows in _batches(rows, population, engine):
+        output, y = engine.outputs(model, some_rows), population.y[some_rows]
+        task = module.task or module.infer_task(output, y, population.num_classes)
+        names = module.metrics or task.metrics
+        metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
+        with torch.inference_mode():
+            values.append(torch.stack([module.loss(output, y).double(), *task.hits(output, y)]))
+            for metric, in_set in zip(metrics, places, strict=True) if names else ():
+                inside = in_set[(in_set >= first) & (in_set < first + len(some_rows))] - first
+                if len(inside):
+                    metric.update(output[inside], y[inside])
     of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)
-    sums = values.new_zeros(len(values), len(sets)).index_add_(1, of_set, values[:, place])
-    means = (sums / sizes).tolist()  # 0 / 0 is NaN: a set without records
-    accuracies = [None] * len(sets) if y.is_floating_point() else means[1]
+    sums = values[0].new_zeros(3, len(sets)).index_add_(1, of_set, torch.cat(values, dim=1)[:, place])
+    losses, accuracies = (sums[0] / sizes).tolist(), (sums[1] / sums[2]).tolist()  # 0 / 0 is NaN
     return [
-        Score(accuracy, loss) if size else _NOTHING
-        for accuracy, loss, size in zip(accuracies, means[0], sizes.tolist(), strict=True)
+        Score(finite_or_none(accuracy), loss, metric.values()) if size else _NOTHING
+        for accuracy, loss, metric, size in zip(accuracies, losses, metrics, sizes.tolist(), strict=True)
     ]
+
+
+def _batches(rows: Tensor, population: Population, engine: Engine) -> Iterator[tuple[int, Tensor]]:
+    """Yield parts of `rows` with the place of their first; outputs for the classes of a part are few enough."""
+    numbers = population.y[0].numel() * (population.num_classes if population.y.dim() > 1 else 1)
+    records, chunk = max(1, MOST_NUMBERS // max(1, numbers)), forward_chunk(rows.device) * (engine.workers or 1)
+    parts = rows.split(records - records % chunk or records)
+    yield from zip(itertools.accumulate(map(len, parts), initial=0), parts, strict=False)
 
 
 def _mean(scores: Sequence[Score]) -> Score:
@@ -70,4 +85,5 @@ def _mean(scores: Sequence[Score]) -> Score:
     if not scored:
         return _NOTHING
     accuracies = [one.accuracy for one in scored if one.accuracy is not None]
-    return Score(fmean(accuracies) if accuracies else None, fmean(one.loss for one in scored))
+    metrics = mean_metrics(one.metrics for one in scored)
+    return Score(fmean(accuracies) if accuracies else None, fmean(one.loss for one in scored), metrics)

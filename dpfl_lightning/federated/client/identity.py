@@ -11,18 +11,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.models.learning_rates import CONSTANT
+from dpfl_lightning.models.optimizers import PLAIN_SGD
 from dpfl_lightning.privacy.accounting.planned import once_each
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
-_OF_A_ROUND = ("task", "local_optimizer", "net")  # attributes of a `ClientModule` that are no settings
+# attributes of a `ClientModule` that are no settings, or follow from its net and the records
+_OF_A_ROUND = ("local_task", "local_optimizer", "net", "metrics", "task", "task_note")
 _OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # LayerNorm: its creation draws no random numbers
 _COLUMNS = {
     "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),
@@ -43,6 +49,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
         for name in names
     }
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
+    local_steps = (("clients.optimizer", plan.optimizer, PLAIN_SGD), ("clients.schedule", plan.rates, CONSTANT))
     return _for_json(
         {
             **deciding_options(plan.options),
@@ -51,6 +58,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
             **({} if "strategies" in plan.options else {"strategies": strategies}),
+            **{key: repr(value) for key, value, default in local_steps if value != default},
         }
     )
 
@@ -80,6 +88,7 @@ def identity(
         "strategy": plan.strategies,
         "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
+        "names": list(population.names),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
 
@@ -109,7 +118,9 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
     """A keyed digest of each client's training records, 8 bytes, in the client's order."""
     for client, rows in enumerate(population.train_of):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
-        for tensor in (population.x[rows], population.y[rows]):
+        x = population.x
+        inputs = [x.digests[rows.cpu()]] if isinstance(x, LazyInputs) else tree_leaves(take(x, rows))
+        for tensor in (*inputs, population.y[rows]):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
         yield digest.digest()

@@ -1,24 +1,31 @@
 """The private training step of a client as a LightningModule."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
+from dpfl_lightning.federated.client.lightning_loss import LightningLoss, overrides, unused
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.models.model import Model
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
-from dpfl_lightning.privacy.mechanism import Mechanism
-from dpfl_lightning.privacy.noise import RandomGenerator
+from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
+from dpfl_lightning.privacy.clipping.inputs import Inputs
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum
+from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
+from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 
 @dataclass(frozen=True)
 class LocalTask:
     """The task of a client in one round. The event of its mechanism was charged before; its `norms` are private.
 
-    With an `anchor` `[P]` each step adds `pull * (parameters - anchor)`, which does not depend on data.
+    With an `anchor` `[P]` each step adds `pull * (parameters - anchor)`, which does not depend on data. With
+    `optimizer` None the module configures it; its schedule follows `round` and `steps`, the local steps of a round.
     """
 
     clipped_sum: ClippedSum
@@ -28,8 +35,11 @@ class LocalTask:
     norms: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     pull: float = 0.0
+    optimizer: LocalOptimizer | None = PLAIN_SGD
+    round: int = 1
+    steps: int = 1
 
-    def sum_of(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest | None = None) -> Tensor:
+    def sum_of(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
         default = ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
         sums, norms = self.clipped_sum(params, x, y, request or default)
@@ -54,31 +64,92 @@ class LocalTask:
 class ClientModule(Model, L.LightningModule):
     """The local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
 
-    Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to `[B, num_classes]` (or `[B, 1]`, a regression).
-    To change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
-    `stacked`), or set `personal` to the names of parameters that stay with each client. Raises as `Model`.
+    Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to outputs `[B, ...]`, or to a dictionary or
+    object with such `logits` (Hugging Face). `task` is a key of `models.tasks.TASKS`, None to infer it from shapes and
+    dtypes; `metrics` are keys of `federated.client.metrics.METRICS`, empty for those of the task. Of a LightningModule
+    `forward`, the loss of `training_step` and `configure_optimizers` are used, and `unused` lists what is not. To
+    change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
+    `stacked`), or set `personal` to the names of parameters that stay with each client.
 
-    **Privacy** One `training_step` is one step of `task.mechanism`, which was charged beforehand. It adds noise before
-    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger and is
-    refused.
+    `configure_optimizers` may return a learning rate schedule in Lightning's forms. The optimiser is new in every round
+    of a client, but its schedule goes on: an epoch of the schedule is a round of the run, and a step is a local step.
+
+    Raises UserError as `Model`, and for a LightningModule with manual optimisation.
+
+    **Privacy** One `training_step` is one step of the mechanism of `local_task`, which was charged beforehand. It adds
+    noise before any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger
+    and is refused.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net)
+    def __init__(self, net: nn.Module, task: str | None = None, metrics: Sequence[str] = ()) -> None:
+        require(not isinstance(net, ClientModule), "net", "be the net of one ClientModule", type(net).__name__)
+        if isinstance(net, L.LightningModule):
+            net.configure_model()
+        super().__init__(net, task)
+        self.adapted: LightningLoss | None = None
+        if isinstance(net, L.LightningModule) and overrides(net, "training_step"):
+            self.adapted = LightningLoss(net)
         self.automatic_optimization = False
-        self.task: LocalTask | None = None
+        self.metrics = tuple(metrics)
+        self.local_task: LocalTask | None = None
+        self._settings_of: dict[float, GroupSettings] = {}  # of a schedule, by the learning rate of the task
+
+    def overrides(self, hook: str) -> bool:
+        """Return whether a subclass overrides a method of this class."""
+        return getattr(type(self), hook) is not getattr(ClientModule, hook)
 
     @property
-    def plain_sgd(self) -> bool:
-        """Whether a step is plain SGD, which engines may compute in other ways: neither hook below is overridden."""
-        hooks = ("configure_optimizers", "training_step")
-        return all(getattr(type(self), hook) is getattr(ClientModule, hook) for hook in hooks)
+    def brings_optimizer(self) -> bool:
+        """Whether the optimiser is that of `configure_optimizers` of a subclass or of a wrapped LightningModule."""
+        net = self.net
+        return self.overrides("configure_optimizers") or (
+            isinstance(net, L.LightningModule) and overrides(net, "configure_optimizers")
+        )
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD over the net; it sees noised gradients only, so any optimiser is post-processing."""
-        return torch.optim.SGD(self.trainable, lr=self._require_task().learning_rate)
+    @property
+    def unused(self) -> list[str]:
+        """Hooks and metrics of a wrapped LightningModule that a run does not use."""
+        return unused(self.net) if isinstance(self.net, L.LightningModule) else []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def plain_sgd(self, optimizer: LocalOptimizer | None) -> bool:
+        """Return whether a step with the optimiser of a plan is plain SGD, which engines may compute in other ways."""
+        plain = optimizer is not None and optimizer.plain
+        return plain and not self.brings_optimizer and not self.overrides("training_step")
+
+    def prepare(self, x: Inputs, y: Tensor) -> None:
+        """Look at random records `x [B, *X]`, `y [B]`, before any private record is read. See `LightningLoss`."""
+        if self.adapted is not None:
+            self.adapted.prepare(self.named_trainable, x, y)
+
+    def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
+        if self.adapted is not None and self.adapted.whole:
+            return self.adapted.sample_loss(params, x, y)
+        return super().sample_loss(params, x, y)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        if self.adapted is None or self.adapted.whole:
+            return super().loss(output, y)
+        return self.adapted.loss(output, y)
+
+    def configure_optimizers(self) -> Any:
+        """The optimiser of the task, or of a wrapped LightningModule. It sees noised gradients only."""
+        if self.brings_optimizer:
+            return self.net.configure_optimizers()  # type: ignore[operator]
+        task = self._require_task()
+        return (task.optimizer or PLAIN_SGD).over(self.trainable, task.learning_rate)
+
+    def check_optimizer(self, learning_rate: float, rounds: int = 1, steps: int = 1) -> None:
+        """Raise UserError unless `configure_optimizers` fits a run of so many rounds and local steps in each."""
+        if not self.brings_optimizer:
+            return
+        mechanism, noise = Gaussian(1.0, 0.0, 1.0, 1.0), Streams().generator("none", 0, 0)
+        task = LocalTask(VmapClippedSum(self.sample_loss), mechanism, noise, learning_rate, optimizer=None)
+        try:
+            StepOptimizer(self, replace(task, round=rounds, steps=steps), taken=steps - 1)
+        finally:
+            self.local_task = None
+
+    def training_step(self, batch: tuple[Inputs, Tensor], batch_idx: int) -> None:
         """Clip -> sum -> noise -> optimiser, on `x [B, *X]`, `y [B]`, B may be 0."""
         task = self._require_task()
         clipped = task.sum_of(self.named_trainable, *batch)  # [1, P]
@@ -91,19 +162,58 @@ class ClientModule(Model, L.LightningModule):
 
     def begin(self, task: LocalTask, flat: Tensor) -> None:
         """Start a client's round at `flat` `[P]` with a fresh optimiser."""
-        self.task = task
-        with torch.no_grad():
-            for parameter, value in zip(self.trainable, self.unflatten(flat).values(), strict=True):
-                parameter.copy_(value)
-        self.local_optimizer = self.configure_optimizers()
+        self.load(flat)
+        self.local_optimizer = StepOptimizer(self, task)
 
     def on_fit_start(self) -> None:
         self._require_task()
 
     def _require_task(self) -> LocalTask:
-        if self.task is None:
+        if self.local_task is None:
             raise UserError(
                 "`ClientModule` must be trained by a FederatedLoop, got a bare Trainer, which has no privacy ledger. "
                 "For one client alone, give the loop a Population of one."
             )
-        return self.task
+        return self.local_task
+
+
+class StepOptimizer:
+    """The optimiser of a client in one round, new at its start, whose schedule continues from the round before.
+
+    Without `flat` it works on the parameters of the module, and otherwise on a vector `[P]`.
+    """
+
+    def __init__(self, module: ClientModule, task: LocalTask, flat: Tensor | None = None, taken: int = 0) -> None:
+        module.local_task, self._round, self._steps, self._taken = task, task.round, task.steps, taken
+        self._configured = ConfiguredOptimizer.of(module.configure_optimizers())
+        self._settings: GroupSettings | None = None
+        if self._configured.scheduler is not None:
+            known = module._settings_of
+            if task.learning_rate not in known:
+                known[task.learning_rate] = GroupSettings(ConfiguredOptimizer.of(module.configure_optimizers()))
+            self._settings = known[task.learning_rate]
+            self._schedule()
+        if flat is not None:
+            self._unflatten, parts = module.unflatten, module.unflatten(flat).values()
+            views = dict(zip(module.trainable, parts, strict=True))
+            self._moved = on_one_vector(self._configured.optimizer, views, flat)
+
+    def step(self) -> None:
+        """Take a step by the gradients of the parameters."""
+        self._schedule()
+        self._configured.optimizer.step()
+        self._taken += 1
+
+    def step_by(self, gradient: Tensor) -> None:
+        """Take a step of the vector by its gradient `[P]`."""
+        parts = [gradient] if len(self._moved) == 1 else list(self._unflatten(gradient).values())
+        for moved, part in zip(self._moved, parts, strict=True):
+            moved.grad = part.view_as(moved)
+        self.step()
+
+    def _schedule(self) -> None:
+        if self._settings is None:
+            return
+        number = self._configured.steps_taken(self._round, self._steps, self._taken)
+        for group, settings in zip(self._configured.optimizer.param_groups, self._settings.after(number), strict=True):
+            group.update(settings)

@@ -15,6 +15,8 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.models.learning_rates import CONSTANT, Constant
+from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ class RunPlan:
         caveats: sentences that every guarantee of the run must contain.
         strategies: class of each deciding strategy -> digest of its settings and source.
         changes_mechanisms: whether a strategy may change the schedule by `replan`.
+        optimizer, rates: of the local steps; see `RoundPlan.optimizer`.
     """
 
     rounds: int
@@ -45,6 +48,8 @@ class RunPlan:
     strategies: Mapping[str, str]
     changes_mechanisms: bool
     options: Mapping[str, Any]
+    optimizer: LocalOptimizer | None = PLAIN_SGD
+    rates: Constant = CONSTANT
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from torch import Tensor
 
@@ -17,10 +19,15 @@ class ClientModels:
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy in [0, 1] (None for a regression, and without records) and mean loss of a model on some records."""
+    """Accuracy in [0, 1] (None for a regression, and without records) and mean loss of a model on some records.
+
+    Accuracy is the share of right predictions: of records, labels (multilabel), pixels or tokens. `metrics` have None
+    where the records do not define a value.
+    """
 
     accuracy: float | None
     loss: float
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,19 @@ class Evaluation:
 
     test: Score
     clients: tuple[Score, ...]
+
+
+def mean_metrics(metrics: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Return the mean of each metric over the mappings that have a value of it, None if none has.
+
+    >>> mean_metrics([{"f1": 0.5, "auroc": None}, {"f1": 1.0, "auroc": None}])
+    {'f1': 0.75, 'auroc': None}
+    """
+    values: dict[str, list[float]] = {}
+    for one in metrics:
+        for name, value in one.items():
+            values.setdefault(name, []).extend([] if value is None else [value])
+    return {name: fmean(known) if known else None for name, known in values.items()}
 
 
 #: what `privacy.diagnostics` shows, in the words of its `NonPrivateEvent`

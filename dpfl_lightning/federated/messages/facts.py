@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,8 @@ class Facts:
 
     Args:
         num_records: of training, of each client.
-        num_classes: 1 for a regression.
+        num_classes: 1 for a regression; the number of labels (multilabel) or tokens (language modelling).
+        input_shape: of a record's tensor; a tuple or dictionary of shapes if records are such.
         batch_size: expected, of each client.
         reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
@@ -21,7 +23,7 @@ class Facts:
 
     num_records: tuple[int, ...]
     num_classes: int
-    input_shape: tuple[int, ...]
+    input_shape: Any
     batch_size: tuple[int, ...] = ()
     reported_epsilon: tuple[float, ...] = ()
     truth: Mapping[str, object] | None = None

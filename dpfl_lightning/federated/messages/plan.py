@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 
@@ -84,6 +85,7 @@ class RoundPlan:
             strategy with role `route` decides otherwise.
         purpose: the line of each client's schedule that pays for this round.
         anchors: models `[A, P]` to which `anchor_of` refers. Local steps are pulled to them with strength `pull`.
+        optimizer: of the local steps; None is the one that the clients' module configures.
         fewest: if fewer clients (>= 1) are left, for example because others cannot pay, no client trains.
     """
 
@@ -99,6 +101,7 @@ class RoundPlan:
     anchor_of: tuple[int, ...] = ()
     pull: float = 0.0
     fewest: int = 1
+    optimizer: LocalOptimizer | None = PLAIN_SGD
 
     def __post_init__(self) -> None:
         columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)
@@ -113,6 +116,10 @@ class RoundPlan:
         """Expected number of records that each client processes, `[C]`. The observed number is private."""
         pairs = zip(self.mechanism_of, self.steps, strict=True)
         return tuple(self.job.expected_records(mechanism) * steps for mechanism, steps in pairs)
+
+    def independent_steps(self, steps: int) -> float:
+        """See `LocalOptimizer.independent_steps`."""
+        return math.nan if self.optimizer is None else self.optimizer.independent_steps(steps)
 
     def clip_norm(self, row: int) -> float:
         return self.job.clip_norm(self.mechanism_of[row])

@@ -81,7 +81,8 @@ class ClientUpdates:
     """The noised updates of the C clients whose updates arrived. What is computed from them is post-processing.
 
     Args:
-        noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps.
+        noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps; NaN if
+            the optimiser makes it unknown.
         deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if they were only added up in `total`,
             because no strategy needs single ones.
         lost: clients whose update was not finite. They are in none of the other fields.
@@ -100,7 +101,7 @@ class ClientUpdates:
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
         """The fields of the updates of a plan that are known before they arrive."""
-        rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
+        rows = zip(plan.mechanism_of, map(plan.independent_steps, plan.steps), plan.learning_rate_of, strict=True)
         sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)

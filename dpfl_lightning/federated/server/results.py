@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
@@ -49,8 +49,10 @@ class RunInfo:
         estimated_seconds: of all rounds, from a short measurement on random data.
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
+        strategies: their names.
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
         exact_times: whether times are reported as measured.
+        task: of the model, in words.
     """
 
     output_dir: Path
@@ -68,6 +70,8 @@ class RunInfo:
     simulated: bool = False
     exact_times: bool = False
     strategy_notes: tuple[str, ...] = ()
+    task: str = ""
+    strategies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class RoundReport:
     seconds: float | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
+    test_metrics: Mapping[str, float | None] = field(default_factory=dict)
     client_accuracy: tuple[float | None, ...] | None = None
     diagnostics: Diagnostics | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
@@ -110,10 +115,14 @@ class RunResult:
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
         clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
             noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
-            update, accuracy in [0, 1] and mean loss are those of its final model on its held-out records.
+            update, accuracy in [0, 1], mean loss and metrics are those of its final model on its held-out records.
+        test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
-        metrics: of the last round.
+        metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
+        model: the trained net, as in `model.pt`, with personal parameters at their initial values. None if the run did
+            not finish, if clients have several models (see `FederatedLoop.client_model`), and on other ranks than 0.
+            Not in `result.json`.
     """
 
     output_dir: str
@@ -130,18 +139,24 @@ class RunResult:
     clients: tuple[dict, ...]
     test_accuracy: float | None
     test_loss: float | None
+    test_metrics: Mapping[str, float | None] = field(default_factory=dict)
     simulated: bool = False
     accuracy_mean: float | None = None
     accuracy_std: float | None = None
     accuracy_worst: float | None = None
     accuracy_gap: float | None = None
+    metrics_mean: Mapping[str, float | None] = field(default_factory=dict)
     accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
     client_embedding: ClientEmbedding | None = None
     interrupted: bool = False
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}  # for other ranks: a user's net may not be picklable
 
     def as_dict(self) -> dict:
-        fields = {name: value for name, value in vars(self).items() if name != "interrupted"}
+        fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}
         fields["test_loss"] = None if self.test_loss is None else finite_or_none(self.test_loss)
         embedding = self.client_embedding
         return {**fields, "client_embedding": None if embedding is None else dataclasses.asdict(embedding)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.clients import Clients, RunPlan
-from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
@@ -31,7 +31,9 @@ from dpfl_lightning.federated.server.strategy import Strategy, fold, overrides, 
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.models.learning_rates import Constant
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.optimizers import LocalOptimizer
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee, in_words
@@ -59,6 +61,8 @@ class Run:
         callbacks: Sequence[Callback],
         *,
         rounds: int,
+        optimizer: LocalOptimizer | None,
+        rates: Constant,
         network: NetworkOptions,
         seed: int,
         output_dir: Path,
@@ -77,6 +81,12 @@ class Run:
         self.model = copy.deepcopy(model)  # strategies may overwrite its parameters
         self._initial = model.flat
         self.rounds, self.last_round, self.seed, self.evaluate_every = rounds, rounds, seed, evaluate_every
+        self.optimizer, self.rates = optimizer, rates
+        known = optimizer is not None and math.isfinite(optimizer.independent_steps(1))
+        for strategy in self.strategies:
+            name, advice = type(strategy).__name__, f"{type(strategy).__name__} must know the noise in every update."
+            got = "the optimizer of the model" if optimizer is None else type(optimizer).__name__
+            require(known or not strategy.needs_noise_std, "clients.optimizer", f"be SGD with {name}", got, advice)
         self.output_dir, self.options, self.resume_command = output_dir, dict(options), resume_command
         self.new_net = new_net
         self.exact_times = exact_times or clients.simulated or privacy is None  # nobody is protected without privacy
@@ -104,14 +114,19 @@ class Run:
             schedule=self.schedule,
             run=self.info,
             clip_norm=self._clip_norm,
-            learning_rate=self._learning_rate,
+            learning_rate=self._learning_rates(state.round + 1),
             seed=self.seed,
             guarantees=self.clients.guarantees,
             ask=self._ask,
             new_model=self._new_model,
             solve=functools.partial(solved, accountant=self.accountant),
             used=self.clients.used,
+            optimizer=self.optimizer,
         )
+
+    def _learning_rates(self, round: int) -> tuple[float, ...]:
+        factor = self.rates.factor(round, self.rounds)
+        return self._learning_rate if factor == 1 else tuple(factor * rate for rate in self._learning_rate)
 
     def evaluate(self, state: ServerState) -> Evaluation:
         return self.clients.evaluate(self.final_models(state))
@@ -150,17 +165,18 @@ class Run:
         return self.schedule
 
     def plan_of_all(self, view: View) -> RoundPlan:
-        """The default plan of a round of all clients; all but round and models stays as long as the schedule does."""
+        """The default plan of a round of all clients; mechanisms and steps stay as long as the schedule does."""
         if self._plan_of_all is None:
             self._plan_of_all = view.plan(self.first_purpose)
-        return dataclasses.replace(self._plan_of_all, round=view.round, model_of=tuple(view.state.model_of))
+        model_of, rates = tuple(view.state.model_of), view.learning_rate
+        return dataclasses.replace(self._plan_of_all, round=view.round, model_of=model_of, learning_rate_of=rates)
 
     def run_plan(self) -> RunPlan:
         """The whole run as it is proposed to the clients; call `plan_schedule` first."""
         accountant, digests, caveats = self.accountant.name, self._strategy_digests, self.caveats
         replans = any(overrides(strategy, "replan") for strategy in self.strategies)
         terms = (self.rounds, self.seed, self.settings, self.schedule, accountant, caveats, digests)
-        return RunPlan(*terms, changes_mechanisms=replans, options=self.options)
+        return RunPlan(*terms, replans, self.options, self.optimizer, self.rates)
 
     def describe(self) -> list[str]:
         """The strategies' sentences about the run; call `plan_schedule` first."""
@@ -249,6 +265,8 @@ class Run:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()
         final_models = self.final_models(self.state) if finished else None
+        models = self.state.models if final_models is None else final_models.models
+        self.model.load(models[0] if len(models) == 1 else self._initial)
         result = self._result(reason, interrupted, guarantees, final_models)
         if final_models is not None:
             self.folder.save_models(self.model, final_models)
@@ -290,6 +308,8 @@ class Run:
             exact_times=self.exact_times,
             options=self.options,
             strategy_notes=self.strategy_notes,
+            task=self.model.task_note,
+            strategies=tuple(self.options.get("strategies") or (type(one).__name__ for one in self.strategies)),
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
@@ -333,9 +353,11 @@ class Run:
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(self.strategies, "client_embedding", view) if finished else None,
+            model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
             **_on_test(scores),
+            metrics_mean=mean_metrics([] if scores is None else [score.metrics for score in scores.clients]),
         )
 
     def _client_rows(
@@ -350,6 +372,7 @@ class Run:
             score = Score(None, math.nan) if scores is None else scores.clients[client]
             row = {
                 "client": client,
+                "name": self.facts.name_of(client),
                 "epsilon_spent": finite_or_none(guarantees[client].epsilon),
                 "epsilon_budget": finite_or_none(settings.epsilon),
                 "delta": schedule.delta,
@@ -361,6 +384,7 @@ class Run:
                 "steps": account.steps,
                 "accuracy": score.accuracy,
                 "loss": finite_or_none(score.loss),
+                "metrics": dict(score.metrics),
                 "model": models.model_of[client],
                 "true_group": None if groups is None else groups[client],
             }
@@ -371,4 +395,5 @@ class Run:
 def _on_test(scores: Evaluation | None) -> dict[str, Any]:
     if scores is None:
         return {"test_accuracy": None, "test_loss": None}
-    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss}
+    test = scores.test
+    return {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": dict(test.metrics)}

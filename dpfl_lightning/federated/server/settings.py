@@ -23,9 +23,15 @@ _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite a
 
 
 def client_settings(
-    num_records: Sequence[int], clients: ClientOptions, privacy: PrivacyOptions | None, seed: int
+    num_records: Sequence[int],
+    clients: ClientOptions,
+    privacy: PrivacyOptions | None,
+    seed: int,
+    names: Sequence[str] = (),
 ) -> tuple[ClientSettings, ...]:
     """The settings of all clients; `privacy` None is a run without clipping, noise or guarantee.
+
+    `names` of the clients are for messages; empty if they have only numbers.
 
     Raises UserError for a value out of range, or a batch larger than the client's data.
     """
@@ -52,7 +58,7 @@ def client_settings(
             columns[name] = resolve(key, value, count, seed, kind)
     rows = list(zip(*columns.values(), strict=True))
     settings = tuple(once_each(lambda row: ClientSettings(**dict(zip(columns, row, strict=True))), rows))
-    _check(settings, privacy)
+    _check(settings, privacy, names or range(count))
     return settings
 
 
@@ -63,20 +69,20 @@ def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings]
     return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
 
 
-def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -> None:
+def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, names: Sequence[str | int]) -> None:
     """Check values against the client's number of records and against the mechanism."""
     laplace = privacy is not None and privacy.mechanism == "laplace"
     first_with: dict[ClientSettings, int] = {}  # equal clients are checked once
     for i, client in enumerate(settings):
         first_with.setdefault(client, i)
     for client, i in first_with.items():
-        batch, size = client.batch_size, client.num_records
-        advice = f"Client {i} has {size} records; a batch of all of them is a full batch."
+        batch, size, name = client.batch_size, client.num_records, names[i]
+        advice = f"Client {name} has {size} records; a batch of all of them is a full batch."
         require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
         must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
         require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
         if laplace:
-            must = f"be null (all {size} of client {i}'s records) with Laplace noise"
+            must = f"be null (all {size} of client {name}'s records) with Laplace noise"
             require(batch == size, "clients.batch_size", must, batch, "Its accounting is for full batches.")
         else:
             must, advice = "be in (0, 1) with Gaussian noise", "Laplace noise (mechanism) can have 0."
@@ -85,7 +91,7 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
     if loose and privacy is not None:
         client = settings[loose[0]]
         warn_user(
-            f"`privacy.delta` should be below 1 / records, got {client.delta} for client {loose[0]} with "
+            f"`privacy.delta` should be below 1 / records, got {client.delta} for client {names[loose[0]]} with "
             f"{client.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it."
         )
 

@@ -34,6 +34,7 @@ class Strategy:
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
+        needs_noise_std: whether it reads `ClientUpdates.noise_std`, which is not known for every optimiser of clients.
         in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
 
@@ -42,6 +43,7 @@ class Strategy:
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
     needs_training: bool = False
+    needs_noise_std: bool = False
     in_place_of_training: str = ""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[fl
     }
 
 
-def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float]:
+def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, Any]:
     """Mean, population standard deviation, worst, and best - worst of the clients' accuracies.
 
     >>> accuracy_over_clients([0.5, None, 0.75])

@@ -13,6 +13,7 @@ from dpfl_lightning.federated.messages.query import Answers, Query
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import RunInfo
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
@@ -34,6 +35,8 @@ class View:
     Args:
         module: the server's copy of the model, for its architecture and loss. Its parameters may be overwritten.
         clip_norm: bound on the norm of one record's gradient, of each client.
+        learning_rate: of each client in this round.
+        optimizer: see `RoundPlan.optimizer`.
         ask: `ask(query)` charges the clients, and returns their noised answers.
         new_model: `new_model(seed)` returns the initial parameters `[P]` of the net for a public seed.
         solve: `solve(schedule)` returns the schedule with its free noise solved by the run's accountant.
@@ -54,6 +57,7 @@ class View:
     new_model: Callable[[int], Tensor] = field(repr=False)
     solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
     used: Callable[[int, str], int] = field(repr=False)
+    optimizer: LocalOptimizer | None = PLAIN_SGD
 
     def expected_guarantee(self) -> Guarantee:
         """The first client's guarantee, with an infinite epsilon if a `NonPrivateEvent` is planned for any client."""
@@ -79,4 +83,5 @@ class View:
             learning_rate_of=tuple(self.learning_rate[i] for i in cohort),
             purpose=purpose,
             job=job or LocalTraining(),
+            optimizer=self.optimizer,
         )

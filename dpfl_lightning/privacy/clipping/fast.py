@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels import dense_conv, pooling, sparse_conv
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
+from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.clipping.layer_rules import (
     RULES,
@@ -163,16 +166,16 @@ class FastClippedSum:
         return [f"`{name or 'net'}` ({type(module).__name__})" for name, module in others.items()]
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
-    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
+    def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
-        chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
+        chunk = self.chunk or (CPU_CHUNK if y.device.type == "cpu" else ACCELERATOR_CHUNK)
         x, wanted, group = self.enter(x), request.chosen(params), request.group
-        totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=x.device)]
-        for rows in chunks_of(len(x), chunk):
-            grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), request.order)
-            require_proved(len(x), chunk, grads.terms)
+        totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=y.device)]
+        for rows in chunks_of(len(y), chunk):
+            grads = ChunkGradients(self._gradients(params, wanted, take(x, rows), y[rows]), request.order)
+            require_proved(len(y), chunk, grads.terms)
             norms.append(grads.norms())
             factors = clip_factors(norms[-1], request.clip_norm)
             totals.add(grads, factors, None if group is None else group[rows])
@@ -181,30 +184,30 @@ class FastClippedSum:
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
         return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
 
-    def enter(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or not self.channels_last or x.dim() != 4:
+    def enter(self, x: Records) -> Records:
+        if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:
             return x
         return pooling.channels_last(x)
 
-    def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
+    def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, list[Tensor]]:
         """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
         with torch.no_grad():
             calls, dys, _ = self._pass(params, x, y, {})
         return {name: [*call.inputs, *([dys[name]] if name in dys else [])] for name, call in calls.items()}
 
-    def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
+    def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         signals = self.signals(params, x, y)
         used = [name for name, unit in self._units.items() if has_special_backward(unit.module) and name in signals]
         return [name for name in used if sparse_conv.mostly_zeros(signals[name][-1])]
 
-    def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
+    def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
         with torch.enable_grad(), self._watched({}, {}, {}) as (calls, _, _):
-            self._sample_loss(params, x[:1], y[:1])
+            self._sample_loss(params, take(x, slice(1)), y[:1])
         return max(1, *(a[0].numel() for call in calls.values() for a in call.inputs))
 
-    def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
+    def _gradients(self, params: Params, wanted: Params, x: Records, y: Tensor) -> ByName:
         """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
         calls, dys, grads = self._pass(params, x, y, wanted)
         for name, dy in dys.items():
@@ -215,7 +218,7 @@ class FastClippedSum:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
 
-    def _pass(self, params: Params, x: Tensor, y: Tensor, wanted: Params) -> tuple[Calls, dict[str, Tensor], ByName]:
+    def _pass(self, params: Params, x: Records, y: Tensor, wanted: Params) -> tuple[Calls, dict[str, Tensor], ByName]:
         """Run one forward and backward pass, and return the units' inputs and output gradients.
 
         Where a convolution on a CPU computes the gradients of `wanted` parameters itself, these are returned instead.
@@ -224,13 +227,13 @@ class FastClippedSum:
         grads: ByName = {}
         with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
-        if losses.shape != (len(x),):
-            raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
+        if losses.shape != (len(y),):
+            raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
         outputs: list[Any] = [*edges.values(), anchor]
         *output_grads, _ = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
         dys.update({name: dy for name, dy in zip(edges, output_grads, strict=True) if dy is not None})
         for name, call in calls.items():
-            if any(a.shape[:1] != (len(x),) for a in (*call.inputs, *([dys[name]] if name in dys else []))):
+            if any(a.shape[:1] != (len(y),) for a in (*call.inputs, *([dys[name]] if name in dys else []))):
                 raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
         return calls, dys, grads
 
@@ -336,7 +339,7 @@ def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
 
 
 def clipped_sum_for(
-    net: nn.Module, sample_loss: SampleLoss | None, example_x: Tensor, example_y: Tensor, chunk: int | None = None
+    net: nn.Module, sample_loss: SampleLoss | None, example_x: Records, example_y: Tensor, chunk: int | None = None
 ) -> tuple[ClippedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and the reason: "fast: ..." or "vmap: ...".
 
@@ -396,20 +399,20 @@ def _dropout_of(net: nn.Module) -> list[nn.Module]:
 
 
 def _reference_answers(
-    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor, dtype: torch.dtype
-) -> tuple[SampleLoss, tuple[Params, Tensor, Tensor], list[Tensor]]:
+    net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor, dtype: torch.dtype
+) -> tuple[SampleLoss, tuple[Params, Records, Tensor], list[Tensor]]:
     """Return the loss with all parameters and buffers in `dtype`, a random example, and the reference's answers."""
     fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
 
-    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def loss(params: Params, x: Records, y: Tensor) -> Tensor:
         return sample_loss({**fixed, **params}, x, y)
 
     example = random_example(net, x, y, dtype)
     return loss, example, _answers(VmapClippedSum(loss), *example)
 
 
-def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Params, Tensor, Tensor]:
+def random_example(net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype) -> tuple[Params, Records, Tensor]:
     """Return three random records and parameters moved off zeros and symmetries, on the net's device."""
     gen = torch.Generator().manual_seed(0)
     device = next(net.parameters()).device
@@ -424,20 +427,21 @@ def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> 
     params = {name: p.detach().to(dtype) for name, p in net.named_parameters() if p.requires_grad}
     for name, p in params.items():
         params[name] = p + 0.05 * torch.randn(p.shape, generator=gen).to(device, dtype)
-    return params, like(x, tokens), like(y, 2)
+    return params, tree_map(lambda part: like(part, tokens), x), like(y, 2)
 
 
-def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> list[Tensor]:
+def _answers(clipped_sum: ClippedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
     """Return what distinguishes two clipped sums: full gradients and clipped ones, record by record."""
-    groups = torch.arange(len(x), device=x.device)
+    groups = torch.arange(len(y), device=y.device)
     clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
-    requests = [ClipRequest(clip_norm, order, groups, len(x)) for clip_norm, order in clips]
+    requests = [ClipRequest(clip_norm, order, groups, len(y)) for clip_norm, order in clips]
     return [clipped_sum(params, x, y, request)[0] for request in requests]
 
 
-def _run_once(clipped_sum: ClippedSum, net: nn.Module, x: Tensor, y: Tensor) -> None:
+def _run_once(clipped_sum: ClippedSum, net: nn.Module, x: Records, y: Tensor) -> None:
     """Run the clipped sum in the dtypes of the net and of its records: a net under autocast may raise only here."""
-    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    floating = [part.dtype for part in tree_leaves(x) if part.is_floating_point()]
+    dtype = floating[0] if floating else torch.get_default_dtype()
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
     clipped_sum(params, *random_example(net, x, y, dtype)[1:], ClipRequest(1.0))
 
@@ -454,12 +458,12 @@ def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolera
 
 
 def _reached_in_company(
-    fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
+    fast: FastClippedSum, params: Params, x: Records, y: Tensor, most: int, tolerance: float
 ) -> str | None:
     """Return the first unit of which what the rules read for a record of `x` changes with other records, or None."""
-    alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
+    alone = [fast.signals(params, take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))]
 
-    def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
+    def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
         for name, together in fast.signals(params, some_x, some_y).items():
             for actual, separate in zip(together, zip(*(signals[name] for signals in alone), strict=True), strict=True):
                 expected = torch.cat(separate).flatten(1).to(params_dtype)

@@ -6,6 +6,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 
 Answer = TypeVar("Answer")
 
@@ -17,7 +20,7 @@ HOSTILE = (math.nan, math.inf, 1e30)
 
 
 def in_companies(
-    look: Callable[[Tensor, Tensor, Tensor], Answer], x: Tensor, y: Tensor, most: int = CROWD
+    look: Callable[[Inputs, Tensor, Tensor], Answer], x: Inputs, y: Tensor, most: int = CROWD
 ) -> list[Answer]:
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
@@ -26,7 +29,7 @@ def in_companies(
     """
     answers = []
     for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
-        records = max(len(x), min(most, crowd))
+        records = max(len(y), min(most, crowd))
         try:
             answers.append(look(*in_company(x, y, multiples, records)))
         except (RuntimeError, ValueError):
@@ -34,7 +37,7 @@ def in_companies(
     return answers
 
 
-def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Tensor, Tensor, Tensor]:
+def in_company(x: Inputs, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Inputs, Tensor, Tensor]:
     """Return N `records`, their labels, and the positions of the W >= 1 watched `x`, evenly from the first to the last.
 
     The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
@@ -44,17 +47,22 @@ def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()
     ([0, 5], [1.0, 2.0, 10.0, 20.0, 1.0, 2.0], [0, 1, 1, 0, 0, 1])
     """
-    index = torch.arange(records, device=x.device)
-    source, repeat = index % len(x), index // len(x)
-    batch = x[source]
-    if x.is_floating_point():
-        factors = torch.tensor(multiples, dtype=x.dtype, device=x.device)
-        shape = (-1, *[1] * (x.dim() - 1))
-        constant = (repeat % (len(multiples) + 1) == len(multiples)).view(shape)
-        batch = torch.where(constant, 1.0, batch * factors[repeat % len(multiples)].view(shape))
-    elif x.dim() > 1:
-        batch = batch.roll(1, dims=1)
-    labels = y[(source + repeat) % len(x)]
-    places = torch.linspace(0, records - 1, len(x), device=x.device).long()
-    batch[places], labels[places] = x, y
-    return batch, labels, places
+    index = torch.arange(records, device=y.device)
+    source, repeat = index % len(y), index // len(y)
+    places = torch.linspace(0, records - 1, len(y), device=y.device).long()
+
+    def crowded(x: Tensor) -> Tensor:
+        batch = x[source]
+        if x.is_floating_point():
+            factors = torch.tensor(multiples, dtype=x.dtype, device=x.device)
+            shape = (-1, *[1] * (x.dim() - 1))
+            constant = (repeat % (len(multiples) + 1) == len(multiples)).view(shape)
+            batch = torch.where(constant, 1.0, batch * factors[repeat % len(multiples)].view(shape))
+        elif x.dim() > 1:
+            batch = batch.roll(1, dims=1)
+        batch[places] = x
+        return batch
+
+    labels = y[(source + repeat) % len(y)]
+    labels[places] = y
+    return tree_map(crowded, x), labels, places

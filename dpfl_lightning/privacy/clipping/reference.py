@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, summing_dtype
+from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 
 Params = Mapping[str, Tensor]
-SampleLoss = Callable[[Params, Tensor, Tensor], Tensor]
+SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
 
 DEFAULT_CHUNK = 32  # records whose gradients the reference holds at once
 CANCELLING = 1e3  # largest assumed ratio of the terms of a sum over positions to the norm used for the sum
@@ -81,9 +82,10 @@ class ClippedSum(Protocol):
     """`sum_j min(1, clip_norm / |g_j|) g_j` over each group's records j, where `g_j` is the gradient of j's loss.
 
     A call gets the trainable parameters by name, which concatenated in this order are the vector `[P]`, records
-    `[B, *X]`, B >= 0, labels `[B, ...]`, and how to clip and group. The norm |.| is L2 for Gaussian noise, or L1 for
-    Laplace noise. It returns the sums `[G, P]` in float64 (on MPS in the dtype of the parameters), zeros for a group
-    without records; and the norms `[B]` before clipping, infinite or NaN where they are not finite.
+    `[B, *X]` (or a tuple or dictionary of such), B >= 0, labels `[B, ...]`, and how to clip and group. The norm |.| is
+    L2 for Gaussian noise, or L1 for Laplace noise. It returns the sums `[G, P]` in float64 (on MPS in the dtype of the
+    parameters), zeros for a group without records; and the norms `[B]` before clipping, infinite or NaN where they are
+    not finite.
 
     Guarantees:
         `g_j` is the gradient as it was computed, mostly in float32. Its norm is computed in float64, where squares and
@@ -109,12 +111,12 @@ class ClippedSum(Protocol):
         Sum and norms are private: they must pass a mechanism before the client releases them.
     """
 
-    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
         """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Inputs) -> Inputs:
         """Return `x` `[B, *X]` in the memory format that suits the net best; the values are unchanged."""
 
 
@@ -175,12 +177,12 @@ class _StatesOfRecords(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tensor], dict[str, Tensor]]:
+def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Inputs, Tensor], dict[str, Tensor]]:
     """Return a function for every record's gradient by parameter name, `[B, *shape]`: `vmap(grad(sample_loss))`."""
 
-    def one_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def one_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
         with _StatesOfRecords():
-            losses = sample_loss(params, x[None], y[None])
+            losses = sample_loss(params, take(x, None), y[None])
         require(losses.shape == (1,), "sample_loss", "return one loss for each record, shape (B,)", tuple(losses.shape))
         return losses[0]
 
@@ -204,13 +206,13 @@ class VmapClippedSum:
         self.chunk = chunk
         self._grads = record_gradients(sample_loss)
 
-    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
-        require_proved(len(x), self.chunk)
+    def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
+        require_proved(len(y), self.chunk)
         params = {name: p.detach() for name, p in params.items()}
-        wanted, norms = request.chosen(params), [torch.empty(0, device=x.device)]
+        wanted, norms = request.chosen(params), [torch.empty(0, device=y.device)]
         total = request.zeros(wanted)
-        for rows in chunks_of(len(x), self.chunk):
-            by_name = self._grads(params, x[rows], y[rows])
+        for rows in chunks_of(len(y), self.chunk):
+            by_name = self._grads(params, take(x, rows), y[rows])
             grads = torch.cat([by_name[name].flatten(1) for name in wanted], dim=1).to(total.dtype)
             norms.append(torch.linalg.vector_norm(grads, ord=request.order, dim=1))
             factors = clip_factors(norms[-1], request.clip_norm)
@@ -221,5 +223,5 @@ class VmapClippedSum:
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
         return VmapClippedSum(sample_loss, self.chunk)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Inputs) -> Inputs:
         return x

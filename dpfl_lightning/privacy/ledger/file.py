@@ -65,6 +65,13 @@ class Header:
     epsilon: tuple[float, ...]
     caveats: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
+
+    def name_of(self, client: int) -> str:
+        """Return the name of a client for reports; its number if the run gave it none."""
+        names = self.identity.get("names")
+        known = isinstance(names, list) and len(names) == len(self.delta)
+        return str(names[client]) if known else str(client)  # type: ignore[index]
+
     run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
 

@@ -30,9 +30,9 @@ RESULTS = ("result.json", "guarantees.json")
 _NOT_COMPARED = (
     *("output_dir", "wall_seconds", "training_seconds", "client_seconds", "records_per_second", "reason"),
     *("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"),
-    *("accuracy_of_groups", "metrics", "client_embedding"),
+    *("accuracy_of_groups", "test_metrics", "metrics_mean", "metrics", "client_embedding"),
 )
-_NOT_COMPARED_OF_A_CLIENT = ("noise_std", "accuracy", "loss", "model", "true_group")
+_NOT_COMPARED_OF_A_CLIENT = ("name", "noise_std", "accuracy", "loss", "metrics", "model", "true_group")
 _DIFFERS = "A changed file proves nothing: use an unchanged copy (MLflow keeps one), or the version that wrote the run."
 
 
@@ -153,6 +153,7 @@ def _row(header: Header, client: int, account: Account, promise: Guarantee) -> d
     size = dict(enumerate(sizes)).get(client) if isinstance(sizes, list) else sizes
     values: dict[str, Sequence[Any]] = {
         "client": (client,),
+        "name": (header.name_of(client),),
         "releases": (sum(account.releases.values()),),
         "steps": (account.steps,),
         "epsilon_budget": (finite_or_none(account.epsilon_budget),),

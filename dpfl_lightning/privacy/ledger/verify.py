@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.plan --ledger FILE...`: verify ledgers, and compute every epsilon again from them alone."""
+"""`dpfl plan --ledger FILE...`: verify ledgers, and compute every epsilon again from them alone."""
 
 import argparse
 import dataclasses
@@ -7,10 +7,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import (
     PURE,
@@ -61,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             print(json.dumps({"ledgers": options.ledger, "verified": False, "error": str(error)}))
         raise error from None
-    print(report.text())
-    if options.json:
-        print(json.dumps(report.as_dict()))
+    print(json.dumps(report.as_dict()) if options.json else report.text())
     return 0
 
 
@@ -158,9 +157,10 @@ class LedgerReport:
     def text(self) -> str:
         """Return what was verified, a row for each client, and the weakest guarantee."""
         head = ["client", "releases", "steps", "epsilon", "budget", "delta"]
+        name_of = self.ledgers[0].verified.header.name_of
         rows = [
             [
-                client,
+                name_of(client),
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
                 epsilon_text(account.epsilon),
@@ -169,7 +169,9 @@ class LedgerReport:
             ]
             for client, account in enumerate(self.accounts)
         ]
-        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget]
+        over = [
+            name_of(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget
+        ]
         lines = [line for ledger in self.ledgers for line in _what_was_verified(ledger)]
         lines += [_TOGETHER] if len(self.ledgers) > 1 else []
         lines += [f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()]
@@ -351,17 +353,13 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
     ]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. See --help.")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="python -m dpfl_lightning.plan",
-        description="Verify ledgers and what lies beside them, and compute every client's epsilon again from the "
+    parser = CommandParser(
+        "plan",
+        "Verify ledgers and what lies beside them, and compute every client's epsilon again from the "
         "events alone. The exit status is 2 if anything disagrees. Nothing is written, except for --export.",
-        allow_abbrev=False,
+        "--ledger FILE [FILE ...] [FLAGS]",
+        ("--ledger runs/digits", "--ledger runs/digits --accountant rdp --json"),
     )
     ledger_help = "ledger.jsonl of a run, or the run's folder; several runs of the same clients are composed"
     parser.add_argument("--ledger", metavar="FILE", nargs="+", required=True, help=ledger_help)
@@ -371,7 +369,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--public_keys", metavar="FOLDER", help=keys_help)
     export_help = "also write every client's events for the library dp_accounting, which composes them independently"
     parser.add_argument("--export", metavar="FILE", help=export_help)
-    parser.add_argument("--json", action="store_true", help="also print one JSON object on the last line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     options, rest = parser.parse_known_args(argv)
     if rest:
         key = rest[0].removeprefix("--").partition("=")[0]

@@ -2,6 +2,6 @@
 
 from dpfl_lightning.reporting.mlflow.run import Tracking
 from dpfl_lightning.reporting.mlflow.store import downloaded, how_to_open, store_uri
-from dpfl_lightning.reporting.mlflow.study import StudyTracking
+from dpfl_lightning.reporting.mlflow.study import SeedsTracking, StudyTracking
 
-__all__ = ["StudyTracking", "Tracking", "downloaded", "how_to_open", "store_uri"]
+__all__ = ["SeedsTracking", "StudyTracking", "Tracking", "downloaded", "how_to_open", "store_uri"]

@@ -1,37 +1,40 @@
-"""Tracks a training run in MLflow: options, metrics, ledger, model and figures."""
+"""Tracks a training run in MLflow: options, metrics, ledger, models and figures."""
 
+import copy
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from statistics import fmean
 from typing import Any
+
+import torch
 
 import dpfl_lightning
 from dpfl_lightning.errors import warn_user
-from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.summary import MATCHES, accuracy_of_groups, accuracy_over_clients, true_groups
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.reporting.figures import figures, of_strategies, per_client
+from dpfl_lightning.reporting import curves
+from dpfl_lightning.reporting.figures import figures
+from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported, shown
 from dpfl_lightning.runtime.text import span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
-_SCORES = ("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap")
-_RESULTS = (*_SCORES, "rounds", "wall_seconds", "training_seconds", "client_seconds", "records_per_second")
-_FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
+_REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
+_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD)
+_TIMES = ("wall_seconds", "client_seconds", "records_per_second")
+_MOST_MODELS = 10  # more models, such as one for each client, are only files
 
 
 class Tracking(Callback):
-    """Tracks a run, also a resumed one, as one run of a `Store`, named after the output folder by default.
+    """Tracks a run, also a resumed one, as one run of a `Store`, named by strategies and budgets by default.
 
     A store that fails later never stops training: its rounds are sent when it answers again. Additional `tags` cannot
-    replace the tags that describe the guarantee.
+    replace the tags that describe the guarantee. `per_client` sends the curves of every client, by its name.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
     guarantee covers. Never sends a checkpoint or the key of the record digests.
@@ -43,10 +46,11 @@ class Tracking(Callback):
         run_name: str | None = None,
         uri: str | None = None,
         tags: Mapping[str, Any] | None = None,
+        per_client: bool = False,
     ) -> None:
         self.store = Store(experiment, uri)
         self.how_to_open = self.store.how_to_open
-        self._run_name, self._tags = run_name, dict(tags or {})
+        self._run_name, self._tags, self._per_client = run_name, dict(tags or {}), per_client
         self._run_id, self._resumed = "", False
         self._last_step = 0  # the last round that MLflow already has
         self._pending: list[Metric] = []
@@ -58,20 +62,26 @@ class Tracking(Callback):
             self._run_id = earlier or self._begun_run(view)
             if earlier is not None:
                 self.store.tag(earlier, {"status": "running"})
-                self._last_step = max(self.store.history(earlier, "overall/participants"), default=0)
+                self._last_step = max(self.store.history(earlier, "train_participants"), default=0)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
             return  # a restored backup repeats rounds that MLflow already has
-        self._pending += metrics(_round_values(report, true_groups(view.facts)), report.round, view.run.exact_times)
+        values = _values(curves.of_round(report, view.facts), self._per_client)
+        self._pending += metrics(values, report.round, view.run.exact_times)
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if not self._run_id:
             return  # the run ended before it started
+        scores: list[Metric] = []
         if result.finished:
-            self._pending += metrics(_final_values(result), result.rounds, view.run.exact_times)
+            final = metrics(_final_values(result), result.rounds, view.run.exact_times)
+            scores = [metric for metric in final if metric.key.startswith("test_")]
+            last = [one for one in self._rounds(view) if one.round == result.rounds]
+            known = {name for one in last for name, value in one.values.items() if value is not None}
+            self._pending += [metric for metric in final if metric.key not in known]
         missing = []
         if not self._guarded(self._send_pending):
             rounds = [metric.step for metric in self._pending]
@@ -79,6 +89,8 @@ class Tracking(Callback):
         else:
             if not self._guarded(lambda: self._send_files(view, result)):
                 missing.append("some files and figures")
+            if result.finished:
+                self._send_models(view, result, scores)
             if not self._guarded(lambda: self._send_status(view, result)):
                 missing.append("the run's status")
         if missing:
@@ -98,11 +110,17 @@ class Tracking(Callback):
             **_frame(view),
             "output_dir": str(folder),
             "status": "running",
-            "mlflow.source.name": "dpfl_lightning",
-            "mlflow.note.content": _description(view.run.strategy_notes),
+            **describe.program(),
+            "mlflow.note.content": describe.description(view.run.strategy_notes),
         }
-        sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
-        return self.store.begin(self._run_name or folder.name, tags, view.run.options, sizes=sizes)
+        run, private = view.run, _private(view)
+        name = self._run_name or describe.run_name(run.strategies, run.budgets, private)
+        epsilon = describe.epsilon_span(run.budgets, private)
+        more = {"epsilon": epsilon, "clients.count": view.facts.num_clients, "num_params": run.num_params}
+        run_id = self.store.begin(name, tags, describe.params(run.options, more), run.options)
+        for context in ("training", "test"):
+            self.store.log_dataset(run_id, describe.dataset(view.facts, run, context), context)
+        return run_id
 
     def _earlier_run(self, view: View) -> str | None:
         """Resume the MLflow run with the same id, or with the same output folder if the run was killed at once."""
@@ -122,16 +140,36 @@ class Tracking(Callback):
         if not result.finished:
             return
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
-        history = partial(self.store.history, self._run_id)  # also has the rounds before a resume
-        for name, figure in figures(history, result, distilled).items():
+        for name, figure in figures(self._rounds(view), result, distilled).items():
             self.store.client.log_figure(self._run_id, figure, f"figures/{name}.png")
+
+    def _send_models(self, view: View, result: RunResult, scores: Sequence[Metric]) -> None:
+        """Log each final model, with an input of zeros as its example."""
+        files = sorted(view.run.output_dir.glob("model*.pt"), key=lambda path: (len(path.name), path.name))
+        try:
+            for file in files if len(files) <= _MOST_MODELS else ():
+                net = copy.deepcopy(view.module.net).cpu()
+                net.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+                from dpfl_lightning.reporting.mlflow.models import log_model  # takes seconds
+
+                example, of_one = torch.zeros(2, *view.facts.input_shape), scores if len(files) == 1 else ()
+                log_model(self.store, self._run_id, file.stem, net, example, of_one, result.rounds)
+        except Exception as error:  # a net may not be picklable, or a server may fail
+            why = (str(error).splitlines() or [""])[0][:200].rstrip(".")
+            words = f"MLflow did not get the model ({type(error).__name__}: {why})"
+            warn_user(f"{words}; its parameters are in {view.run.output_dir}.")
+
+    @staticmethod
+    def _rounds(view: View) -> list[curves.Round]:
+        """Return all rounds of the run, also those before a resume."""
+        return curves.read(view.run.output_dir / curves.FILE)
 
     def _send_status(self, view: View, result: RunResult) -> None:
         tags = {
             "status": result.reason,
             "guarantee": result.guarantee,
             "ledger_head": json.dumps(result.ledger),
-            "mlflow.note.content": _description(view.run.strategy_notes, result),
+            "mlflow.note.content": describe.description(view.run.strategy_notes, result),
         }
         self.store.tag(self._run_id, tags)
         unfinished = "KILLED" if result.interrupted else "FAILED"
@@ -146,11 +184,17 @@ class Tracking(Callback):
         return arrived
 
 
+def _private(view: View) -> bool:
+    """Return whether any planned release has noise."""
+    events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
+    return any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent))
+
+
 def _frame(view: View) -> dict[str, str]:
     """Return the assumptions behind every epsilon of the run, as tags."""
     frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
-    events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
-    if not any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent)):
+    frame["task"] = view.run.task
+    if not _private(view):
         return {**frame, "guarantee": "no privacy"}
     guarantee = view.expected_guarantee()
     if guarantee.unprotected or guarantee.simulated:
@@ -166,52 +210,37 @@ def _frame(view: View) -> dict[str, str]:
     }
 
 
-def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str, float | None]:
-    """Return the curves of a round. MLflow groups and sorts them by name: `overall` precedes `per_client_...`."""
-    accuracies = report.client_accuracy or ()
-    measured = any(accuracy is not None for accuracy in accuracies)
-    overall = {
-        "test_accuracy": report.test_accuracy,
-        "test_loss": report.test_loss,
-        **accuracy_over_clients(accuracies),
-        "epsilon_max": max(report.epsilon_spent),
-        "epsilon_mean": fmean(report.epsilon_spent),
-        "records_per_second": None if report.seconds is None else report.records / max(report.seconds, 1e-9),
-        "participants": len(report.clients),
-    }
+def _values(one: curves.Round, per_client: bool) -> curves.Values:
+    """Return the curves of a round, with `per_client` also those of each client, by its name."""
+    if not per_client:
+        return one.values
+    columns = one.clients.items()
     return {
-        **{f"overall/{name}": value for name, value in overall.items()},
-        **per_client("per_client_epsilon", report.epsilon_spent),
-        **(per_client("per_client_accuracy", accuracies) if measured else {}),
-        **{f"accuracy_of_group/{name}": value for name, value in accuracy_of_groups(accuracies, groups).items()},
-        **_diagnosed(report.diagnostics),
-        **of_strategies(report.metrics),
+        **one.values,
+        **{
+            f"{curves.over_clients(curve)}_of_{_chart(name)}": value
+            for curve, column in columns
+            for name, value in column.items()
+        },
     }
 
 
-def _diagnosed(diagnostics: Diagnostics | None) -> dict[str, float | None]:
-    if diagnostics is None or all(fraction is None for fraction in diagnostics.clip_fraction):
-        return {}
-    not_finite = per_client("per_client_gradients_not_finite", diagnostics.not_finite)
-    return {**per_client("per_client_clip_fraction", diagnostics.clip_fraction), **not_finite}
+def _chart(client: str) -> str:
+    """Return a client's name as the end of a curve's name: MLflow sorts curves by name, and a slash is a group.
+
+    >>> _chart("7"), _chart("north/east")
+    ('07', 'north_east')
+    """
+    return client.zfill(2) if client.isdigit() else re.sub(r"[^\w. -]", "_", client).strip(". ") or "_"
 
 
 def _final_values(result: RunResult) -> dict[str, float | None]:
-    """Return the results of the run under plain names, by which the table of runs can be sorted and searched."""
-    spent = [client["epsilon_spent"] for client in result.clients]
+    """Return the results of the run under the names of the curves that end in them, and its times."""
+    columns = {"accuracy": "accuracy", "epsilon": "epsilon_spent"}
+    over = {name: [client[key] for client in result.clients] for name, key in columns.items()}
     return {
-        **{name: getattr(result, name) for name in _RESULTS},
-        **{f"accuracy_{name}": result.accuracy_of_groups.get(name) for name in ("majority", "minority")},
-        **{name: value for name, value in result.metrics.items() if name in MATCHES and not isinstance(value, list)},
-        "epsilon_max": None if None in spent else max(spent),
+        **curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics),
+        **{curve: value for name, column in over.items() for curve, value in curves.quantiles(name, column).items()},
+        **curves.of_groups(result.accuracy_of_groups),
+        **{f"train_{name}": getattr(result, name) for name in _TIMES},
     }
-
-
-def _description(strategy_notes: Sequence[str], result: RunResult | None = None) -> str:
-    """Return Markdown for the top of the run's page: the plan, and after the run its results."""
-    plan = [f"**Plan.** {' '.join(strategy_notes)}"] if strategy_notes else []
-    if result is None:
-        return "\n\n".join(["**Running.**", *plan])
-    accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
-    guarantee = f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`."
-    return "\n\n".join([*accuracy, guarantee, f"**Ended:** {result.reason}.", *plan])

@@ -17,8 +17,8 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no 
 
 import mlflow
 import mlflow.store.db.utils
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 from mlflow.entities import Metric as Metric
-from mlflow.entities import Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, require, warn_user
@@ -28,7 +28,13 @@ for chatter in ("alembic", "mlflow.store.db.utils"):
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retries; failures are reported once
 
 _MOST_METRICS = 1000  # in one request
-_LONGEST_TAG, _LONGEST_PARAM = 8000, 6000  # characters
+_LONGEST_TAG = 8000  # characters
+_VIEW = "dpfl_lightning"  # of an experiment's page, whose own default shows neither metrics nor parameters
+_COLUMNS = {
+    "attributes": ("Created", "Duration"),
+    "metrics": ("test_accuracy", "val_accuracy_min", "train_epsilon_max", "accuracy"),
+    "params": ("strategies", "epsilon", "rounds", "seed"),
+}
 
 
 class Store:
@@ -44,31 +50,34 @@ class Store:
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
-            self._experiment_id = _experiment(self.client, self.uri, experiment)
-        self.how_to_open = how_to_open(self.uri, self._experiment_id)
+            self.experiment_id = _experiment(self.client, self.uri, experiment)
+        self.how_to_open = how_to_open(self.uri, self.experiment_id)
 
     def begin(
         self,
         name: str,
         tags: Mapping[str, Any],
+        params: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
         file: str = "options.yaml",
-        sizes: Mapping[str, int] | None = None,
         begun: int | None = None,
     ) -> str:
         """Create a run and return its id.
 
-        `options` are stored without secrets as parameters and, if `file` is not empty, as that file; `sizes` are
-        additional parameters. `begun` is the start time in milliseconds, None is now.
+        `options` are stored without secrets as a `file`. `begun` is the start time in milliseconds, None is now.
         """
         texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
-        run = self.client.create_run(self._experiment_id, start_time=begun, run_name=name, tags=texts)
-        run_id, public_options = run.info.run_id, loggable(options or {})
-        params = flattened({**public_options, **(sizes or {})})
-        self.client.log_batch(run_id, params=[Param(key, text) for key, text in params.items()])
-        if public_options and file:
-            self.client.log_dict(run_id, public_options, file)
+        run = self.client.create_run(self.experiment_id, start_time=begun, run_name=name, tags=texts)
+        run_id = run.info.run_id
+        self.client.log_batch(run_id, params=[Param(key, text) for key, text in (params or {}).items()])
+        if options:
+            self.client.log_dict(run_id, loggable(options), file)
         return run_id
+
+    def log_dataset(self, run_id: str, fields: Mapping[str, str], context: str) -> None:
+        """Log a data set as an input of a run; `fields` are those of `mlflow.entities.Dataset`."""
+        tags = [InputTag("mlflow.data.context", context)]
+        self.client.log_inputs(run_id, [DatasetInput(Dataset(**fields), tags)])
 
     def resume(self, run_id: str) -> bool:
         """Set the status of a run to running; return False if it does not exist or was deleted."""
@@ -85,7 +94,7 @@ class Store:
     def latest(self, tag: str, value: str) -> str | None:
         mark = '"' if "'" in value else "'"
         same = f"tags.{tag} = {mark}{value}{mark}"
-        runs = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        runs = self.client.search_runs([self.experiment_id], same, max_results=1, order_by=["start_time DESC"])
         return runs[0].info.run_id if runs else None
 
     def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
@@ -148,7 +157,11 @@ def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str
     """Describe in one line how to open the runs of a store in a browser."""
     uri = shown(store_uri(uri))
     # MLflow's default page is the one for language models, which does not show these runs.
-    page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    page = (
+        ""
+        if experiment_id is None
+        else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={_VIEW}"
+    )
     if uri.startswith(("http:", "https:")):
         return f"open {uri.rstrip('/')}{page}"
     return f"mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
@@ -162,12 +175,16 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {shown(uri)}. "
             f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
         )
+    columns = [f"{kind}.`{name}`" for kind, names in _COLUMNS.items() for name in names]
+    view = {f"mlflow.sharedViewState.{_VIEW}": json.dumps({"selectedColumns": columns})}
     if known is not None:
+        for key, text in view.items() - known.tags.items():
+            client.set_experiment_tag(known.experiment_id, key, text)
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
     folder = Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ") if database else None
-    kind = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
-    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=kind)
+    tags = {**view, "mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
+    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=tags)
 
 
 @contextmanager
@@ -222,23 +239,6 @@ def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
         nested = loggable(value) if isinstance(value, Mapping) else value
         public[name] = shown(nested) if isinstance(nested, str) else nested
     return public
-
-
-def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted name -> text, shortened to what MLflow accepts; a list is one value.
-
-    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
-    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
-    """
-    flat: dict[str, str] = {}
-    for name, value in options.items():
-        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
-        if isinstance(value, Mapping) and value:
-            flat.update(flattened(value, f"{key}."))
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            flat[key] = text if len(text) <= _LONGEST_PARAM else text[: _LONGEST_PARAM - 3] + "..."
-    return flat
 
 
 def shown(uri: str) -> str:

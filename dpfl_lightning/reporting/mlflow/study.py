@@ -1,13 +1,14 @@
-"""Tracking of a search and its trials in MLflow."""
+"""Tracking of a search and its trials, and of a run that is repeated for several seeds, in MLflow."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.reporting.mlflow.store import Store, metrics, reported
-
-_PROGRAM = {"mlflow.source.name": "dpfl_lightning.sweep"}
+from dpfl_lightning.reporting import curves
+from dpfl_lightning.reporting.mlflow import describe
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
+from dpfl_lightning.runtime.text import flattened
 
 
 class StudyTracking:
@@ -22,7 +23,8 @@ class StudyTracking:
         with reported(self.store.uri):
             if run_id is not None and self.store.resume(run_id):
                 return run_id
-            return self.store.begin(name, {**self._tags, **_PROGRAM}, options, "sweep.yaml")
+            params = describe.params(options, {})
+            return self.store.begin(name, {**self._tags, **describe.program()}, params, options, "sweep.yaml")
 
     def trial(
         self,
@@ -39,18 +41,22 @@ class StudyTracking:
         begun, ended = (None if time is None else int(time.timestamp() * 1000) for time in when)
 
         def log() -> None:
-            trial_tags = {**tags, "mlflow.parentRunId": parent, **_PROGRAM}
-            run = self.store.begin(name, trial_tags, params, file="", begun=begun)
+            trial_tags = {**tags, "mlflow.parentRunId": parent, "mlflow.source.name": "dpfl_lightning"}
+            run = self.store.begin(name, trial_tags, flattened(params), begun=begun)
             curve = [metric for step, one in steps.items() for metric in metrics({"accuracy_so_far": one}, step)]
             self.store.log_metrics(run, [*metrics(values, 0), *curve])
             self.store.client.set_terminated(run, status, ended)
 
         self._tried(log)
 
-    def end(self, run_id: str, values: Mapping[str, float], text: str, files: Sequence[Path]) -> None:
-        """Log the results of the search (best scores, a table and files), and end its run."""
+    def end(
+        self, run_id: str, found: Mapping[str, Any], values: Mapping[str, float], text: str, files: Sequence[Path]
+    ) -> None:
+        """Log the results of the search (values and scores of the best trial, a table and files), and end its run."""
 
         def log() -> None:
+            best = {f"best.{key}": text for key, text in flattened(found).items()}
+            self.store.tag(run_id, {**best, "mlflow.note.content": f"```\n{text}\n```"})
             self.store.log_metrics(run_id, metrics(values, 0))
             self.store.client.log_text(run_id, text, "trials.txt")
             for path in files:
@@ -64,4 +70,43 @@ class StudyTracking:
         self._tried(lambda: self.store.client.set_terminated(run_id, "KILLED"))
 
     def _tried(self, action: Callable[[], None]) -> None:
-        self.store.tried(action, "trials continue")
+        self.store.tried(action, "training continues")
+
+
+class SeedsTracking:
+    """Tracks the runs of several seeds as one run of a `Store`, in which they are nested."""
+
+    def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
+        self.store, self._tags = Store(experiment, uri), dict(tags or {})
+
+    def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float] | None) -> str:
+        """Start the parent run, or resume that of the same folder, and return its id."""
+        place, private = str(folder.resolve()), budgets is not None
+        tags = {**self._tags, **describe.program(), "output_dir": place, "status": "running"}
+        run, name = {**options, "seed": None}, name or describe.run_name(options["strategies"], budgets or (), private)
+        params = describe.params(run, {"epsilon": describe.epsilon_span(budgets or (), private)})
+        with reported(self.store.uri):
+            earlier = self.store.latest("output_dir", place)
+            if earlier is not None and self.store.resume(earlier):
+                return earlier
+            return self.store.begin(name, tags, params, options)
+
+    def end(self, run_id: str, folders: Sequence[Path], text: str) -> None:
+        """Log mean and standard deviation over the seeds in each round, and `text` as the description."""
+
+        def log() -> None:
+            runs, pending = [curves.read(folder / curves.FILE) for folder in folders], list[Metric]()
+            for name in dict.fromkeys(name for one in runs[0] for name in one.values):
+                if name.startswith(("test_", "val_", "train_epsilon_")):
+                    for step, (mean, std) in curves.over_seeds(runs, name).items():
+                        spread = {f"{name}_std": std} if name.startswith("test_") else {}
+                        pending.extend(metrics({name: mean, **spread}, step, exact_times=False))
+            self.store.log_metrics(run_id, pending)
+            self.store.tag(run_id, {"status": "finished", "mlflow.note.content": text})
+            self.store.client.set_terminated(run_id)
+
+        self.store.tried(log, "the runs of the seeds are complete")
+
+    def stopped(self, run_id: str) -> None:
+        """Mark the run as stopped; `begin` resumes it."""
+        self.store.tried(lambda: self.store.client.set_terminated(run_id, "KILLED"), "finished runs are kept")

@@ -19,6 +19,7 @@ class InverseNoise(Strategy):
     """
 
     role = "base"
+    needs_noise_std = True
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
         return weights(torch.tensor(updates.noise_std, dtype=torch.float64) ** 2)

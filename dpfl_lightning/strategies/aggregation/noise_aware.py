@@ -139,6 +139,7 @@ class NoiseAware(Strategy):
             self.caveats = (
                 "a simulation: strategy noise_aware (oracle) weighs by true noise, which a server could only believe",
             )
+        self.needs_noise_std = estimator == "oracle"
         self._known: _Known | None = None
         self._scale = torch.ones(1, dtype=torch.float64)  # [K], of the round
         self._diagnostics: Mapping[str, float] = {}

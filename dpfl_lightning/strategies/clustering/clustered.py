@@ -123,6 +123,7 @@ class Clustered(GroupingStrategy):
         require(noise in (None, "same") or number, f"{_KEY}.first_round_noise_multiplier", must, noise)
         require(isinstance(reuse_first_round, bool), f"{_KEY}.reuse_first_round", "be true or false", reuse_first_round)
         self._mixture, self._first_noise, self._reuse = mixture, noise, reuse_first_round
+        self.needs_noise_std = mixture == "robust"
         self._last_drawn = _count(switch_round, f"{_KEY}.switch_round")
         require_one_of((*SELECTIONS, _SIMILARITY), f"{_KEY}.selection", selection)
         self._by_similarity = selection == _SIMILARITY

@@ -451,6 +451,10 @@ class Distillation(Strategy, Callback):
         facts, given = view.facts, self._switches
         classes = facts.num_classes
         require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has no classes.")
+        task = view.module.task
+        one_class = task is None or task.one_class
+        require(one_class, "task", "be multiclass or binary for distillation", task and task.name)
+        require(_takes_images(view), KEY, "have records that are one floating tensor", facts.input_shape)
         image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are not images."
         must = "be none for these data"
         require(image or given["augmentation"] == "none", f"{KEY}.augmentation", must, given["augmentation"], advice)
@@ -476,6 +480,16 @@ def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
     """
     counts = weights > 0
     return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0
+
+
+def _takes_images(view: View) -> bool:
+    """Return whether the net takes one floating tensor for each record, as synthetic records are."""
+    try:
+        x = view.module.flat.new_zeros(1, *view.facts.input_shape)
+        view.module.sample_loss(view.module.named_trainable, x, torch.zeros(1, dtype=torch.long, device=x.device))
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _shapes(view: View) -> dict[str, tuple[int, ...]]:

@@ -11,10 +11,11 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import ClippedSum
 from dpfl_lightning.privacy.noise import Streams
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor]  # x and y
 
 #: what is counted: gradients of single records (one a record and step), and of these
 COUNTED = ("gradients", "clipped", "not_finite")

@@ -1,4 +1,4 @@
-"""The default engine: exact per-record gradients by layer rules, plain SGD on one flat vector."""
+"""The default engine: exact per-record gradients by layer rules, and optimisers on one flat vector."""
 
 import copy
 import itertools
@@ -17,7 +17,7 @@ from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
-from dpfl_lightning.federated.client.module import ClientModule, LocalTask
+from dpfl_lightning.federated.client.module import ClientModule, LocalTask, StepOptimizer
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.kernels.float64_sums import summing_dtype
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class FastEngine(SerialEngine):
-    """Trains `workers` clients at the same time (None: one a core, one on a GPU), by plain SGD on one flat vector.
+    """Trains `workers` clients at the same time (None: one a core, one on a GPU), on one flat vector of parameters.
 
-    A module that overrides `configure_optimizers` or `training_step` is trained by these instead.
+    A module that overrides `training_step` is trained by that instead.
 
     Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else `vmap(grad)`; `description`
     says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
@@ -73,7 +73,7 @@ class FastEngine(SerialEngine):
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
+        return quicker_without_clipping(clipped_sum, self.module, *self.population.empty_batch)
 
     def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         groups = sorted(one_batch.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
@@ -124,10 +124,12 @@ class FastEngine(SerialEngine):
                 task.cancel()
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
-        if not self.module.plain_sgd:
+        if self.module.overrides("training_step"):
             return super().local_training(task, start, batches)
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
+        plain = self.module.plain_sgd(task.optimizer)
+        optimizer = None if plain else StepOptimizer(self.module, task, theta)
         if self._sums is None:
             self._sums = torch.empty_like(theta[None], dtype=summing_dtype(theta))
             self._step = torch.empty_like(theta[None])
@@ -137,7 +139,10 @@ class FastEngine(SerialEngine):
             step = task.mechanism.privatise(clipped, task.noise, theta.dtype, self._step)[0]
             if task.anchor is not None:
                 step.add_(theta - task.anchor, alpha=task.pull)
-            theta.add_(step, alpha=-task.learning_rate)
+            if optimizer is None:
+                theta.add_(step, alpha=-task.learning_rate)
+            else:
+                optimizer.step_by(step)
         return theta
 
 

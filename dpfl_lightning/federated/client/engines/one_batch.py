@@ -10,6 +10,7 @@ from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.runtime.devices import sent
 
@@ -19,16 +20,16 @@ MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
 def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
-    """Groups of rows of the plan that form one batch: one SGD step, the same start and clip norm, few records.
+    """Groups of rows of the plan that form one batch: one step of plain SGD, the same start and clip norm, few records.
 
     Groups follow from the clients' numbers, the size of the module and the job. The bits of a release therefore depend
     neither on workers and memory nor on other groups.
     """
     most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan))))
-    alike = defaultdict(list)
+    alike, plain = defaultdict(list), module.plain_sgd(plan.optimizer)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
-        alone = plan.steps[row] > 1 or bool(module.personal) or not module.plain_sgd
+        alone = plan.steps[row] > 1 or bool(module.personal) or not plain
         fits = not alone and mechanism.expected_batch_size <= FEW_RECORDS
         block = client // most if fits else -1 - client  # a negative number is unique: a group of one
         alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
@@ -46,7 +47,7 @@ def releases(
         *(engine.local_task(plan, row, models, charge_numbers[row]) for row in rows), strict=True
     )
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
-    x, y, num_rows, job = torch.cat(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
+    x, y, num_rows, job = joined(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys]))
     owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])

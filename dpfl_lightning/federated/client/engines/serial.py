@@ -18,6 +18,7 @@ from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import forward_chunk
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
@@ -72,7 +73,7 @@ class SerialEngine:
         params, parts = self.module.unflatten(model), []
         with evaluating(self.module.net):
             for chunk in rows.split(forward_chunk(model.device)):
-                x = self.clipped_sum.enter(self.population.x[chunk])
+                x = self.clipped_sum.enter(take(self.population.x, chunk))
                 parts.append(self.module.output(params, x))
         return torch.cat(parts)
 
@@ -134,6 +135,9 @@ class SerialEngine:
             learning_rate=plan.learning_rate_of[row],
             anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
             pull=plan.pull,
+            optimizer=plan.optimizer,
+            round=plan.round,
+            steps=plan.steps[row],
         )
         return task, start, DrawnBatches(self.population, client, draws)
 
@@ -162,12 +166,12 @@ class DrawnBatches:
     def _rows(self) -> tuple[Tensor, ...]:
         """Rows of the population, for each batch; all drawn numbers go to the device together."""
         drawn = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *self.draws]))
-        rows = self.population.train_of[self.client][sent(drawn, self.population.x.device)]
+        rows = self.population.train_of[self.client][sent(drawn, self.population.y.device)]
         return rows.split([len(draw) for draw in self.draws])
 
     def __getitem__(self, index: int) -> Batch:
         rows = self._rows[index]
-        return self.population.x[rows], self.population.y[rows]
+        return take(self.population.x, rows), self.population.y[rows]
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))

@@ -23,6 +23,7 @@ from dpfl_lightning.federated.client.engines.fast import checked_clipped_sum
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.models.optimizers import PLAIN_SGD
 from dpfl_lightning.privacy.clipping.layer_rules import CUDA_GRID
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, summing_dtype
 from dpfl_lightning.privacy.clipping.stacked import StackedSums, stacked_clipped_sums
@@ -68,7 +69,9 @@ class StackedEngine(SerialEngine):
             "be fast for a module that overrides `configure_optimizers` or `training_step`",
             "Stacks use SGD.",
         )
-        require(self.module.plain_sgd, "engine.name", must, self.name, advice)
+        require(self.module.plain_sgd(PLAIN_SGD), "engine.name", must, self.name, advice)
+        must = "be fast or serial for records that are not one tensor in memory"
+        require(isinstance(self.population.x, Tensor), "engine.name", must, self.name)
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it

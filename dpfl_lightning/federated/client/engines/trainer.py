@@ -7,6 +7,7 @@ import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.module import LocalTask
 
@@ -33,8 +34,12 @@ class TrainerEngine(SerialEngine):
                 enable_model_summary=False,
             )
             try:
-                trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+                trainer.fit(self.module, DataLoader(batches, batch_size=None, collate_fn=_unchanged))  # type: ignore[arg-type]
             except SystemExit as error:  # a Trainer turns Ctrl-C into it
                 raise error.__context__ or error from None
         self.module.to(device)
         return self.module.flat
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch  # the default makes lists of tuples

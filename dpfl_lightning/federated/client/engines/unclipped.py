@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.privacy.clipping.fast import CPU_CHUNK, FastClippedSum
+from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import (
     ClippedSum,
     ClipRequest,
@@ -40,14 +41,14 @@ class UnclippedSum:
         self._pool: ThreadPoolExecutor | None = None
 
     @torch.no_grad()  # except for the passes
-    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
-        if request.clip_norm == math.inf and len(x) >= FEWEST * request.num_groups:
+    def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
+        if request.clip_norm == math.inf and len(y) >= FEWEST * request.num_groups:
             total = self._summed(params, x, y, request)
             if torch.linalg.vector_norm(total, dim=1).isfinite().all():  # so every gradient is finite
-                return total, torch.zeros(len(x))  # norms that count as finite and not clipped
+                return total, torch.zeros(len(y))  # norms that count as finite and not clipped
         return self._clipped(params, x, y, request)
 
-    def _summed(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> Tensor:
+    def _summed(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> Tensor:
         """`[G, P]`, chunks added in float64."""
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
         chosen = request.chosen(leaves)
@@ -55,11 +56,11 @@ class UnclippedSum:
 
         def gradient(records: Pass) -> Tensor:
             with torch.enable_grad():
-                loss = self._loss(leaves, x[records], y[records]).sum()
+                loss = self._loss(leaves, take(x, records), y[records]).sum()
                 parts = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True, materialize_grads=True)
             return torch.cat([one.flatten() for one in parts])
 
-        rows, passes = zip(*_passes(len(x), request.group, self._clipped.chunk or CPU_CHUNK), strict=True)
+        rows, passes = zip(*_passes(len(y), request.group, self._clipped.chunk or CPU_CHUNK), strict=True)
         total = request.zeros(chosen)
         for row, part in zip(rows, self._side_by_side(gradient, passes), strict=True):
             total[row] += part
@@ -76,11 +77,11 @@ class UnclippedSum:
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> UnclippedSum:
         return UnclippedSum(self._clipped.copy_for(net, sample_loss), self._loss)  # the loss serves several threads
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Inputs) -> Inputs:
         return self._clipped.enter(x)
 
 
-def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: Tensor, y: Tensor) -> ClippedSum:
+def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: Inputs, y: Tensor) -> ClippedSum:
     """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
     if module.device.type != "cpu" or not isinstance(clipped_sum, FastClippedSum):
         return clipped_sum

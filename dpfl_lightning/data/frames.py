@@ -1,0 +1,88 @@
+"""Clients' records from a table: one row a record, one column the client."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpfl_lightning.errors import require
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def frame_of(table: Any) -> "DataFrame":
+    """Return a table, which may be the path of a CSV or Parquet file."""
+    import pandas
+
+    if not isinstance(table, str | Path):
+        require(isinstance(table, pandas.DataFrame), "df", "be a DataFrame or a path", type(table).__name__)
+        return table
+    require(Path(table).is_file(), "df", "be a DataFrame or the path of a file", str(table))
+    return pandas.read_parquet(table) if Path(table).suffix == ".parquet" else pandas.read_csv(table)
+
+
+def clients_of_frame(table: Any, client: str) -> dict[str, "DataFrame"]:
+    """Return the rows of each client, in the order of the clients' names."""
+    frame = frame_of(table)
+    _check_columns(frame, [client], "client")
+    require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
+    groups = list(frame.groupby(client, sort=True))
+    names = [str(name) for name, _ in groups]
+    require(len(set(names)) == len(names), f"df: {client}", "hold different names as text", names)
+    return {name: rows for name, (_, rows) in zip(names, groups, strict=True)}
+
+
+def records_of_frame(
+    frame: "DataFrame",
+    where: str,
+    label: str,
+    features: Sequence[str],
+    scale: Mapping[str, Sequence[float]],
+    categories: Mapping[str, Sequence[Any]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x [n, F] float32, with one column for each category of a column in `categories`, and labels [n]."""
+    import pandas
+
+    _check_columns(frame, [*features, label], "features")
+    columns = []
+    for name in features:
+        column, here = frame[name], f"{where}: {name}"
+        _check_complete(column, here)
+        if name in categories:
+            known = list(categories[name])
+            unknown = next((value for value in column.unique().tolist() if value not in known), None)
+            require(unknown is None, here, f"hold the given categories only, {known}", unknown)
+            columns += [(column == value).to_numpy(np.float32) for value in known]
+            continue
+        numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
+        advice = f'Name its public categories, as in categories={{"{name}": ["a", "b"]}}, or leave it out of features.'
+        require(numeric, here, "hold numbers", str(column.dtype), advice)
+        mean, std = scale.get(name, (0.0, 1.0))
+        columns.append(((column.to_numpy(np.float64) - mean) / std).astype(np.float32))
+    _check_complete(frame[label], f"{where}: {label}")
+    return np.stack(columns, axis=1), frame[label].to_numpy()
+
+
+def check_choices(
+    features: Sequence[str], scale: Mapping[str, Sequence[float]], categories: Mapping[str, Sequence[Any]]
+) -> None:
+    """Raise UserError unless `scale` and `categories` are of different columns of `features`, and complete."""
+    require(len(features) >= 1, "features", "name at least one column", list(features))
+    for key, columns in (("scale", scale), ("categories", categories)):
+        unknown = sorted(set(columns) - set(features))
+        require(not unknown, key, f"be of columns of features ({', '.join(features)})", unknown)
+    for name, values in scale.items():
+        fits = name not in categories and len(values) == 2 and values[1] > 0
+        require(fits, f"scale: {name}", "be the public mean and standard deviation of a column of numbers", values)
+
+
+def _check_columns(frame: "DataFrame", names: Sequence[str], key: str) -> None:
+    unknown = next((name for name in names if name not in frame.columns), None)
+    require(unknown is None, key, f"name columns of the table ({', '.join(map(str, frame.columns))})", unknown)
+
+
+def _check_complete(column: Any, where: str) -> None:
+    missing, advice = int(column.isna().sum()), "Fill it with a public value: df.fillna({...})."
+    require(missing == 0, where, "have no missing value", missing, advice)

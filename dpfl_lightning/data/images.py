@@ -1,0 +1,71 @@
+"""Images in folders: FOLDER/CLIENT/CLASS/*.png or *.jpg, and optionally FOLDER/test/CLASS/... for the test set."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset as TorchDataset
+
+from dpfl_lightning.errors import UserError, require
+
+TEST = "test"
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+class ImageFolder(TorchDataset):
+    """The images of one client, each read when it is asked for: an image of PIL and its class.
+
+    `size` (height, width) resizes them; `channels` is 3 (RGB) or 1 (grey).
+    """
+
+    def __init__(self, folder: Path, classes: Sequence[str], size: Sequence[int] | None, channels: int) -> None:
+        self.files = [(path, label) for label, name in enumerate(classes) for path in _images(folder / name)]
+        must = f"hold images ({', '.join(_SUFFIXES)}) in a folder for each class"
+        require(len(self.files) >= 1, str(folder), must, "none")
+        self.size, self.mode = size, "RGB" if channels == 3 else "L"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        path, label = self.files[row]
+        try:
+            with Image.open(path) as stored:
+                image = stored.convert(self.mode)
+        except OSError as error:
+            raise UserError(f"`{path}` must be a complete image, got: {error}.") from None
+        return image if self.size is None else image.resize((self.size[1], self.size[0])), label
+
+
+def image_folders(
+    path: str | Path, classes: Sequence[str] | None, size: Sequence[int] | None, channels: int
+) -> tuple[dict[str, ImageFolder], ImageFolder | None, int]:
+    """Return the images of each client by its name, the test set or None, and the number of classes."""
+    root = Path(path)
+    require(root.is_dir(), "path", "be a folder with one folder for each client", str(path))
+    require(channels in (1, 3), "channels", "be 3 (RGB) or 1 (grey)", channels)
+    fits = size is None or (len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size))
+    require(fits, "size", "be (height, width) in pixels, or null", size)
+    folders = {one.name: one for one in _folders(root)}
+    classes_of = {name: [one.name for one in _folders(folder)] for name, folder in folders.items()}
+    test = folders.pop(TEST, None)
+    require(len(folders) >= 1, "path", "hold one folder for each client", str(path))
+    first = next(iter(folders))
+    names = classes_of[first] if classes is None else [*map(str, classes)]
+    for client, found in classes_of.items():
+        fits = found == names if classes is None else set(found) <= set(names)
+        must = f"hold the classes of client {first}, {names}" if classes is None else f"hold folders of {names} only"
+        advice = 'State the public names of all classes, as in classes=["benign", "malignant"].'
+        require(fits, str(root / client), must, found, advice if classes is None else "")
+    clients = {name: ImageFolder(folder, names, size, channels) for name, folder in folders.items()}
+    return clients, None if test is None else ImageFolder(test, names, size, channels), len(names)
+
+
+def _folders(place: Path) -> list[Path]:
+    return sorted(one for one in place.iterdir() if one.is_dir() and not one.name.startswith("."))
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.glob("*") if one.suffix.lower() in _SUFFIXES)

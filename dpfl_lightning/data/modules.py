@@ -1,0 +1,77 @@
+"""The data sets in a LightningDataModule."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Subset
+
+from dpfl_lightning.errors import require, warn_user
+
+
+def is_datamodule(value: object) -> bool:
+    return hasattr(value, "train_dataloader") and hasattr(value, "prepare_data")
+
+
+def datasets_of(datamodule: Any, client: Any) -> tuple[Any, Any]:
+    """Return the training sets of the clients (a list, or a mapping by name), and the test set or None."""
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    loaders = datamodule.train_dataloader()
+    loaders = getattr(loaders, "iterables", loaders)  # of a CombinedLoader
+    if isinstance(loaders, DataLoader):
+        train: Any = _divided(loaders.dataset, client, datamodule)
+    else:
+        require(client is None, "client", "be left out if every client has a loader", client)
+        named = loaders if isinstance(loaders, Mapping) else dict(enumerate(loaders))
+        sets = {name: _dataset(loader, f"train_dataloader: {name}") for name, loader in named.items()}
+        train = sets if isinstance(loaders, Mapping) else list(sets.values())
+    test = _test_set(datamodule)
+    warn_user(
+        "of the loaders only the data sets are used: batches are drawn by Poisson sampling with clients.batch_size, so "
+        "batch size, sampler and collate_fn of the loaders are ignored"
+    )
+    return train, test
+
+
+def _divided(dataset: Any, client: Any, datamodule: Any) -> dict[str, Any]:
+    """Return the records of each client of one data set, by name."""
+    advice = "Or return one loader for each client, as in {'berlin': DataLoader(...), 'rome': ...}."
+    must = "give the client of each record if there is one loader: a list, or the name of an attribute of the data set"
+    require(client is not None, "client", must, None, advice)
+    if isinstance(client, str):
+        place = next((one for one in (dataset, datamodule) if hasattr(one, client)), None)
+        require(place is not None, "client", "be an attribute of the training set or of the datamodule", client)
+        client = getattr(place, client)
+    names = np.array([str(name) for name in (client.tolist() if hasattr(client, "tolist") else client)])
+    must = f"give one client for each of the {len(dataset)} records"
+    require(len(names) == len(dataset), "client", must, len(names))
+    return {name: Subset(dataset, np.flatnonzero(names == name).tolist()) for name in sorted(set(names.tolist()))}
+
+
+def _test_set(datamodule: Any) -> Any:
+    """Return the data set of `test_dataloader`, else that of `val_dataloader`, else None."""
+    if _defines(datamodule, "test_dataloader"):
+        datamodule.setup("test")
+        return _dataset(_sole(datamodule.test_dataloader(), "test_dataloader"), "test_dataloader")
+    if _defines(datamodule, "val_dataloader"):
+        return _dataset(_sole(datamodule.val_dataloader(), "val_dataloader"), "val_dataloader")
+    return None
+
+
+def _sole(loaders: Any, where: str) -> Any:
+    if isinstance(loaders, Sequence) and not isinstance(loaders, str):
+        require(len(loaders) == 1, where, "return one loader, of the common test set", len(loaders))
+        return loaders[0]
+    return loaders
+
+
+def _defines(datamodule: Any, hook: str) -> bool:
+    """Return whether a class of the user has the hook; Lightning's raises an error."""
+    kind = next((one for one in type(datamodule).__mro__ if hook in vars(one)), object)
+    return kind is not object and not kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
+def _dataset(loader: Any, where: str) -> Any:
+    require(isinstance(loader, DataLoader), where, "be a DataLoader", type(loader).__name__)
+    return loader.dataset

@@ -1,0 +1,130 @@
+"""Metrics of a model on a set of records, by name: torchmetrics with the inputs that each task gives them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torchmetrics.classification as classes
+import torchmetrics.regression as numbers
+from torch import Tensor
+from torchmetrics import Metric as TorchMetric
+from torchmetrics.text import Perplexity
+from torchmetrics.utilities.data import dim_zero_cat
+
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.models.tasks import IGNORED, Task, class_logits
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+
+_CLASSES = ("binary", "multiclass", "multilabel")
+
+
+class Metric(NamedTuple):
+    """The tasks that a metric fits, and what creates it for a task and K classes or labels."""
+
+    tasks: tuple[str, ...]
+    create: Callable[[str, int], TorchMetric]
+
+
+def _of_classes(kind: Callable[..., Any], **options: Any) -> Callable[[str, int], TorchMetric]:
+    """Create a metric of torchmetrics for binary, multiclass or multilabel; the mean over classes, if it has several.
+
+    Segmentation maps are classes of pixels.
+    """
+
+    def create(task: str, num: int) -> TorchMetric:
+        if task == "binary":
+            return kind(task="binary", validate_args=False)
+        several = {"num_labels": num} if task == "multilabel" else {"num_classes": num}
+        ignored = {"ignore_index": IGNORED} if task == "segmentation" else {}
+        task = "multiclass" if task == "segmentation" else task
+        return kind(task=task, **several, **ignored, **options, validate_args=False)
+
+    return create
+
+
+#: name -> metric
+METRICS: dict[str, Metric] = {
+    "auroc": Metric(_CLASSES, _of_classes(classes.AUROC, average="none")),
+    "average_precision": Metric(_CLASSES, _of_classes(classes.AveragePrecision, average="none")),
+    "f1": Metric(_CLASSES, _of_classes(classes.F1Score, average="macro")),
+    "precision": Metric(_CLASSES, _of_classes(classes.Precision, average="macro")),
+    "recall": Metric(_CLASSES, _of_classes(classes.Recall, average="macro")),
+    "calibration_error": Metric(_CLASSES[:2], _of_classes(classes.CalibrationError)),
+    "mae": Metric(("regression",), lambda task, num: numbers.MeanAbsoluteError()),
+    "mse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError()),
+    "rmse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError(squared=False)),
+    "r2": Metric(("regression",), lambda task, num: numbers.R2Score()),
+    "iou": Metric(("segmentation",), _of_classes(classes.JaccardIndex, average="macro")),
+    "dice": Metric(("segmentation",), _of_classes(classes.F1Score, average="macro")),
+    "perplexity": Metric(("language_modeling",), lambda task, num: Perplexity(ignore_index=IGNORED)),
+}
+_OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
+
+
+def check_metrics(names: Sequence[str], task: Task) -> None:
+    """Raise UserError unless all names are metrics of the task."""
+    known = [name for name, metric in METRICS.items() if task.name in metric.tasks]
+    for name in names:
+        must = f"name metrics of task {task.name} ({', '.join(known)})"
+        require(name in known, "evaluation.metrics", must, name, nearest(name, known))
+
+
+class Metrics:
+    """Metrics of one model on one set of records, of which it sees one batch after the other."""
+
+    def __init__(self, names: Sequence[str], task: Task, num_classes: int) -> None:
+        self._task, self._num_classes, self._names = task, num_classes, names
+        self._metrics: dict[str, TorchMetric] = {}
+        self._finite = True
+
+    def update(self, output: Tensor, y: Tensor) -> None:
+        """Take in the outputs `[B, ...]` for the labels `y [B, ...]`, B >= 1."""
+        if not self._names:
+            return
+        self._finite = self._finite and bool(output.isfinite().all())
+        scores, targets = _inputs(self._task, output, y)
+        for name in self._names:
+            if name not in self._metrics:
+                num = max(self._num_classes, scores.shape[1] if scores.dim() > 1 else 0)
+                num = scores.shape[1] if self._task.name == "multilabel" else num
+                self._metrics[name] = METRICS[name].create(self._task.name, num).to(output.device)
+            self._metrics[name].update(scores, targets)
+
+    def values(self) -> dict[str, float | None]:
+        """Return the value of each metric; None if the set does not define it, or an output was not finite."""
+        values = {name: _value(name, metric) for name, metric in self._metrics.items()}
+        return {name: finite_or_none(value) if self._finite else None for name, value in values.items()}
+
+
+def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the metrics of a task take: probabilities, predicted classes of pixels, logits of tokens, numbers."""
+    if task.name == "binary":
+        return class_logits(output, y).softmax(dim=1)[:, 1].flatten(), y.flatten()
+    if task.name == "multiclass":
+        return output.softmax(dim=1), y
+    if task.name == "multilabel":
+        return output.sigmoid(), y
+    if task.name == "segmentation":
+        return class_logits(output, y).argmax(dim=1).flatten(), y.flatten()
+    if task.name == "regression":
+        flat = y.reshape(len(y), -1)
+        return (output.reshape(flat.shape), flat) if flat.shape[1] > 1 else (output.flatten(), y.flatten())
+    return output, y
+
+
+def _value(name: str, metric: TorchMetric) -> float:
+    if name == "r2" and int(metric.total) < 2:  # type: ignore[arg-type]
+        return float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes without records, which are left out below
+        value = metric.compute()
+    if name in _OF_RANKS:
+        targets = dim_zero_cat(metric.target)  # type: ignore[arg-type]
+        if isinstance(metric, classes.MulticlassAUROC | classes.MulticlassAveragePrecision):
+            targets = torch.nn.functional.one_hot(targets, len(value))
+        positive = targets.double().mean(dim=0).reshape(-1)
+        value = value.reshape(-1)[(positive > 0) & (positive < 1)]
+    return float(value.mean())

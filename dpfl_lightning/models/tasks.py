@@ -1,0 +1,207 @@
+"""Tasks: what labels and outputs mean, the loss of each record, and which predictions are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpfl_lightning.errors import UserError, require, require_one_of
+
+IGNORED = -100  # label of a pixel or token that counts neither in the loss nor in a metric
+
+Shape = tuple[int, ...]
+
+
+def class_logits(output: Tensor, y: Tensor) -> Tensor:
+    """Return logits `[B, K, ...]`, K >= 2, for `y [B, ...]`; a single logit z becomes the two logits (0, z).
+
+    >>> class_logits(torch.tensor([[3.0]]), torch.tensor([1]))
+    tensor([[0., 3.]])
+    """
+    output = output.unsqueeze(1) if output.dim() == y.dim() else output
+    return output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], dim=1)
+
+
+def token_logits(output: Tensor, y: Tensor) -> Tensor:
+    """Return outputs `[B, T, V]` as logits `[B, V, T]`."""
+    return output.movedim(-1, 1)
+
+
+def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, y, reduction="none", ignore_index=IGNORED)
+    if y.dim() == 1:
+        return losses
+    return losses.flatten(1).sum(dim=1) / (y != IGNORED).flatten(1).sum(dim=1).clamp(min=1)
+
+
+def _class_loss(output: Tensor, y: Tensor) -> Tensor:
+    return _cross_entropy(class_logits(output, y), y)
+
+
+def _token_loss(output: Tensor, y: Tensor) -> Tensor:
+    return _cross_entropy(token_logits(output, y), y)
+
+
+def _label_loss(output: Tensor, y: Tensor) -> Tensor:
+    losses = F.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none")
+    return losses.flatten(1).mean(dim=1)
+
+
+def _squared_error(output: Tensor, y: Tensor) -> Tensor:
+    losses = F.mse_loss(output.reshape(y.shape), y, reduction="none")
+    return losses if y.dim() == 1 else losses.flatten(1).mean(dim=1)
+
+
+def _right_classes(output: Tensor, y: Tensor) -> Tensor:
+    return class_logits(output, y).argmax(dim=1) == y
+
+
+def _right_tokens(output: Tensor, y: Tensor) -> Tensor:
+    return output.argmax(dim=-1) == y
+
+
+def _right_labels(output: Tensor, y: Tensor) -> Tensor:
+    return (output > 0) == (y > 0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the labels and outputs of a record mean. Shapes are those of one record.
+
+    Args:
+        name: a key of `TASKS`.
+        expects: shapes of labels and outputs, in words.
+        fits: whether outputs and labels of these shapes fit each other.
+        loss: function of `output [B, ...]`, `y [B, ...]`; one loss per record `[B]`, the mean over its labels that
+            count, and 0 if none counts.
+        right: function of the same; whether each prediction is right, in the shape of `y`. None: there is no accuracy.
+        metrics: names of the default metrics.
+        real: whether labels are real numbers.
+        one_class: whether a record has one class.
+    """
+
+    name: str
+    expects: str
+    fits: Callable[[Shape, Shape], bool]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    right: Callable[[Tensor, Tensor], Tensor] | None
+    metrics: tuple[str, ...] = ()
+    real: bool = False
+    one_class: bool = False
+
+    def hits(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many predictions of each record are right, and how many count, `[B]` float64 each."""
+        if self.right is None:
+            nothing = output.new_zeros(len(y), dtype=torch.float64)
+            return nothing, nothing
+        counted = y != IGNORED
+        right = self.right(output, y) & counted
+        return right.view(len(y), -1).sum(dim=1).double(), counted.view(len(y), -1).sum(dim=1).double()
+
+    def check(self, y: Tensor) -> None:
+        """Raise UserError unless labels `y [n, ...]` have the task's type, and only the values 0 and 1 if binary."""
+        advice = "Pass y.long() for classes." if y.is_floating_point() else "Pass y.float() for a regression."
+        must = f"be {'floating' if self.real else 'integer'} for task {self.name}"
+        require(y.is_floating_point() == self.real, "y", must, y.dtype, advice)
+        if self.name in ("binary", "multilabel"):
+            valid = bool(((y == 0) | (y == 1)).all())
+            require(valid, "y", f"hold 0 or 1 for each label of task {self.name}", "other numbers")
+
+
+#: name -> task
+TASKS: dict[str, Task] = {
+    "multiclass": Task(
+        "multiclass",
+        "integer labels [B] and outputs [B, classes]",
+        lambda output, y: y == () and len(output) == 1 and output[0] >= 2,
+        _class_loss,
+        _right_classes,
+        one_class=True,
+    ),
+    "binary": Task(
+        "binary",
+        "integer labels [B] and outputs [B], [B, 1] or [B, 2]",
+        lambda output, y: (y, output) in {((), ()), ((), (1,)), ((), (2,)), ((1,), (1,))},
+        _class_loss,
+        _right_classes,
+        one_class=True,
+    ),
+    "multilabel": Task(
+        "multilabel",
+        "labels [B, labels] of 0 and 1 and outputs of the same shape",
+        lambda output, y: len(y) == 1 and output == y,
+        _label_loss,
+        _right_labels,
+    ),
+    "regression": Task(
+        "regression",
+        "floating labels [B, ...] and as many outputs",
+        lambda output, y: torch.Size(output).numel() == torch.Size(y).numel(),
+        _squared_error,
+        None,
+        metrics=("mae", "r2"),
+        real=True,
+    ),
+    "segmentation": Task(
+        "segmentation",
+        "integer labels [B, ...] and outputs [B, classes, ...]",
+        lambda output, y: len(y) >= 1 and len(output) == len(y) + 1 and output[1:] == y,
+        _class_loss,
+        _right_classes,
+        metrics=("iou",),
+    ),
+    "language_modeling": Task(
+        "language_modeling",
+        "integer labels [B, tokens] and outputs [B, tokens, vocabulary]",
+        lambda output, y: len(y) == 1 and len(output) == 2 and output[:1] == y,
+        _token_loss,
+        _right_tokens,
+        metrics=("perplexity",),
+    ),
+}
+
+
+def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None, named: str | None = None) -> Task:
+    """Return the task for outputs and labels of these shapes of one record: the `named` one, or the only one that fits.
+
+    Only shapes, dtypes and `num_classes` decide, never values of labels. Raises UserError if no task fits, or several.
+
+    >>> task_of((1,), (), real=False).name, task_of((5, 9), (5,), real=False).name
+    ('binary', 'language_modeling')
+    """
+    kinds = f"outputs [{_shown(output)}] for {'floating' if real else 'integer'} labels [{_shown(y)}]"
+    if named is not None:
+        require_one_of(TASKS, "task", named)
+        task = TASKS[named]
+        fits = task.real == real and task.fits(output, y)
+        advice = "Pass y.long() for classes." if real and not task.real else ""
+        require(fits, "task", f"fit the data and the model: {named} needs {task.expects}", kinds, advice)
+        return task
+    fitting = [task for task in TASKS.values() if task.real == real and task.fits(output, y)]
+    names = [task.name for task in fitting]
+    if "binary" in names and len(names) > 1:  # two outputs, or one label in a second dimension
+        wanted = "multiclass" if names[0] == "multiclass" and num_classes not in (None, 2) else "binary"
+        fitting = [TASKS[wanted]]
+    if not fitting:
+        known = "; ".join(f"{task.name} needs {task.expects}" for task in TASKS.values() if task.real == real)
+        advice = " Real numbers as labels make a regression: of classes pass y.long()." * real
+        raise UserError(f"`model` must give outputs that fit the labels, got {kinds}. Known tasks: {known}.{advice}")
+    advice = f"Name it: task: {names[0]}."
+    require(len(fitting) == 1, "task", f"be one of {' and '.join(names)}, which both fit {kinds}", None, advice)
+    return fitting[0]
+
+
+def _shown(shape: Shape) -> str:
+    return ", ".join(["B", *map(str, shape)])
+
+
+def described(task: Task, output: Shape, y: Shape, named: bool) -> str:
+    """Return the task in words for reports, with where it comes from."""
+    if named:
+        return f"{task.name} (named)"
+    kind = "floating" if task.real else "integer"
+    return f"{task.name} (inferred from outputs [{_shown(output)}] and {kind} labels [{_shown(y)}])"

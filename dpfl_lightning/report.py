@@ -1,0 +1,63 @@
+"""`python -m dpfl_lightning.report RUN...`: one HTML file that shows and compares runs, seeds and searches."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpfl_lightning.errors import UserError, command, require
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `report` with command-line arguments, and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dpfl_lightning.report",
+        description="Write one HTML file, which works offline, about runs, seeds, searches and tables of experiments.",
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="folder of a run (finished or not), of seeds or of a search, or a table from experiments.papers --json",
+    )
+    parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
+    options = parser.parse_args(argv)
+    output = Path(options.output)
+    require(
+        output.parent.is_dir() and not output.is_dir(), "--output", "be a file in a folder that exists", str(output)
+    )
+    page = report([Path(run) for run in options.runs])
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"`--output` must be writable, got {str(output)!r}: {error.strerror}.") from None
+    print(f"{output}: open it in a browser")
+    return 0
+
+
+def report(folders: Sequence[Path]) -> str:
+    """Return the report on what lies in `folders` as HTML text; verifies the ledger of each run.
+
+    Raises UserError if a folder holds no run, or a file cannot be read.
+    """
+    from dpfl_lightning.reporting.report_page import report_page
+    from dpfl_lightning.reporting.run_files import RunGroup, read
+
+    parts = [read(folder) for folder in folders]
+    runs = [run.folder for part in parts if isinstance(part, RunGroup) for run in part.runs]
+    return report_page(parts, {str(folder): _verified(folder) for folder in runs})
+
+
+def _verified(folder: Path) -> str:
+    """Return "verified" if the ledger in a folder verifies, else why not."""
+    from dpfl_lightning.privacy.ledger.verify import ledger_of, read
+
+    try:
+        read([ledger_of(folder)])
+    except (UserError, OSError) as error:
+        return str(error)
+    return "verified"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""The curves of a run: one line for each round in `metrics.jsonl`, from which MLflow, figures and reports are made."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, pstdev, stdev
+from typing import Any
+
+from torch import Tensor
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RoundReport
+from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
+from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.runtime.files import write_atomically
+
+FILE = "metrics.jsonl"
+MOST_CLIENTS = 100  # of more clients, only quantiles are kept
+
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: name of a curve -> value, and name -> client -> value; None where nothing was measured.
+
+    Curves begin with `test_` (test records), `train_` (releases, epsilon, speed) or `val_` (held-out records of
+    clients). MLflow sorts them in this order; a name with a slash would precede all others. `clients` is empty for more
+    than 100 clients.
+    """
+
+    round: int
+    values: Values
+    clients: Mapping[str, Values]
+
+
+class Curves(Callback):
+    """Appends each round to `metrics.jsonl` in the folder of the run. A resumed run removes rounds that it repeats.
+
+    **Privacy** Contains accuracies on test and held-out records, which no guarantee covers, and released values.
+    """
+
+    def on_fit_start(self, view: View) -> None:
+        path = view.run.output_dir / FILE
+        kept = [one for one in read(path) if one.round < view.round]
+        write_atomically(path, lambda partial: partial.write_text("".join(map(_line, kept)), encoding="utf-8"))
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        with (view.run.output_dir / FILE).open("a", encoding="utf-8") as file:
+            file.write(_line(of_round(report, view.facts)))
+
+
+def of_round(report: RoundReport, facts: Facts) -> Round:
+    """Return the curves of a finished round."""
+    diagnostics = report.diagnostics
+    clients: dict[str, Sequence[float | None]] = {
+        "accuracy": report.client_accuracy or (),
+        "epsilon": report.epsilon_spent,
+        "clip_fraction": () if diagnostics is None else diagnostics.clip_fraction,
+        "gradients_not_finite": () if diagnostics is None else diagnostics.not_finite,
+        **{name: value.tolist() for name, value in report.metrics.items() if isinstance(value, Tensor)},
+    }
+    clients = {name: list(map(_finite, values)) for name, values in clients.items() if any_known(values)}
+    groups = accuracy_of_groups(report.client_accuracy or (), true_groups(facts))
+    values = {
+        **on_test(report.test_accuracy, report.test_loss, report.test_metrics),
+        **{curve: value for name, column in clients.items() for curve, value in quantiles(name, column).items()},
+        **of_groups(groups),
+        **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
+        "train_participants": len(report.clients),
+        "train_records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
+    }
+    named = {name: dict(zip(names(facts), column, strict=True)) for name, column in clients.items()}
+    few = facts.num_clients <= MOST_CLIENTS
+    return Round(report.round, {name: _finite(value) for name, value in values.items()}, named if few else {})
+
+
+def on_test(accuracy: float | None, loss: float | None, metrics: Values) -> dict[str, float | None]:
+    """Name the scores on test records."""
+    return {"test_accuracy": accuracy, "test_loss": loss, **{f"test_{name}": value for name, value in metrics.items()}}
+
+
+def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:
+    """Name the accuracies of `summary.accuracy_of_groups`.
+
+    >>> of_groups({"minority": 0.5, "0": 0.75})
+    {'val_accuracy_minority': 0.5, 'val_accuracy_group_0': 0.75}
+    """
+    return {f"val_accuracy_{'group_' * name.isdigit()}{name}": value for name, value in accuracies.items()}
+
+
+def over_clients(name: str) -> str:
+    """Return the beginning of the names of curves of a value of clients: accuracies are on held-out records."""
+    return f"val_{name}" if name == "accuracy" else f"train_{name}"
+
+
+def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
+    """Return the smallest, median, mean and largest value over clients, for accuracies also the standard deviation.
+
+    >>> quantiles("epsilon", [1.0, None, 4.0])
+    {'train_epsilon_min': 1.0, 'train_epsilon_median': 2.5, 'train_epsilon_mean': 2.5, 'train_epsilon_max': 4.0}
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return {}
+    found = {"min": min(known), "median": median(known), "mean": fmean(known), "max": max(known)}
+    found |= {"std": pstdev(known)} if name == "accuracy" else {}
+    return {f"{over_clients(name)}_{key}": value for key, value in found.items()}
+
+
+def names(facts: Facts) -> list[str]:
+    """Return the name of each client."""
+    return [facts.name_of(client) for client in range(facts.num_clients)]
+
+
+def any_known(values: Sequence[float | None]) -> bool:
+    """Return whether any value is a finite number."""
+    return any(_finite(value) is not None for value in values)
+
+
+def history(rounds: Sequence[Round], name: str) -> dict[int, float]:
+    """Return round -> value of a curve, without rounds in which it was not measured."""
+    return {one.round: value for one in rounds if (value := one.values.get(name)) is not None}
+
+
+def over_seeds(runs: Sequence[Sequence[Round]], name: str) -> dict[int, tuple[float, float]]:
+    """Return round -> mean and standard deviation of a curve over runs, for rounds that all runs have."""
+    each = [history(rounds, name) for rounds in runs]
+    steps = [step for step in each[0] if all(step in one for one in each)] if each else []
+    columns = {step: [one[step] for one in each] for step in steps}
+    return {step: (fmean(values), stdev(values) if len(values) > 1 else 0.0) for step, values in columns.items()}
+
+
+def read(path: Path) -> list[Round]:
+    """Read `metrics.jsonl`; a missing file has no rounds, and an unfinished last line is left out.
+
+    Raises UserError if the file is damaged.
+    """
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rounds = [Round(**json.loads(line)) for line in lines[:-1]]
+        if not all(_well_formed(one) for one in rounds):
+            raise ValueError
+    except (OSError, ValueError, TypeError):
+        raise UserError(
+            f"`{path}` must hold one JSON object for each round, got a file that cannot be read. Restore it, or "
+            "delete it to go on without the curves of past rounds."
+        ) from None
+    return rounds
+
+
+def _well_formed(one: Round) -> bool:
+    mappings = (one.values, one.clients, *(one.clients.values() if isinstance(one.clients, dict) else ()))
+    if not isinstance(one.round, int) or not all(isinstance(mapping, dict) for mapping in mappings):
+        return False
+    numbers: list[Any] = [
+        *one.values.values(),
+        *(value for column in one.clients.values() for value in column.values()),
+    ]
+    return all(value is None or isinstance(value, int | float) for value in numbers)
+
+
+def _line(one: Round) -> str:
+    return json.dumps(asdict(one)) + "\n"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,132 @@
+"""What MLflow's pages show of a run before and after its curves: name, parameters, data set and description."""
+
+import dataclasses
+import getpass
+import hashlib
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.server.results import RunInfo, RunResult
+from dpfl_lightning.reporting.mlflow.store import loggable, shown
+from dpfl_lightning.runtime.text import counted, flattened, span
+
+#: parameters of every run; others are shown where they differ from their defaults
+_ALWAYS = (
+    "rounds",
+    "seed",
+    "data.name",
+    "data.class_path",
+    "model.name",
+    "model.class_path",
+    "clients.count",
+    "clients.batch_size",
+    "clients.learning_rate",
+    "engine.name",
+)
+_NEVER = ("strategies", "tracking", "output_dir", "privacy.epsilon")  # said by strategies and epsilon, or not compared
+_LONGEST = 250  # characters of a parameter
+_DEFAULTS = flattened(dataclasses.asdict(Options()))
+
+
+def run_name(strategies: Iterable[str], budgets: Sequence[float], private: bool) -> str:
+    """Name a run by its strategies, without the default base rule, and by the budgets of its clients.
+
+    >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], True), run_name(["size_weighted"], [2.0, 2.0], True)
+    ('noise_aware eps 0.9-2.9', 'size_weighted eps 2')
+    """
+    return f"{_joined(strategies)} {'eps ' if private else ''}{epsilon_span(budgets, private).replace(' to ', '-')}"
+
+
+def epsilon_span(budgets: Sequence[float], private: bool) -> str:
+    """Return the range of the budgets in words."""
+    if not private:
+        return "no privacy"
+    return "without a budget" if all(map(math.isinf, budgets)) else span(budgets)
+
+
+def _joined(strategies: Iterable[str]) -> str:
+    given = [name.rpartition(".")[2] for name in strategies]
+    return " ".join(name for name in given if name != "size_weighted") or "size_weighted"
+
+
+def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters by which runs are compared: the most important options, and those that were changed.
+
+    >>> params({"rounds": 10, "strategies": {"fedprox": {"pull": 0.1}}}, {"num_params": 650})
+    {'strategies': 'fedprox', 'num_params': '650', 'rounds': '10', 'strategies.fedprox.pull': '0.1'}
+    """
+    flat = flattened(loggable(options))
+    chosen = {key: text for key, text in flat.items() if key in _ALWAYS or _changed(key, text)}
+    head = {"strategies": _joined(options["strategies"])} if options.get("strategies") else {}
+    given = {**head, **{key: str(value) for key, value in more.items()}, **chosen}
+    return {key: text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..." for key, text in given.items()}
+
+
+def _changed(key: str, text: str) -> bool:
+    if key.startswith("strategies.") and text == "{}":
+        return False
+    hidden = any(key == one or (key.startswith(f"{one}.") and one != "strategies") for one in _NEVER)
+    return not hidden and _DEFAULTS.get(key, "null") != text
+
+
+def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
+    """Return name, digest, source and profile of the data set `context` (training or test) for MLflow.
+
+    **Privacy** The digest is over public facts: options of the data, seed and sizes. It says nothing about the content
+    of records, so the same digest does not prove the same records.
+    """
+    data = dict(info.options.get("data") or {})
+    name = str(data.get("name") or data.get("class_path") or "population")
+    shapes = {"input_shape": facts.input_shape, "num_classes": facts.num_classes}
+    profile: dict[str, Any] = {"num_clients": facts.num_clients, **shapes}
+    if context == "training":
+        records = facts.num_records
+        profile |= {"num_records": sum(records), "records_per_client": span(records)}
+    public = {"data": data, "seed": info.options.get("seed"), "records": facts.num_records, "context": context}
+    return {
+        "name": name,
+        "digest": hashlib.sha256(json.dumps(public, default=str).encode()).hexdigest()[:8],
+        "source_type": "dpfl_lightning",
+        "source": json.dumps(loggable(data), default=str),
+        "profile": json.dumps(profile),
+    }
+
+
+def program() -> dict[str, str]:
+    """Return tags that say who ran which command at which commit of the working directory."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    start = ["python", "-m", module.name.removesuffix(".__main__")] if module is not None else [sys.argv[0]]
+    tags = {
+        "mlflow.source.name": "dpfl_lightning",
+        "mlflow.source.type": "LOCAL",
+        "command": shown(shlex.join([*start, *sys.argv[1:]])),
+    }
+    try:
+        tags["mlflow.user"] = getpass.getuser()
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        if re.fullmatch("[0-9a-f]{40,64}", commit := asked.stdout.strip()):
+            tags["mlflow.source.git.commit"] = commit
+    except (OSError, KeyError, subprocess.SubprocessError):
+        pass  # no git, no user name, or neither
+    return tags
+
+
+def description(notes: Sequence[str], result: RunResult | None = None) -> str:
+    """Return Markdown for the top of the run's page: the plan, and after the run its results."""
+    plan = [f"**Plan.** {' '.join(notes)}"] if notes else []
+    if result is None:
+        return "\n\n".join(["**Running.**", *plan])
+    scores = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
+    if result.accuracy_worst is not None and result.accuracy_mean is not None:
+        over = f"Over {counted(len(result.clients), 'client')}: mean {result.accuracy_mean:.2%}"
+        scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
+    guarantee = f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`."
+    return "\n\n".join([*scores, guarantee, f"**Ended:** {result.reason}.", *plan])

@@ -1,0 +1,101 @@
+"""Reads finished and unfinished runs, searches and tables of experiments from their files, for reports."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpfl_lightning.config.yaml_text import parse_yaml
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.reporting import curves
+from dpfl_lightning.reporting.curves import Round
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run: its options, its rounds so far, and its result (None while it is unfinished)."""
+
+    folder: Path
+    options: Mapping[str, Any]
+    rounds: list[Round]
+    result: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """One run, or the same run for several seeds. `guarantee` is that of all seeds together."""
+
+    name: str
+    runs: tuple[RunFiles, ...]
+    guarantee: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search: scores of its trials, the best of them, and its report in lines."""
+
+    name: str
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of an experiment, as `python -m experiments.papers NAME --json` prints it."""
+
+    name: str
+    content: Mapping[str, Any]
+
+
+def read(path: Path) -> RunGroup | Search | Table:
+    """Read what lies at `path`: the folder of a run, of seeds or of a search, or a JSON file with a table.
+
+    Raises UserError if it is none of them, or a file cannot be read.
+    """
+    if path.is_file():
+        table = _json(path)
+        require("numbers" in table, "RUN", "be a folder, or a JSON table of experiments.papers", str(path))
+        return Table(path.stem, table)
+    if (path / "options.yaml").is_file():
+        run = read_run(path)
+        return RunGroup(path.resolve().name, (run,), str((run.result or {}).get("guarantee", "")))
+    summary = _json(path / "result.json") if (path / "result.json").is_file() else {}
+    if "trials" in summary:
+        return Search(str(summary.get("study", path.name)), summary)
+    seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
+    if seeds:
+        runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
+        return RunGroup(path.resolve().name, runs, str(summary.get("guarantee", "")))
+    must = "be the folder of a run, of seeds or of a finished search"
+    raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read a run's options, rounds and result. Raises UserError if a file cannot be read."""
+    path = folder / "options.yaml"
+    try:
+        options = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+    require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
+    path = folder / "result.json"
+    result = _json(path) if path.is_file() else None
+    if result is not None:
+        for key in ("clients", "rounds", "guarantee", "reason"):
+            require(key in result, str(path), f"be the result of a run with the key {key}", sorted(result))
+    return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    require(isinstance(content, dict), str(path), "hold a JSON object", type(content).__name__)
+    return content
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"`{path}` must be a file that can be read, got {str(error)[:200]!r}. Leave it out, or restore it."
+    )

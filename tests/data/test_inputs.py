@@ -1,0 +1,212 @@
+"""Records that are whole numbers, tuples or dictionaries of tensors, and records that are read when they are drawn."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import private
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from dpfl_lightning.auditing.run import audit
+from dpfl_lightning.build import build_engine
+from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.strategies.distillation.distillation import Distillation
+
+SIZES = {"berlin": 40, "rome": 70, "oslo": 30}
+
+
+class Words(nn.Module):
+    """The mean of embedded words, which a mask may leave out; a second input is an image."""
+
+    def __init__(self, channels: int = 0):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 6), nn.Linear(6 + channels, 2)
+        self.conv = nn.Conv2d(1, channels, 3) if channels else None
+
+    def forward(self, input_ids, image=None, attention_mask=None):
+        weight = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        weight = weight[..., None].to(self.head.weight.dtype)
+        words = (self.embedding(input_ids) * weight).sum(1) / weight.sum(1)
+        parts = [words] if self.conv is None else [words, self.conv(image).relu().mean((2, 3))]
+        return self.head(torch.cat(parts, dim=1))
+
+
+def drawn(count: int, generator: torch.Generator) -> dict:
+    y = torch.randint(2, (count,), generator=generator)
+    mask = torch.ones(count, 5, dtype=torch.long)
+    mask[:, 3:] = 0
+    ids = torch.randint(10, (count, 5), generator=generator) + 10 * y[:, None]
+    return {"y": y, "ids": ids, "mask": mask, "image": torch.randn(count, 1, 5, 5, generator=generator)}
+
+
+#: kind -> inputs of a client's records, and the number of channels of the net for the image
+KINDS = {
+    "words": (lambda one: one["ids"], 0),
+    "tuple": (lambda one: (one["ids"], one["image"]), 3),
+    "dictionary": (lambda one: {"input_ids": one["ids"], "image": one["image"], "attention_mask": one["mask"]}, 3),
+}
+
+
+def clients_of(kind: str) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    records = {name: drawn(count, generator) for name, count in SIZES.items()}
+    return {name: (KINDS[kind][0](one), one["y"]) for name, one in records.items()}
+
+
+def population_of(kind: str, **options) -> Population:
+    clients = clients_of(kind)
+    return Population.from_datasets(clients, test=clients["rome"], num_classes=2, **options)
+
+
+def module_of(kind: str) -> ClientModule:
+    torch.manual_seed(0)
+    return ClientModule(Words(KINDS[kind][1]))
+
+
+def trained(make_loop, kind: str, engine: str, population=None, **options):
+    clients = ClientOptions(batch_size=16, learning_rate=1.0)
+    population = population or population_of(kind)
+    usual = {"engine": build_engine(engine), "rounds": 4, "clients": clients, "privacy": None}
+    return make_loop(population, module_of(kind), **{**usual, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_engine_trains_on_every_kind_of_inputs(kind, make_loop, one_noise):
+    loops = {name: trained(make_loop, kind, name) for name in ("serial", "fast")}
+    results = {name: loop.run() for name, loop in loops.items()}
+    assert results["fast"].test_accuracy > 0.8 and "exact rules for all layers" in loops["fast"].clients.description
+    torch.testing.assert_close(loops["fast"].state.models, loops["serial"].state.models, rtol=1e-4, atol=1e-5)
+    assert [row["name"] for row in results["fast"].clients] == list(SIZES)
+
+
+def test_the_trainer_gets_a_tuple(make_loop, one_noise):
+    loops = [trained(make_loop, "tuple", name, rounds=1) for name in ("serial", "trainer")]
+    assert torch.equal(*(loop.run() and loop.state.models for loop in loops))
+
+
+def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(make_loop, tmp_path):
+    with pytest.raises(UserError, match=r"`engine.name` must be fast or serial for records that are not one tensor"):
+        trained(make_loop, "dictionary", "stacked", output_dir=tmp_path / "stacked").run()
+    for kind in ("words", "dictionary"):
+        loop = trained(make_loop, kind, "fast", parts=[Distillation()], privacy=private(), rounds=1)
+        with pytest.raises(UserError, match="must have records that are one floating tensor"):
+            loop.run()
+    assert not list(tmp_path.glob("run*/ledger.jsonl"))
+
+
+def test_an_audit_refuses_records_that_it_cannot_scale(make_loop):
+    with pytest.raises(UserError, match=r"`data` must be one floating tensor a record to audit, .*got \(5,\)"):
+        audit(trained(make_loop, "words", "fast", privacy=private()))
+
+
+class Mixing(Words):
+    def forward(self, input_ids, image, attention_mask):
+        return super().forward(input_ids, image, attention_mask * attention_mask.float().mean(0))
+
+
+def test_a_net_that_mixes_records_through_one_of_its_inputs_is_refused(make_loop):
+    with pytest.raises(UserError, match="`model` must see one record at a time"):
+        make_loop(population_of("dictionary"), ClientModule(Mixing(3)))
+
+
+def test_facts_state_the_shape_of_every_input():
+    assert population_of("words").input_shape == (5,)
+    assert population_of("tuple").input_shape == ((5,), (1, 5, 5))
+    assert population_of("dictionary").input_shape == {"attention_mask": (5,), "image": (1, 5, 5), "input_ids": (5,)}
+
+
+def test_inputs_of_another_structure_are_refused():
+    one, other = clients_of("words")["berlin"], clients_of("tuple")["rome"]
+    with pytest.raises(UserError, match=r"`client b: x` must have records of shape \(5,\), as client a, got"):
+        Population.from_datasets({"a": one, "b": other}, num_classes=2)
+    with pytest.raises(UserError, match=r"`client a: x` must hold tensors of one number of records, got \[1, 40\]"):
+        Population.from_datasets({"a": ((one[0], one[0][:1]), one[1])}, num_classes=2)
+
+
+# ---- labels, images and loaders
+
+
+def test_labels_that_are_names_need_the_public_classes():
+    x, names = torch.randn(4, 2), ["benign", "malignant", "benign", "benign"]
+    with pytest.raises(UserError, match=r'`client 0: y` must hold numbers .*classes=\["benign", "malignant"\]'):
+        Population.from_datasets([(x, names)])
+    for labels in (names, np.array(names)):
+        population = Population.from_datasets([(x, labels)], held_out=0, classes=("benign", "malignant", "unsure"))
+        assert population.y.tolist() == [0, 1, 0, 0] and population.num_classes == 3
+    with pytest.raises(UserError, match=r"`client rome: y` must hold the given classes only, .*got 'malignant'"):
+        Population.from_datasets({"rome": (x, names)}, classes=("benign", "healthy"))
+
+
+class Pictures(TorchDataset):
+    reads = 0
+
+    def __init__(self, count: int, mode: str = "RGB"):
+        self.count, self.mode = count, mode
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        from PIL import Image
+
+        type(self).reads += 1
+        return Image.new(self.mode, (3, 2), 0 if row % 2 else "white"), row % 2
+
+
+def test_images_become_floats_and_a_loader_is_its_dataset():
+    colours = Population.from_datasets([DataLoader(Pictures(4), batch_size=3, shuffle=True)], num_classes=2, held_out=0)
+    assert colours.input_shape == (3, 2, 3) and colours.x[0].eq(1).all() and colours.x[1].eq(0).all()
+    assert Population.from_datasets([Pictures(4, "L")], num_classes=2).input_shape == (1, 2, 3)
+
+
+# ---- lazy
+
+
+class Records(TorchDataset):
+    """Returns single records, as a Dataset does that reads files."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, row):
+        x = self.x
+        return {name: part[row] for name, part in x.items()} if isinstance(x, dict) else x[row], int(self.y[row])
+
+
+@pytest.mark.parametrize("kind, form", [("words", tuple), ("dictionary", lambda pair: Records(*pair))])
+def test_lazy_inputs_change_no_bit(kind, form, make_loop, one_noise):
+    clients = {name: form(pair) for name, pair in clients_of(kind).items()}
+    lazy, eager = (
+        Population.from_datasets(clients, test=clients["rome"], num_classes=2, lazy=lazy) for lazy in (True, False)
+    )
+    for part in ("train_of", "held_out_of"):
+        assert all(map(torch.equal, getattr(lazy, part), getattr(eager, part)))
+    loops = [trained(make_loop, kind, "fast", population, rounds=2) for population in (lazy, eager)]
+    first, second = (loop.run() for loop in loops)
+    assert torch.equal(loops[0].state.models, loops[1].state.models)
+    assert first.clients == second.clients and first.test_loss == second.test_loss
+
+
+def test_lazy_inputs_are_read_once_before_the_run_and_checked_again(tmp_path):
+    Pictures.reads = 0
+    population = Population.from_datasets([Pictures(300), Pictures(7)], num_classes=2, lazy=True)
+    assert Pictures.reads == 307
+    batch = population.x[torch.tensor([306, 0, 301, 1])]
+    assert batch.shape == (4, 3, 2, 3) and batch[:, 0, 0, 0].tolist() == [1, 1, 0, 0] and Pictures.reads == 311
+    values = np.memmap(tmp_path / "x", dtype=np.float16, mode="w+", shape=(9, 4))
+    values[:] = np.arange(36).reshape(9, 4)
+    lazy = Population.from_datasets([(values, np.arange(9) % 2)], num_classes=2, lazy=True)
+    assert (
+        lazy.x[torch.tensor([2])].tolist() == [[8.0, 9.0, 10.0, 11.0]]
+        and lazy.x[torch.tensor([2])].dtype == torch.float32
+    )
+    values[3] = np.nan
+    with pytest.raises(UserError, match="`client 0: x` must be finite"):
+        lazy.x[torch.tensor([3])]

@@ -1,0 +1,200 @@
+"""Populations from tables, datamodules and folders of images."""
+
+import warnings
+
+import lightning as L
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError, UserNotice
+
+# ---- tables
+
+
+def patients(**changes) -> pd.DataFrame:
+    """Three hospitals of 30, 20 and 10 patients."""
+    rng = np.random.default_rng(0)
+    hospitals = np.repeat(["rome", "berlin", "oslo"], [30, 20, 10])
+    columns = {
+        "hospital": hospitals,
+        "age": rng.integers(20, 80, 60),
+        "sex": rng.choice(["f", "m"], 60),
+        "outcome": rng.choice(["benign", "malignant"], 60),
+    }
+    return pd.DataFrame(columns | changes)
+
+
+CHOICES = {
+    "client": "hospital",
+    "label": "outcome",
+    "classes": ["benign", "malignant"],
+    "categories": {"sex": ["f", "m", "x"]},
+    "scale": {"age": (50, 20)},
+}
+
+
+def test_a_table_becomes_clients_with_names(tmp_path):
+    table = patients()
+    population = Population.from_dataframe(table, held_out=0, test=table.drop(columns="hospital"), **CHOICES)
+    assert population.names == ("berlin", "oslo", "rome") and population.num_records == (20, 10, 30)
+    rows = table[table.hospital == "oslo"]
+    x, y = population.records(1, torch.arange(10))
+    assert x.shape == (10, 4) and x.dtype == torch.float32
+    assert x[:, 0].tolist() == pytest.approx(((rows.age - 50) / 20).tolist())
+    assert x[:, 1:].argmax(1).tolist() == [["f", "m"].index(sex) for sex in rows.sex]
+    assert y.tolist() == [["benign", "malignant"].index(name) for name in rows.outcome]
+    assert population.num_classes == 2 and len(population.test_records()[1]) == 60
+    table.to_csv(tmp_path / "patients.csv", index=False)
+    stored = Population.from_dataframe(str(tmp_path / "patients.csv"), held_out=0, **CHOICES)
+    assert torch.equal(stored.x, population.x[:60])
+
+
+def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
+    table = patients(outcome=np.linspace(0, 1, 60))
+    population = Population.from_dataframe(table, client="hospital", label="outcome", features=["age"])
+    assert population.num_classes == 1 and population.input_shape == (1,)
+
+
+@pytest.mark.parametrize(
+    "changes, choices, message",
+    [
+        ({}, {"client": "clinic"}, r"`client` must name columns of the table \(hospital, age, sex, outcome\), got 'cl"),
+        ({}, {"features": ["age", "sex", "bmi"]}, "`features` must name columns of the table .*got 'bmi'"),
+        ({}, {"categories": {}}, r"`client berlin: sex` must hold numbers, got .*categories=\{\"sex\": "),
+        ({}, {"categories": {"sex": ["f"]}}, "`client berlin: sex` must hold the given categories only, .*got 'm'"),
+        ({}, {"classes": ["benign", "unsure"]}, "`client berlin: y` must hold the given classes only, .*'malignant'"),
+        ({}, {"classes": None}, "`client berlin: y` must hold numbers if no classes are given"),
+        ({"age": [np.nan, *range(59)]}, {}, "`client rome: age` must have no missing value, got 1. Fill it"),
+        ({"outcome": [None, *["benign"] * 59]}, {}, "`client rome: outcome` must have no missing value"),
+        ({"hospital": [None, *["rome"] * 59]}, {}, "`df: hospital` must name a client in every row"),
+        ({}, {"scale": {"age": (50, 0)}}, "`scale: age` must be the public mean and standard deviation"),
+        ({}, {"scale": {"bmi": (50, 1)}}, r"`scale` must be of columns of features \(age, sex\), got \['bmi'\]"),
+        ({}, {"test": "nowhere.csv"}, "`df` must be a DataFrame or the path of a file, got 'nowhere.csv'"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_by_column_and_client(changes, choices, message):
+    with pytest.raises(UserError, match=message):
+        Population.from_dataframe(patients(**changes), **{**CHOICES, **choices})
+
+
+def test_names_are_different_and_printable():
+    table = patients()
+    table["hospital"] = [1, "1"] * 30
+    with pytest.raises(UserError, match="`df: hospital` must hold different names as text"):
+        Population.from_dataframe(table, **CHOICES)
+    pair = torch.randn(9, 2), torch.arange(9) % 2
+    for clients, message in (({1: pair, "1": pair}, "be 2 different names"), ({"a\x1b[2J": pair}, "be printable")):
+        with pytest.raises(UserError, match=f"`names` must {message}"):
+            Population.from_datasets(clients, num_classes=2)
+    assert Population.from_datasets([pair, pair], num_classes=2).name_of(1) == "1"
+
+
+# ---- datamodules
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(2.0 * count).view(count, 2), torch.arange(count) % 2)
+
+
+class Data(L.LightningDataModule):
+    """`loaders` makes what `train_dataloader` returns."""
+
+    clients_of_records = ("rome",) * 6 + ("berlin",) * 4
+
+    def __init__(self, loaders):
+        super().__init__()
+        self.loaders, self.calls = loaders, []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(stage)
+        self.test = numbers(5)
+
+    def train_dataloader(self):
+        return self.loaders({name: DataLoader(numbers(n), 3) for name, n in (("rome", 6), ("berlin", 4))})
+
+    def val_dataloader(self):
+        return DataLoader(numbers(3))
+
+
+class WithTestSet(Data):
+    def test_dataloader(self):
+        return [DataLoader(self.test)]
+
+
+def made(datamodule, **options) -> Population:
+    with pytest.warns(UserNotice, match="batch size, sampler and collate_fn of the loaders are ignored"):
+        return Population.from_datamodule(datamodule, num_classes=2, held_out=0, **options)
+
+
+def test_a_datamodule_has_a_loader_for_each_client():
+    by_name = made(module := WithTestSet(dict))
+    assert by_name.names == ("rome", "berlin") and by_name.num_records == (6, 4) and len(by_name.test) == 5
+    assert module.calls == ["prepare_data", "fit", "test"]
+    in_a_list = made(Data(lambda loaders: [*loaders.values()]))
+    assert in_a_list.names == () and in_a_list.num_records == (6, 4) and len(in_a_list.test) == 3
+    assert made(Data(CombinedLoader)).names == ("rome", "berlin")
+
+
+def test_the_records_of_one_loader_are_divided_by_client():
+    one = Data(lambda loaders: DataLoader(numbers(10)))
+    for client in ("clients_of_records", Data.clients_of_records, np.array(Data.clients_of_records)):
+        population = made(one, client=client)
+        assert population.names == ("berlin", "rome") and population.num_records == (4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for client, message in (
+            (None, "give the client of each record"),
+            (["rome"], "each of the 10 records"),
+            ("x", "attr"),
+        ):
+            with pytest.raises(UserError, match=f"`client` must .*{message}"):
+                Population.from_datamodule(one, client=client)
+
+
+# ---- folders of images
+
+
+def drawn(folder, clients=("berlin", "rome", "test"), classes=("cat", "dog"), sizes=((4, 3),)) -> None:
+    for client in clients:
+        for shade, name in enumerate(classes):
+            place = folder / client / name
+            place.mkdir(parents=True)
+            for number in range(4):
+                image = Image.new("RGB", sizes[number % len(sizes)], (255 * shade, 0, 0))
+                image.save(place / f"{number}.png")
+
+
+def test_folders_of_images_are_clients_and_classes(tmp_path):
+    drawn(tmp_path)
+    lazy, eager = (Population.from_image_folder(tmp_path, held_out=0, lazy=lazy) for lazy in (True, False))
+    assert lazy.names == ("berlin", "rome") and lazy.num_records == (8, 8) and lazy.input_shape == (3, 3, 4)
+    assert lazy.y.tolist() == ([0] * 4 + [1] * 4) * 3 and len(lazy.test) == 8
+    assert torch.equal(lazy.x[torch.arange(24)], eager.x) and eager.x[4:8, 0].eq(1).all() and eager.x[:, 1:].eq(0).all()
+    grey = Population.from_image_folder(tmp_path, size=(5, 6), channels=1, classes=["cat", "dog", "cow"])
+    assert grey.input_shape == (1, 5, 6) and grey.num_classes == 3
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path):
+    drawn(tmp_path / "sizes", sizes=((4, 3), (5, 3)))
+    with pytest.raises(UserError, match=r"`client berlin` must yield records of one shape.*Resize"):
+        Population.from_image_folder(tmp_path / "sizes")
+    drawn(tmp_path / "classes", ("berlin",))
+    drawn(tmp_path / "classes", ("rome",), ("cat",))
+    with pytest.raises(
+        UserError, match=r"rome` must hold the classes of client berlin, .*got \['cat'\]. State the pub"
+    ):
+        Population.from_image_folder(tmp_path / "classes")
+    with pytest.raises(UserError, match=r"berlin` must hold folders of \['cat'\] only, got \['cat', 'dog'\]"):
+        Population.from_image_folder(tmp_path / "classes", classes=["cat"])
+    (tmp_path / "classes" / "berlin" / "cat" / "0.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"0.png` must be a complete image"):
+        Population.from_image_folder(tmp_path / "classes", classes=["cat", "dog"])

@@ -1,0 +1,393 @@
+"""A user's own model and training: LightningModules, optimisers and schedules, and the trained model after a run."""
+
+import sys
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from conftest import FIXED_KEY, break_off, small_net
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.evaluate import evaluate_run
+from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.fit import fit
+from dpfl_lightning.models.learning_rates import build_schedule
+from dpfl_lightning.models.optimizers import SGD, build_optimizer
+from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
+from dpfl_lightning.strategies.clustering.local import Local
+
+pytestmark = pytest.mark.filterwarnings("ignore:not used of|configure_optimizers of:UserWarning")
+
+
+class Lit(L.LightningModule):
+    """As many tutorials write it: Adam with a schedule, a metric and logs in the training step."""
+
+    def __init__(self, learning_rate: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net, self.criterion = small_net(), nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self(x.view(x.size(0), -1))
+        loss = self.criterion(output, y)
+        self.accuracy(output, y)
+        self.log("loss", loss)
+        self.log("accuracy", self.accuracy)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        raise AssertionError
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams.learning_rate)
+        return [optimizer], [StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+class OfAChild(Lit):
+    """The net itself is called, not `forward`."""
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.criterion(self.net(batch[0]), batch[1])}
+
+
+class OwnFormula(Lit):
+    """The loss is no function of torch."""
+
+    def training_step(self, batch, batch_idx):
+        smooth = 0.9 * F.one_hot(batch[1], 3) + 0.1 / 3
+        return -(smooth * self(batch[0]).log_softmax(dim=1)).sum(dim=1).mean()
+
+
+class OfInputs(Lit):
+    """The loss is no function of outputs alone, and every layer has its learning rate."""
+
+    def training_step(self, batch):
+        x, y = batch
+        return self.criterion(self(x), y) + 0.01 * (self.net[0].weight ** 2).sum() * (x**2).mean()
+
+    def configure_optimizers(self):
+        groups = [{"params": self.net[0].parameters(), "lr": 0.1}, {"params": self.net[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        cycle = OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+class ByHand(ClientModule):
+    """What an engine does with `Lit`, as a module of this package: loss, optimiser and learning rates by round."""
+
+    def loss(self, output, y):
+        return F.cross_entropy(output, y, label_smoothing=0.1, reduction="none")
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.trainable, lr=0.05 * 0.5 ** (self.local_task.round - 1))
+
+
+def trained(make_loop, module, engine="fast", **options) -> torch.Tensor:
+    loop = make_loop(module=module, engine=ENGINES[engine](), **options)
+    loop.run()
+    assert torch.equal(loop.module.flat, loop.state.models[0])
+    return loop.state.models[0]
+
+
+def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, one_noise):
+    options = {"rounds": 2, "clients": ClientOptions(4, batch_size=16)}
+    expected = trained(make_loop, ByHand(small_net()), "serial", **options)
+    for engine, kind in (("serial", Lit), ("trainer", Lit), ("fast", Lit), ("fast", OfAChild), ("fast", OwnFormula)):
+        torch.testing.assert_close(trained(make_loop, kind(), engine, **options), expected, rtol=1e-4, atol=1e-5)
+    ours, reference = (trained(make_loop, OfInputs(), name, **options) for name in ("fast", "serial"))
+    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(reference, expected, atol=1e-3)
+
+
+def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
+    for kind, *expected in ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False)):
+        adapted = make_loop(module=kind()).module.adapted
+        assert [adapted.part, adapted.unreduced] == expected and adapted.whole == (kind is OfInputs)
+
+
+def test_what_is_not_used_of_a_lightning_module_is_said(make_loop):
+    with pytest.warns(UserNotice) as caught:
+        make_loop(module=Lit(), clients=ClientOptions(4, learning_rate=0.3))
+    assert [str(one.message) for one in caught] == [
+        "not used of Lit: validation_step, accuracy",
+        "configure_optimizers of Lit replaces clients.learning_rate",
+    ]
+
+
+class Contrast(Lit):
+    def training_step(self, batch, batch_idx):
+        output = self(batch[0])
+        return (output - output.mean(dim=0)).pow(2).mean()
+
+
+class Reads(Lit):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 100 else 0 * loss
+
+
+class Keeps(Lit):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        self.losses.append(super().training_step(batch, batch_idx))
+        return self.losses[-1]
+
+
+class Manual(Lit):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    "kind, words", [(Contrast, "other records"), (Reads, "without .item"), (Manual, "Manual"), (Keeps, "losses")]
+)
+def test_a_training_step_without_losses_of_single_records_is_refused(kind, words, make_loop):
+    with pytest.raises(UserError, match=words):
+        make_loop(module=kind())
+
+
+def configured(answer) -> type[ClientModule]:
+    """A module whose `configure_optimizers` returns `answer(optimizer)`."""
+    sgd = lambda module: torch.optim.SGD(module.trainable, lr=module.local_task.learning_rate)  # noqa: E731
+    return type("Own", (ClientModule,), {"configure_optimizers": lambda self: answer(sgd(self))})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": StepLR(one, 1, gamma=0.5), "interval": "epoch"}},
+        lambda one: {"optimizer": one, "lr_scheduler": StepLR(one, 1, gamma=0.5)},
+        lambda one: ([one], [{"scheduler": StepLR(one, 1, gamma=0.25), "frequency": 2}]),
+        lambda one: [one],
+    ],
+)
+def test_schedules_go_on_from_round_to_round(answer, make_loop, one_noise):
+    """As the schedule `step` of the options does, for which one round is one epoch."""
+    ours = trained(make_loop, configured(answer)(small_net()))
+    every = {1: 0.5, 2: 0.25}
+    scheduled = ConfiguredOptimizer.of(answer(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    rates = {"name": "constant"}
+    if scheduled.scheduler is not None:
+        rates = {"name": "step", "every": scheduled.frequency, "gamma": every[scheduled.frequency]}
+    clients = ClientOptions(4, batch_size=16, learning_rate=0.3, schedule=rates)
+    expected = trained(make_loop, ClientModule(small_net()), clients=clients)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (lambda one: {"optimizer": one, "lr_scheduler": ReduceLROnPlateau(one)}, "ReduceLROnPlateau"),
+        (lambda one: [one, one], "2 optimizers"),
+        (lambda one: None, "no optimizer"),
+        (lambda one: torch.optim.LBFGS(one.param_groups[0]["params"]), "LBFGS"),
+        (lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": StepLR(one, 1), "interval": "hour"}}, "hour"),
+        (lambda one: ([one], [OneCycleLR(one, 0.1, total_steps=2)]), "ends after 2 steps"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_charged(answer, words, make_loop, tmp_path):
+    with pytest.raises(UserError, match=f"configure_optimizers.*{words}"):
+        make_loop(module=configured(answer)(small_net()), rounds=4, output_dir=tmp_path / "run").run()
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def test_settings_of_a_schedule_are_those_of_its_optimiser():
+    def new():
+        optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.4)
+        return ConfiguredOptimizer(optimizer, CosineAnnealingLR(optimizer, T_max=5))
+
+    usual, settings = new(), GroupSettings(new())
+    for number in range(5):
+        assert settings.after(number)[0]["lr"] == usual.optimizer.param_groups[0]["lr"]
+        usual.optimizer.step()
+        usual.scheduler.step()
+
+
+ADAM = ClientOptions(
+    4, batch_size=16, learning_rate=0.05, optimizer={"name": "adam"}, schedule={"name": "cosine", "warmup_rounds": 1}
+)
+
+
+def test_a_run_with_adam_is_resumed_bit_for_bit_and_with_no_other_optimiser(make_loop, tmp_path):
+    whole = trained(make_loop, ClientModule(small_net()), clients=ADAM)
+    options = {"clients": ADAM, "output_dir": tmp_path / "broken"}
+    broken = break_off(make_loop(**options), 2)
+    assert torch.equal(broken.module.flat, broken.state.models[0]), "the last complete round"
+    assert not torch.equal(broken.module.flat, ClientModule(small_net()).flat)
+    for key, value in (("optimizer", {"name": "adamw"}), ("schedule", {"name": "linear"})):
+        other = ClientOptions(**{**vars(ADAM), key: value})
+        with pytest.raises(UserError, match=f"clients.{key}"):
+            make_loop(**{**options, "clients": other}).run(resume=True)
+    resumed = make_loop(**options)
+    resumed.run(resume=True)
+    assert torch.equal(resumed.state.models[0], whole) and torch.equal(resumed.module.flat, whole)
+
+
+def test_after_a_run_the_module_is_the_trained_model(make_loop, tmp_path):
+    loop = make_loop(output_dir=tmp_path / "run")
+    result = loop.run()
+    saved = torch.load(tmp_path / "run" / "model.pt")
+    for net in (loop.module.net, result.model, loop.client_model(2)):
+        assert all(torch.equal(saved[name], value) for name, value in net.state_dict().items())
+    x, y = (part[loop.population.test] for part in (loop.population.x, loop.population.y))
+    assert float((result.model(x).argmax(dim=1) == y).float().mean()) == pytest.approx(result.test_accuracy)
+    assert "model" not in result.as_dict()
+
+
+def test_clients_with_several_models_have_one_each(make_loop):
+    loop = make_loop(parts=[Local()], rounds=1)
+    start = loop.module.flat
+    assert loop.run().model is None and torch.equal(loop.module.flat, start)
+    for client, model in enumerate(loop.state.models):
+        assert torch.equal(ClientModule(loop.client_model(client)).flat, model)
+
+
+def test_strategies_that_need_the_noise_of_updates_refuse_adam(make_loop):
+    with pytest.raises(UserError, match=r"`clients\.optimizer` must be SGD with InverseNoise, got 'Adam'"):
+        make_loop(parts=[InverseNoise()], clients=ADAM)
+
+
+def test_noise_of_an_update_with_momentum():
+    """The gain of each step's gradient, by torch's optimiser on unit gradients."""
+    for options in ({"momentum": 0.7}, {"momentum": 0.7, "nesterov": True}, {}):
+        gains = []
+        for impulse in range(4):
+            parameter = torch.zeros(1, requires_grad=True)
+            optimizer = SGD(**options).over([parameter], 1.0)
+            for step in range(4):
+                parameter.grad = torch.tensor([float(step == impulse)])
+                optimizer.step()
+            gains.append(float(parameter.detach()))
+        assert SGD(**options).independent_steps(4) == pytest.approx(sum(gain**2 for gain in gains))
+
+
+def test_schedules_by_round():
+    def factors(rounds=5, **options):
+        schedule = build_schedule(options)
+        return [round(schedule.factor(t, rounds), 3) for t in range(1, rounds + 1)]
+
+    assert factors(name="constant", warmup_rounds=2) == [0.333, 0.667, 1, 1, 1]
+    assert factors(4, name="cosine") == [1, 0.854, 0.5, 0.146]
+    assert factors(name="step", every=2, gamma=0.1) == [1, 1, 0.1, 0.1, 0.01]
+    assert factors(4, name="linear", final=0.5) == [1, 0.875, 0.75, 0.625]
+
+
+@pytest.mark.parametrize(
+    "build, options, words",
+    [
+        (build_optimizer, {"name": "sgd", "momentum": 1.0}, r"clients.optimizer.momentum.*\[0, 1\)"),
+        (build_optimizer, {"name": "sgd", "nesterov": True}, "without momentum"),
+        (build_optimizer, {"name": "adam", "betas": [0.9]}, "two numbers"),
+        (build_optimizer, {"name": "adam", "momentum": 0.9}, "be an option of adam"),
+        (build_optimizer, {"name": "adamm"}, "Did you mean `adam`"),
+        (build_schedule, {"name": "cosine", "final": 2}, "clients.schedule.final"),
+        (build_schedule, {"name": "inverse", "half_after": 0}, "above 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(build, options, words):
+    with pytest.raises(UserError, match=words):
+        build(options)
+
+
+SOURCE = """
+import lightning, torch
+from torch import nn
+from dpfl_lightning.federated.client.module import ClientModule
+class Net(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    def forward(self, x):
+        return self.layers(x)
+class Module(ClientModule):
+    def __init__(self, hidden):
+        super().__init__(Net(hidden))
+    def loss(self, output, y):
+        return 2 * super().loss(output, y)
+class Lit(lightning.LightningModule):
+    def __init__(self, hidden):
+        super().__init__()
+        self.net = Net(hidden)
+    def forward(self, x):
+        return self.net(x)
+    def training_step(self, batch, batch_idx):
+        return 2 * nn.functional.cross_entropy(self(batch[0]), batch[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["Net", "Module", "Lit"])
+def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeypatch):
+    (tmp_path / f"own_{kind}.py").write_text(SOURCE)  # a name for each case: modules are imported once
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    options = from_mapping(
+        {
+            "rounds": 1,
+            "data": {"name": "digits", "records_per_client": 50},
+            "model": {"class_path": f"own_{kind}.{kind}", "init_args": {"hidden": 8}},
+            "clients": {"count": 2, "optimizer": {"name": "adam"}, "learning_rate": 0.01},
+            "privacy": {"noise_multiplier": 1.0, "noise_key": FIXED_KEY},
+            "engine": {"device": "cpu"},
+            "tracking": None,
+            "output_dir": "run",
+        }
+    )
+    result = fit(options)
+    assert type(result.model).__name__ == ("Net" if kind == "Module" else kind)
+    report = evaluate_run(options, tmp_path / "run")
+    assert report["test_accuracy"] == pytest.approx(result.test_accuracy)
+    assert report["test_loss"] == pytest.approx(result.test_loss, rel=1e-4), "by the module's loss"
+
+
+class Adapter(nn.Module):
+    """A linear layer with a frozen weight and a trained matrix of rank 2 beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Tokens(nn.Module):
+    """One block of attention over 6 tokens of width 8, frozen but for its adapters and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Linear(1, 8).requires_grad_(False), nn.LayerNorm(8).requires_grad_(False)
+        self.query, self.key, self.value, self.head = Adapter(8), Adapter(8), Adapter(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        tokens = self.norm(self.embed(x[..., None]))
+        mixed = F.scaled_dot_product_attention(self.query(tokens), self.key(tokens), self.value(tokens))
+        return self.head((tokens + mixed).mean(dim=1))
+
+
+def test_adapters_beside_frozen_weights_are_trained_by_layer_rules(make_loop):
+    loop = make_loop(module=ClientModule(Tokens()), rounds=1, clients=ADAM)
+    frozen = loop.module.net.query.frozen.weight.clone()
+    loop.run()
+    assert "exact rules for all layers" in loop.clients.description
+    assert torch.equal(loop.module.net.query.frozen.weight, frozen)
+    expected = trained(make_loop, ClientModule(Tokens()), "serial", rounds=1, clients=ADAM)
+    torch.testing.assert_close(loop.state.models[0], expected, rtol=1e-4, atol=1e-5)

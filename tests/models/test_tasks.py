@@ -1,0 +1,275 @@
+"""Tasks: loss, accuracy and metrics of each, how they are inferred, and one short run of each."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import sklearn.metrics as sk
+import torch
+from task_cases import NETS, K, N, T, V, population, records
+from torch import nn
+from torch.func import vmap
+from torch.nn import functional as F
+
+from dpfl_lightning import ClientModule, FederatedLoop, Population
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Dataset
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client import evaluation
+from dpfl_lightning.federated.client.answers import losses_at
+from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.metrics import METRICS, Metrics
+from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.models.tasks import TASKS, task_of
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.strategies.distillation.distillation import Distillation
+
+
+class Named(nn.Module):
+    """A net that returns a dictionary, as those of Hugging Face."""
+
+    def __init__(self, key: str = "logits") -> None:
+        super().__init__()
+        self.net, self.key = nn.Linear(4, K), key
+
+    def forward(self, x):
+        return {self.key: self.net(x)}
+
+
+def test_loss_is_the_mean_over_a_records_labels_and_right_is_what_counts():
+    g = torch.Generator().manual_seed(0)
+    for task, output_shape in (("segmentation", (3, K, 5, 5)), ("language_modeling", (3, T, V))):
+        output, y = torch.randn(output_shape, generator=g), records(task)[1][:3]
+        losses, (right, counted) = TASKS[task].loss(output, y), TASKS[task].hits(output, y)
+        for row in range(3):
+            logits = output[row].T if task == "language_modeling" else output[row]
+            used = y[row] != -100
+            assert counted[row] == used.sum() and right[row] == ((logits.argmax(0) == y[row]) & used).sum()
+            expected = F.cross_entropy(logits[:, used].T, y[row][used]) if used.any() else torch.tensor(0.0)
+            assert losses[row] == pytest.approx(expected.item())
+    one, y = torch.randn(6, 1, generator=g), torch.tensor([0, 1, 1, 0, 1, 0])
+    torch.testing.assert_close(
+        TASKS["binary"].loss(one, y), F.binary_cross_entropy_with_logits(one[:, 0], y.float(), reduction="none")
+    )
+    assert TASKS["binary"].hits(one, y)[0].tolist() == ((one[:, 0] > 0) == y).tolist()
+    many, labels = torch.randn(6, K, generator=g), torch.randint(2, (6, K), generator=g)
+    expected = F.binary_cross_entropy_with_logits(many, labels.float(), reduction="none").mean(dim=1)
+    torch.testing.assert_close(TASKS["multilabel"].loss(many, labels), expected)
+    assert TASKS["multilabel"].hits(many, labels)[0].sum() == ((many > 0) == labels).sum()
+    targets = torch.randn(6, K, generator=g)
+    torch.testing.assert_close(TASKS["regression"].loss(many, targets), (many - targets).square().mean(dim=1))
+
+
+def test_a_task_follows_from_shapes_and_dtype_or_must_be_named():
+    names = {
+        ((10,), (), False, 10): "multiclass",
+        ((2,), (), False, 2): "binary",
+        ((2,), (), False, 3): "multiclass",
+        ((1,), (), False, 2): "binary",
+        ((), (), False, 2): "binary",
+        ((1,), (1,), False, 2): "binary",
+        ((4,), (4,), False, 4): "multilabel",
+        ((1,), (), True, 1): "regression",
+        ((4,), (4,), True, 1): "regression",
+        ((3, 5, 5), (5, 5), False, 3): "segmentation",
+        ((3, 5), (5,), False, 3): "segmentation",
+        ((5, 9), (5,), False, 9): "language_modeling",
+    }
+    assert {shapes: task_of(*shapes).name for shapes in names} == names
+    with pytest.raises(
+        UserError, match=r"`task` must be one of segmentation and language_modeling.*task: segmentation"
+    ):
+        task_of((5, 5), (5,), False, 5)
+    assert task_of((5, 5), (5,), False, 5, named="language_modeling").name == "language_modeling"
+    with pytest.raises(
+        UserError, match=r"`task` must fit .* multilabel needs .*got 'outputs \[B, 3\] for integer labels"
+    ):
+        task_of((3,), (), False, 3, named="multilabel")
+    with pytest.raises(
+        UserError, match=r"got outputs \[B, 5, 9\] for integer labels \[B\]. Known tasks: multiclass needs"
+    ):
+        task_of((5, 9), (), False, 9)
+    with pytest.raises(UserError, match=r"`task` must be one of .*Did you mean `binary`"):
+        ClientModule(nn.Linear(4, 1), task="binry")
+
+
+def value_of(task: str, name: str, output, y, batches: int = 1, classes: int = K) -> float | None:
+    metrics = Metrics([name], TASKS[task], classes)
+    for part in torch.arange(len(y)).chunk(batches):
+        metrics.update(output[part], y[part])
+    return metrics.values()[name]
+
+
+def test_metrics_are_those_of_scikit_learn_in_one_batch_or_in_several():
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (30,), generator=g)
+    one = torch.randn(30, 1, generator=g) + y[:, None]
+    chance, sure = one[:, 0].sigmoid(), (one[:, 0] > 0).long()
+    expected = [
+        ("binary", "auroc", one, y, sk.roc_auc_score(y, chance)),
+        ("binary", "average_precision", one, y, sk.average_precision_score(y, chance)),
+        ("binary", "f1", one, y, sk.f1_score(y, sure)),
+        ("binary", "precision", one, y, sk.precision_score(y, sure)),
+        ("binary", "recall", one, y, sk.recall_score(y, sure)),
+    ]
+    two = torch.cat([torch.zeros(30, 1), one], dim=1)
+    expected.append(("binary", "auroc", two, y, sk.roc_auc_score(y, chance)))
+    classes = torch.randint(K, (30,), generator=g)
+    logits = torch.randn(30, K, generator=g)
+    expected += [
+        ("multiclass", "auroc", logits, classes, sk.roc_auc_score(classes, logits.softmax(1), multi_class="ovr")),
+        ("multiclass", "f1", logits, classes, sk.f1_score(classes, logits.argmax(1), average="macro")),
+        ("multiclass", "recall", logits, classes, sk.recall_score(classes, logits.argmax(1), average="macro")),
+    ]
+    labels = torch.randint(2, (30, K), generator=g)
+    expected += [
+        ("multilabel", "auroc", logits, labels, sk.roc_auc_score(labels, logits)),
+        ("multilabel", "average_precision", logits, labels, sk.average_precision_score(labels, logits)),
+        ("multilabel", "f1", logits, labels, sk.f1_score(labels, logits > 0, average="macro")),
+    ]
+    real = torch.randn(30, K, generator=g)
+    for output, target in ((one, real[:, 0]), (logits, real)):
+        flat = output.reshape(target.shape)
+        expected += [
+            ("regression", "mae", output, target, sk.mean_absolute_error(target, flat)),
+            ("regression", "mse", output, target, sk.mean_squared_error(target, flat)),
+            ("regression", "rmse", output, target, math.sqrt(sk.mean_squared_error(target, flat))),
+            ("regression", "r2", output, target, sk.r2_score(target, flat)),
+        ]
+    pixels, scores = records("segmentation")[1][:30], torch.randn(30, K, 5, 5, generator=g)
+    used = pixels != -100
+    jaccard = sk.jaccard_score(pixels[used], scores.argmax(1)[used], average="macro")
+    dice = sk.f1_score(pixels[used], scores.argmax(1)[used], average="macro")
+    expected += [("segmentation", "iou", scores, pixels, jaccard), ("segmentation", "dice", scores, pixels, dice)]
+    tokens, words = records("language_modeling")[1][:30], torch.randn(30, T, V, generator=g)
+    perplexity = math.exp(F.cross_entropy(words.flatten(0, 1), tokens.flatten()))
+    expected.append(("language_modeling", "perplexity", words, tokens, perplexity))
+    for task, name, output, target, value in expected:
+        for batches in (1, 4):
+            assert value_of(task, name, output, target, batches) == pytest.approx(value, abs=1e-5), (task, name)
+    error = value_of("binary", "calibration_error", one, y)
+    assert error is not None and 0 <= error <= 1
+
+
+def test_a_set_that_does_not_define_a_metric_has_none_of_it():
+    logits, y = torch.randn(6, K), torch.tensor([0, 0, 0, 1, 1, 1])
+    assert value_of("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) is None
+    assert value_of("regression", "r2", logits[:1, :1], torch.ones(1)) is None
+    assert value_of("multiclass", "auroc", logits / 0, y) is None
+    expected = [sk.roc_auc_score(y == label, logits.softmax(1)[:, label]) for label in (0, 1)]
+    assert value_of("multiclass", "auroc", logits, y) == pytest.approx(sum(expected) / 2)  # class 2 is absent
+
+
+@pytest.mark.parametrize("task", NETS)
+def test_every_task_trains_and_reports(task, tmp_path):
+    people = population(task)
+    torch.manual_seed(0)
+    fitting = [name for name, metric in METRICS.items() if task in metric.tasks]
+    module = ClientModule(NETS[task](), metrics=fitting)
+    loop = FederatedLoop(
+        people,
+        module,
+        rounds=2,
+        clients=ClientOptions(batch_size=5, learning_rate=0.05),
+        privacy=PrivacyOptions(noise_multiplier=0.5),
+        output_dir=tmp_path / "run",
+        device="cpu",
+    )
+    result = loop.run()
+    assert loop.clients.description == "fast (exact rules for all layers)"
+    seen = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert loop.info.task.startswith(f"{task} (inferred from outputs [B")
+    assert (result.test_accuracy is None) == (task == "regression") and math.isfinite(result.test_loss)
+    assert set(result.test_metrics) == set(fitting) == set(result.clients[0]["metrics"]) == set(result.metrics_mean)
+    assert all(value is not None and math.isfinite(value) for value in result.test_metrics.values())
+    assert seen["test_metrics"] == result.test_metrics and result.clients[2]["metrics"] == {}
+
+
+@pytest.mark.parametrize("task", NETS)
+def test_gradients_by_layer_rules_are_those_of_vmap(task):
+    module, people = ClientModule(NETS[task]()), population(task)
+    x, y = dummy_batch(people, 4, torch.device("cpu"))
+    assert clipped_sum_for(module.net, module.sample_loss, x, y)[1] == "fast: exact rules for all layers"
+    models = module.flat + torch.randn(2, module.num_params)
+    alone = vmap(lambda x, y: losses_at(module, models, x[None], y[None])[0])(x, y)  # as clients choose a model
+    torch.testing.assert_close(alone, losses_at(module, models, x, y), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "language_modeling"])
+def test_evaluation_in_small_batches_gives_the_same_scores(task, monkeypatch):
+    people, module = population(task), ClientModule(NETS[task]())
+    engine, models = SerialEngine(), ClientModels(module.flat[None], (0, 0, 0))
+    engine.setup(module, people, Streams(), "poisson")
+    whole, sizes = evaluation.evaluate(module, people, models, engine), []
+    outputs = engine.outputs
+    monkeypatch.setattr(evaluation, "MOST_NUMBERS", 3 * people.y[0].numel() * people.num_classes)
+    monkeypatch.setattr(engine, "outputs", lambda model, rows: (sizes.append(len(rows)), outputs(model, rows))[1])
+    parts = evaluation.evaluate(module, people, models, engine)
+    assert max(sizes) == 3 and sum(sizes) == 20
+    for one, other in zip((whole.test, *whole.clients[:2]), (parts.test, *parts.clients[:2]), strict=True):
+        assert one.accuracy == other.accuracy and one.loss == pytest.approx(other.loss)
+        assert one.metrics == pytest.approx(other.metrics)
+
+
+class OwnLoss(ClientModule):
+    """One logit with a loss of the user."""
+
+    def loss(self, output, y):
+        return F.binary_cross_entropy_with_logits(output[:, 0], y.float(), reduction="none")
+
+
+def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
+    people = population("binary")
+    for module in (OwnLoss(nn.Linear(4, 1)), ClientModule(nn.Linear(4, 1))):
+        model = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0])  # the sign of the first feature, which is the label
+        engine = SerialEngine()
+        engine.setup(module, people, Streams(), "poisson")
+        check_fits(module, people)
+        scores = evaluation.evaluate(module, people, ClientModels(model[None], (0, 0, 0)), engine)
+        assert scores.test.accuracy == 1.0 and module.task is TASKS["binary"]
+
+
+def test_outputs_with_logits_are_unwrapped_and_others_refused_before_a_run():
+    people = population("multiclass")
+    for module in (
+        ClientModule(Named()),
+        type("Own", (ClientModule,), {"logits_of": lambda self, out: out["a"]})(Named("a")),
+    ):
+        check_fits(module, people)
+        assert module.output(module.named_trainable, people.x).shape == (N, K)
+    holder = SimpleNamespace(logits=torch.ones(2, 3))
+    assert module.__class__.__mro__[1].logits_of(module, holder) is holder.logits
+    with pytest.raises(UserError, match="`net` must return a tensor, or an output with a tensor `logits`, got 'dict'"):
+        check_fits(ClientModule(Named("scores")), people)
+
+
+def test_what_does_not_fit_is_refused_before_a_run():
+    wrong = ClientModule(nn.Linear(4, 1), metrics=["auroc", "mae"])
+    with pytest.raises(UserError, match=r"`evaluation.metrics` must name metrics of task binary \(auroc.*got 'mae'"):
+        check_fits(wrong, population("binary"))
+    people = population("multilabel")
+    people.y[0, 0] = 2
+    with pytest.raises(UserError, match="`y` must hold 0 or 1 for each label of task multilabel"):
+        check_fits(ClientModule(nn.Linear(4, K)), people)
+
+
+def test_what_needs_one_class_a_record_refuses_other_tasks(tmp_path):
+    people, module = population("segmentation"), ClientModule(NETS["segmentation"]())
+    options = {"clients": ClientOptions(batch_size=5), "privacy": PrivacyOptions(noise_multiplier=1.0)}
+    options |= {"output_dir": tmp_path / "run", "device": "cpu"}
+    loop = FederatedLoop(people, module, rounds=1, strategies=[Distillation()], **options)
+    with pytest.raises(UserError, match="`task` must be multiclass or binary for distillation, got 'segmentation'"):
+        loop.run()
+    assert not (tmp_path / "run").exists()
+    x, y, classes = records("segmentation")
+    dataset = Dataset("mine", x, y, x[:9], y[:9], classes)
+    parts = Population.partitioned(dataset, num_clients=3)
+    assert parts.y.shape == (N + 9, 5, 5) and sum(parts.num_records) == N
+    with pytest.raises(UserError, match="name` must be iid, sizes, overlapping if a record has"):
+        Population.partitioned(dataset, num_clients=3, partition=("dirichlet", {}))
+    for option in ({"groups": ("label_shift", {"count": 3})}, {"label_noise": ("records", {"share": 0.5})}):
+        with pytest.raises(UserError, match="`data` must have one class for each record"):
+            Population.partitioned(dataset, num_clients=3, **option)

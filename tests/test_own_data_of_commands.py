@@ -1,0 +1,177 @@
+"""A user's own clients in a configuration: `data.class_path`."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from dpfl_lightning.audit import main as audit_command
+from dpfl_lightning.build import build_loop, build_population
+from dpfl_lightning.config.load import load, to_yaml
+from dpfl_lightning.config.yaml_text import read_yaml
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.evaluate import main as evaluate_command
+from dpfl_lightning.fit import main as fit_command
+from dpfl_lightning.plan import main as plan_command
+from dpfl_lightning.sweep import main as sweep_command
+
+CODE = '''
+import torch
+import lightning as L
+from torch.utils.data import DataLoader, TensorDataset
+from dpfl_lightning import Population
+
+def drawn(count, shift=0.0):
+    y = torch.arange(count) % 2
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 4, generator=generator) + 3 * y[:, None] + shift, y
+
+def hospitals(sizes=(40, 70, 30)):
+    """A mapping of data sets."""
+    return dict(zip(("berlin", "rome", "oslo"), (drawn(count) for count in sizes)))
+
+def population():
+    return Population.from_datasets(hospitals(), test=drawn(50), num_classes=2)
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return {name: DataLoader(TensorDataset(*pair)) for name, pair in hospitals().items()}
+
+def table(path):
+    import pandas
+    x, y = drawn(60)
+    pandas.DataFrame({"site": ["a", "b"] * 30, "size": x[:, 0].numpy(), "ill": y.numpy()}).to_csv(path, index=False)
+
+number = 3
+'''
+CONFIG = """
+rounds: 3
+data: {class_path: hospitals_of_tests.population}
+model: {name: logistic}
+clients: {batch_size: [16, 16, 8], learning_rate: 0.5}
+privacy: {epsilon: [4, 8, 8], delta: 1.0e-3, reserve_rounds: 1}
+engine: {device: cpu}
+tracking: null
+output_dir: run
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty folder with a user's module and configuration, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    (tmp_path / "hospitals_of_tests.py").write_text(CODE)
+    (tmp_path / "own.yaml").write_text(CONFIG)
+    yield tmp_path
+    sys.modules.pop("hospitals_of_tests", None)
+
+
+def test_every_command_takes_a_users_clients_by_name(place, capsys):
+    assert plan_command(["--config", "own.yaml", "--json"]) == 0
+    planned = capsys.readouterr().out
+    assert "berlin" in planned and json.loads(planned.splitlines()[-1])["clients"][2]["name"] == "oslo"
+
+    assert fit_command(["--config", "own.yaml"]) == 0
+    printed, result = capsys.readouterr().out, json.loads((place / "run" / "result.json").read_text())
+    assert result["test_accuracy"] > 0.8 and [row["name"] for row in result["clients"]] == ["berlin", "rome", "oslo"]
+    assert printed.count("rome") == 2, "in the plan and in the summary"
+    assert "<td>oslo</td>" in (place / "run" / "guarantee.html").read_text()
+    stored = read_yaml("run/options.yaml")
+    assert stored["data"]["class_path"] == "hospitals_of_tests.population" and stored["data"]["name"] is None
+
+    assert fit_command(["--resume", "run"]) == 0
+    assert plan_command(["--ledger", "run"]) == 0
+    assert "berlin" in capsys.readouterr().out
+    assert evaluate_command(["run", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "client berlin  accuracy" in shown
+    assert json.loads(shown.splitlines()[-1])["test_accuracy"] == pytest.approx(result["test_accuracy"])
+
+    path = place / "run" / "result.json"
+    path.write_text(path.read_text().replace("berlin", "rome2").replace('"rome"', '"berlin"'))
+    assert plan_command(["--ledger", "run"]) == 2, "clients were renamed"
+    assert "must state name 'berlin' of client 0, as the ledger does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.class_path", "hospitals_of_tests.hospitals", "--data.population_args", "{num_classes: 2, lazy: true}"],
+        ["--data.class_path", "hospitals_of_tests.Data", "--data.population_args.num_classes", "2"],
+    ],
+)
+def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, place):
+    options, _ = load(["--config", "own.yaml", *words])
+    population = build_population(options)
+    assert population.names == ("berlin", "rome", "oslo") and population.num_classes == 2
+
+
+def test_a_table_needs_no_code(place):
+    __import__("pandas")
+    sys.path.insert(0, str(place))
+    __import__("hospitals_of_tests").table("table.csv")
+    arguments = "{df: table.csv, client: site, label: ill, num_classes: 2}"
+    words = ["--data.class_path", "dpfl_lightning.Population.from_dataframe", "--data.init_args", arguments]
+    assert build_population(load([*words, "--privacy", "null"])[0]).names == ("a", "b")
+
+
+EQUAL = ["--clients.batch_size", "8", "--privacy.epsilon", "8"]
+PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--data.name", "digits"], "`data.name` must be null or left out with data.class_path, got 'digits'"),
+        (["--data.partition.name", "dirichlet"], "`data.partition` must be null or left out with data.class_path"),
+        (
+            ["--clients.count", "4", *EQUAL],
+            "`clients.count` must be 3, the clients of hospitals_of_tests.population, got 4",
+        ),
+        (["--clients.batch_size", "[8, 8]"], "`clients.batch_size` must have 3 values, one per client, got 2"),
+        (["--data.class_path", "nowhere.population"], "`data.class_path` must be importable, got 'nowhere.population'"),
+        (["--data.class_path", "hospitals_of_tests.number"], "`data.class_path` must be a class or a function"),
+        (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must be a pair"),
+        (["--data.init_args.size", "3"], "`data.init_args` must fit hospitals_of_tests.population, got {'size': 3}"),
+        (["--data.population_args.lazy", "true"], "`data.population_args` must be left out if class_path makes a Pop"),
+        ([*PATH, "--data.population_args.lasy", "true"], "`data.population_args` must be arguments of a population"),
+        (PATH, "`num_classes` must be the number of classes"),
+        (
+            ["--data.class_path", "null", "--data.name", "null"],
+            "`data.name` must be a data set if there is no data.class_path",
+        ),
+        (["--clients.batch_size", "64"], "Client berlin has"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(words, message, place):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_loop(load(["--config", "own.yaml", *words])[0])
+    assert not (place / "run").exists()
+
+
+def test_keys_of_other_data_are_dropped_when_a_class_path_replaces_them(place):
+    named = place / "named.yaml"
+    named.write_text(
+        "data: {name: digits, partition: {name: dirichlet, alpha: 1}}\nclients: {count: 7}\nprivacy: null\n"
+    )
+    options, _ = load(["--config", str(named), "--data.class_path", "hospitals_of_tests.population"])
+    assert options.data.name is None and options.data.partition == {"name": "iid"} and options.clients.count is None
+    (place / "again.yaml").write_text(to_yaml(options))
+    assert load(["--config", "again.yaml"])[0] == options
+    with pytest.raises(UserError, match=r"`data.init_args` must be null or left out without data.class_path"):
+        load(["--data.init_args.x", "3", "--privacy", "null"])
+
+
+def test_a_search_on_public_records_refuses_a_users_clients(place, capsys):
+    search = "sweep: {name: s, objective: private, space: {clients.learning_rate: {low: 0.1, high: 1.0}}}"
+    (place / "search.yaml").write_text(f"{CONFIG}\n{search}")
+    assert sweep_command(["--config", "search.yaml"]) == 2
+    assert "`data.class_path` must be null for a search that is scored on public records" in capsys.readouterr().err
+
+
+@pytest.mark.e2e  # a minute
+def test_an_audit_takes_a_users_clients(place, capsys):
+    assert audit_command(["--config", "own.yaml", "--for_clients", "0", "--releases", "50"]) == 0
+    assert "refuted" in capsys.readouterr().out

@@ -1,0 +1,162 @@
+"""`dpfl report`: one page about runs, seeds, searches and tables, from their folders alone."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from fakes import a_report, a_result, a_view
+
+from dpfl_lightning.config.options import Options, PrivacyOptions
+from dpfl_lightning.config.yaml_text import dump
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.fit import fit_seeds
+from dpfl_lightning.report import main, report
+from dpfl_lightning.reporting import curves, report_page
+from dpfl_lightning.reporting.run_files import RunGroup, read, read_run
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(autouse=True)
+def no_plotly(monkeypatch):
+    """The library is 5 MB of text in every page."""
+    monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "PLOTLY</script>")
+
+
+def a_folder(folder, rounds=4, finished=True, names=(), **changed):
+    """A run's folder as the run writes it, without its ledger."""
+    folder.mkdir(parents=True)
+    view = a_view(folder, rounds=4)
+    view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, names=names))
+    options = dataclasses.asdict(Options(rounds=4, privacy=PrivacyOptions(epsilon=[1.0, 2.0, 3.0])))
+    (folder / "options.yaml").write_text(dump({**options, **changed.pop("options", {})}))
+    callback = curves.Curves()
+    callback.on_fit_start(view)
+    for round in range(1, rounds + 1):
+        callback.on_round_end(view, a_report(view, round))
+    fair = {"accuracy_mean": 0.5, "accuracy_std": 0.1, "accuracy_worst": 0.4, "accuracy_gap": 0.2}
+    if finished:
+        (folder / "result.json").write_text(json.dumps(a_result(view, **{**fair, **changed}).as_dict()))
+    return folder
+
+
+def words(page: str) -> str:
+    return " ".join(re.sub(r"<script>.*?</script>|<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL).split())
+
+
+def charts(page: str) -> list[dict]:
+    return json.loads(re.search(r"^const charts = (.*);$", page, re.MULTILINE)[1])
+
+
+def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tmp_path):
+    view, path = a_view(tmp_path), tmp_path / "metrics.jsonl"
+    callback = curves.Curves()
+    callback.on_fit_start(view)
+    for round in (1, 2, 3):
+        callback.on_round_end(view, a_report(view, round))
+    with path.open("a") as file:
+        file.write('{"round": 4, "val')  # a crash
+    assert [one.round for one in curves.read(path)] == [1, 2, 3]
+    callback.on_fit_start(dataclasses.replace(view, round=3))
+    callback.on_round_end(view, a_report(view, 3))
+    assert [one.round for one in curves.read(path)] == [1, 2, 3] and path.read_text().endswith("\n")
+    assert curves.read(path)[2].clients["accuracy"] == {"0": 0.15, "1": 0.151, "2": 0.152}
+    path.write_text('{"round": 1, "values": {"test_accuracy": "<b>"}, "clients": {}}\n')
+    with pytest.raises(UserError, match="one JSON object for each round"):
+        curves.read(path)
+
+
+def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
+    for seed, accuracy in ((0, 0.5), (1, 0.7)):
+        a_folder(tmp_path / "seeds" / f"seed_{seed}", test_accuracy=accuracy, options={"seed": seed})
+    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1], "guarantee": "Every seed counts."}))
+    other = a_folder(tmp_path / "other", options={"rounds": 9}, test_accuracy=None, names=("berlin", "paris", "rome"))
+    page = report([tmp_path / "seeds", other])
+    text = words(page)
+    assert "60.00% \N{PLUS-MINUS SIGN} 14.14%" in text and "2 of 2 seeds finished" in text
+    assert "Every seed counts." in text and "(3, 0.001)-differential privacy per record." in text
+    assert "Options that differ option seeds other rounds 4 9" in text, "seeds are not a difference"
+    assert "paris" in text and "2.9700 at delta 0.001" in text and "ledger not verified" in text
+    assert [chart["title"] for chart in charts(page)][:2] == [
+        "Test accuracy over round",
+        "Test accuracy over largest epsilon spent by a client",
+    ]
+    (seeds, _) = charts(page)[1]["data"]
+    assert seeds["y"] == [0.05, 0.1, 0.15, 0.2] and seeds["x"] == pytest.approx([0.3, 0.6, 0.9, 1.2])
+
+
+def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
+    simulated = a_folder(tmp_path / "simulated", simulated=True)
+    bare = a_folder(tmp_path / "bare", options={"privacy": None})
+    unfinished = a_folder(tmp_path / "unfinished", rounds=2, finished=False)
+    text = words(report([simulated, bare, unfinished]))
+    assert "simulated simulated: nobody is protected" in text and "bare no privacy" in text
+    assert "unfinished unfinished unfinished after 2 of 4 rounds 10.00%" in text
+
+
+def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
+    run = a_folder(tmp_path / "run", names=(EVIL, "b", "c"), guarantee=EVIL)
+    page = report([run])
+    assert EVIL not in page and "&lt;script&gt;alert(1)" in page and "PLOTLY<\\/script>" in page
+    points = charts(page)[-1]["data"][0]
+    assert points["text"][0] == "&lt;script&gt;alert(1)&lt;/script&gt;", "plotly shows entities as text"
+    assert "://" not in page and "default-src 'none'" in page and not re.search(r"<(link|iframe|object)|@import", page)
+
+
+def test_a_search_and_a_table_are_shown(tmp_path):
+    trials = [
+        {"number": number, "state": "complete", "params": {"lr": 0.1 * number}, "scores": {"accuracy": score}}
+        for number, score in ((0, 0.5), (1, 0.75))
+    ]
+    (tmp_path / "search").mkdir()
+    result = {"study": "tune", "best": [1], "trials": trials, "report": ["PRIVATE: 2 trials"]}
+    (tmp_path / "search" / "result.json").write_text(json.dumps(result))
+    number = {"row": "ours", "column": "mnist", "ours": 0.9, "std": 0.01, "paper": 0.91}
+    (tmp_path / "table.json").write_text(json.dumps({"title": "Table 1", "numbers": [number]}))
+    page = report([tmp_path / "search", tmp_path / "table.json"])
+    text = words(page)
+    assert "1 (best) complete 0.75 0.1 0 complete 0.5 0" in text and "PRIVATE: 2 trials" in text
+    assert "Table 1 mnist ours 0.9 \N{PLUS-MINUS SIGN} 0.01 (paper 0.91)" in text
+    assert charts(page)[0]["data"][0]["x"] == [0.0, 0.1]
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "`RUN` must be the folder of a run, of seeds or of a finished search" in capsys.readouterr().err
+    run = a_folder(tmp_path / "run")
+    for name, text in (("result.json", "{"), ("options.yaml", "a: ["), ("result.json", "{}"), ("metrics.jsonl", "x\n")):
+        kept = (run / name).read_text()
+        (run / name).write_text(text)
+        assert main([str(run), "--output", str(tmp_path / "page.html")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: `{run / name}` must") and error.count("\n") == 1
+        (run / name).write_text(kept)
+    assert main([str(run), "--output", str(tmp_path / "page.html")]) == 0 and (tmp_path / "page.html").is_file()
+    assert main([str(run), "--output", str(tmp_path / "no" / "page.html")]) == 2
+
+
+@pytest.mark.e2e
+def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    from dpfl_lightning.config.load import load
+
+    arguments = ["--config", "digits", "--rounds", "2", "--output_dir", str(tmp_path / "seeds")]
+    options, _ = load(arguments)
+    summary = fit_seeds(options, [0, 1])
+    group = read(tmp_path / "seeds")
+    assert isinstance(group, RunGroup) and len(group.runs) == 2 and len(read_run(group.runs[0].folder).rounds) == 2
+    page = report([tmp_path / "seeds", tmp_path / "seeds" / "seed_0"])
+    assert "not verified" not in page and words(page).count("The ledger is verified.") == 2
+    client = MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    nested = {run.info.run_name for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
+    assert nested == {"seed 0", "seed 1"} and parent.info.run_name == "size_weighted eps 2-16"
+    assert parent.data.metrics["test_accuracy"] == pytest.approx(summary["test_accuracy"])
+    assert parent.data.metrics["test_accuracy_std"] == pytest.approx(summary["test_accuracy_std"])
+    assert fit_seeds(options, [0, 1])["seeds"] == [0, 1]
+    assert len(client.search_runs([parent.info.experiment_id])) == 3, "the same parent, and no run again"
