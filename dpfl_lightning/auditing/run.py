@@ -39,7 +39,7 @@ def audit(
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
-    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "A run without privacy has no claim.")
+    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
     require(0 < confidence < 1, "--confidence", "be in (0, 1)", confidence)
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     targets, left_out = subjects(loop, chosen)
