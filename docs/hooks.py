@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from dpfl_lightning.__main__ import COMMANDS
 from dpfl_lightning.config.options import SECTIONS, all_keys
 from dpfl_lightning.config.registry import NAMES, REGISTRIES, names_of
 from dpfl_lightning.config.typed import in_words
+from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.runtime.text import markdown
 from dpfl_lightning.strategies import STRATEGIES
 
@@ -26,6 +28,12 @@ RECEIVED = (
     "messages.plan.RoundPlan",
     "server.results.RoundReport",
 )
+
+#: class -> its methods and attributes that users call or override, also inherited ones; of other classes all are shown
+SHOWN = {
+    "ClientModule": ["loss", "sample_loss", "output", "personal", "personal_mask", "configure_optimizers"],
+    "FederatedLoop": ["run"],
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -66,17 +74,22 @@ def _imports_table(drawing: str) -> str:
 def _python_page() -> str:
     paths = [_path(importlib.import_module(f"dpfl_lightning.{home}"), name) for name, home in _homes()]
     received = [f"dpfl_lightning.federated.{path}" for path in RECEIVED]
-    run = "\n    options: {inherited_members: true}\n"
     return "\n".join(
         [
             "# Python",
             "These names are imported from `dpfl_lightning`.",
-            *(f"\n::: {path}{run if path.endswith('.FederatedLoop') else ''}" for path in paths),
+            *(f"\n::: {path}{_members(path.rpartition('.')[2])}" for path in paths),
             "\n## What hooks receive",
             "Hooks of strategies and callbacks receive these objects. They hold public facts and noised releases only.",
             *(f"\n::: {path}\n    options: {{heading_level: 3}}" for path in received),
         ]
     )
+
+
+def _members(name: str) -> str:
+    if name not in SHOWN:
+        return ""
+    return f"\n    options: {{inherited_members: true, members: [{', '.join(SHOWN[name])}]}}"
 
 
 def _homes() -> Iterable[tuple[str, str]]:
@@ -112,28 +125,26 @@ def _options_page() -> str:
         title, about = "The run", "Keys at the top of the file."
         if section:
             title, about = section, (inspect.getdoc(SECTIONS[section]) or "").partition("\nArgs:")[0]
-        rows = [
-            [f"`{key}`", _cell(in_words(known.hint)), f"`{_cell(known.default)}`", _cell(known.help)]
-            for key, known in all_keys().items()
-            if key.rpartition(".")[0] == section
-        ]
-        parts += [f"\n## {title}\n", about, "", markdown(["key", "type", "default", "meaning"], rows)]
+        parts += [f"\n## {title}\n", about]
+        for key, known in all_keys().items():
+            if key.rpartition(".")[0] == section:
+                about = f"{known.help[:1].upper()}{known.help[1:]}".replace("<", "&lt;")
+                parts.append(f"\n`{key}` ({in_words(known.hint)}; default `{_shown(known.default)}`)\n:   {about}")
     parts += ["\n## Names\n", "These keys select an entry by its name. Options of an entry follow its name.\n"]
     named = [key for key in (*REGISTRIES, *NAMES) if not key.startswith("sweep.")]
     parts.append(markdown(["key", "names"], [[f"`{key}`", ", ".join(names_of(key))] for key in named]))
     return "\n".join(parts)
 
 
-def _cell(value: object) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text.replace("|", r"\|").replace("<", "&lt;")
+def _shown(value: object) -> str:
+    return dump(value).strip() if isinstance(value, dict) else json.dumps(value)
 
 
 def _commands_page() -> str:
     rows = []
     for name in COMMANDS:
         about = (inspect.getdoc(importlib.import_module(f"dpfl_lightning.{name}")) or "").splitlines()[0]
-        rows.append([f"`dpfl {name}`", f"`python -m dpfl_lightning.{name}`", _cell(about.partition("`: ")[2])])
+        rows.append([f"`dpfl {name}`", f"`python -m dpfl_lightning.{name}`", about.partition("`: ")[2]])
     return "\n".join(
         [
             "# Commands",
