@@ -190,45 +190,6 @@ def test_its_debian_packages_exist_and_hold_the_data_set():
         assert f"Package: {package}\n" in shown.stdout, shown.stderr
 
 
-class Chroot:
-    """A bare Debian with its Python in a folder, in place of the base image."""
-
-    path = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        release = RELEASE
-        ask = ["apt-get", "indextargets", "--format", "$(REPO_URI)", f"Codename: {release}", "Component: main"]
-        mirrors = subprocess.run(ask, capture_output=True, text=True).stdout.split()
-        minimal = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
-        subprocess.run(["debootstrap", *minimal, release, root, *mirrors[:1]], check=True)
-        assert self.run("python3 -m venv /opt/python", {}) == 0
-
-    def run(self, command: str, env: dict[str, str], cwd: str = "/", user: str = "0") -> int:
-        """The exit status of a command. Its mounts end with it: deleting the folder deletes nothing else."""
-        reaches_pip = re.compile("PIP_|SSL_CERT_|https?_proxy", re.IGNORECASE)  # as on this machine
-        ours = {name: value for name, value in os.environ.items() if reaches_pip.match(name)}
-        script = [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
-        for lent in ("/etc/ssl/certs", *ours.get("PIP_FIND_LINKS", "").split()):
-            if Path(lent).is_dir():
-                Path(f"{self.root}{lent}").mkdir(parents=True, exist_ok=True)
-                script.append(f"mount --bind {lent} {self.root}{lent}")
-        inside = shlex.quote(f"cd {cwd}\n{command}")
-        script.append(f"exec chroot --userspec={user} {self.root} /bin/sh -c {inside}")
-        isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", "\n".join(script)]
-        return subprocess.run(isolated, env={"PATH": self.path, **ours, **env}).returncode
-
-    def copy(self, text: str, cwd: str) -> None:
-        """A COPY step: files into the last name, the content of folders as the last name."""
-        *sources, target = text.split()
-        place = Path(f"{self.root}{cwd}", target)
-        for source in (ROOT / name for name in sources):
-            if source.is_dir():
-                shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, place)
-
-
 # ---- compose.yaml
 
 
@@ -302,6 +263,47 @@ def test_the_server_on_postgresql_is_healthy_and_tracks_a_job(tmp_path, monkeypa
 
 
 # ---- all steps, for real
+
+
+class Chroot:
+    """A bare Debian with its Python in a folder, in place of the base image."""
+
+    path = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        release = RELEASE
+        ask = ["apt-get", "indextargets", "--format", "$(REPO_URI)", f"Codename: {release}", "Component: main"]
+        mirrors = subprocess.run(ask, capture_output=True, text=True).stdout.split()
+        minimal = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
+        subprocess.run(["debootstrap", *minimal, release, root, *mirrors[:1]], check=True)
+        assert self.run("python3 -m venv /opt/python", {}) == 0
+
+    def run(self, command: str, env: dict[str, str], cwd: str = "/", user: str = "0") -> int:
+        """The exit status of a command. Its mounts end with it: deleting the folder deletes nothing else."""
+        reaches_pip = re.compile("PIP_|SSL_CERT_|https?_proxy", re.IGNORECASE)  # as on this machine
+        ours = {name: value for name, value in os.environ.items() if reaches_pip.match(name)}
+        script = [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
+        for lent in ("/etc/ssl/certs", *ours.get("PIP_FIND_LINKS", "").split()):
+            if Path(lent).is_dir():
+                Path(f"{self.root}{lent}").mkdir(parents=True, exist_ok=True)
+                script.append(f"mount --bind {lent} {self.root}{lent}")
+        inside = shlex.quote(f"cd {cwd}\n{command}")
+        script.append(f"exec chroot --userspec={user} {self.root} /bin/sh -c {inside}")
+        isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", "\n".join(script)]
+        return subprocess.run(isolated, env={"PATH": self.path, **ours, **env}).returncode
+
+    def copy(self, text: str, cwd: str) -> None:
+        """A COPY step: files into the last name, the content of folders as the last name."""
+        *sources, target = text.split()
+        place = Path(f"{self.root}{target}" if target.startswith("/") else f"{self.root}{cwd}/{target}")
+        if target.endswith("/"):
+            place.mkdir(parents=True, exist_ok=True)
+        for source in (ROOT / name for name in sources):
+            if source.is_dir():
+                shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, place)
 
 
 @pytest.mark.slow
