@@ -35,7 +35,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add, two = parser.add_argument, "default: the two with the smallest and the largest budget"
     add("--for_clients", metavar="all|0,3", help=f"clients to audit ({two})")
     add("--confidence", type=float, default=0.99, help="probability that a sound build passes every check (0.99)")
-    many = "maximal number of releases with a canary, and of those without (20000)"
+    many = "largest number of releases with a canary, and of releases without one (20000)"
     add("--releases", type=int, default=20_000, help=many)
     add("--json", action="store_true", help="print one JSON object instead of the text")
 

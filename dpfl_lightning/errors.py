@@ -16,7 +16,7 @@ from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import terminable, words_and_status
 
 #: the way out of a damaged run, for the end of an error's sentence
-NEW_RUN = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+NEW_RUN = "The ledger in the same folder records what was spent. Start a new run in another --output_dir."
 
 
 class UserError(ValueError):

@@ -12,15 +12,15 @@ _CONFIG = """\
 # keys that are left out have their default.
 
 data:
-  name: digits  # a small data set that needs no download; see --data.help
-  # Your own data instead of `name`: hospitals is a function in my_data.py.
-  # class_path: my_data.hospitals
+  class_path: my_data.hospitals  # your records: what this function in my_data.py returns
+  init_args: {records: 400}  # its arguments
+  population_args: {num_classes: 2}  # what may be public; every record is held out with probability 0.2
+  # A known data set instead: name: digits (see --data.help), with clients.count
 
 model: {name: logistic}  # --model.help lists the models
 # Your own model: {class_path: my_model.Net, init_args: {width: 64}}
 
 clients:
-  count: 5
   batch_size: 32  # expected size; records are drawn by Poisson sampling
   learning_rate: 0.5
 

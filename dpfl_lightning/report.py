@@ -4,23 +4,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `report` with command-line arguments, and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dpfl_lightning.report",
-        description="Write one HTML file, which works offline, about runs, seeds, searches and tables of experiments.",
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="folder of a run (finished or not), of seeds or of a search, or a table from experiments.papers --json",
-    )
-    parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
+    description = "Write one HTML file, which works offline, about runs, seeds, searches and tables of experiments."
+    examples = ["runs/digits", "runs/uniform runs/noise_aware --output comparison.html"]
+    parser = CommandParser("report", description, "RUN... [--output FILE]", examples)
+    _flags(parser)
     options = parser.parse_args(argv)
     output = Path(options.output)
     require(
@@ -33,6 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"`--output` must be writable, got {str(output)!r}: {error.strerror}.") from None
     print(f"{output}: open it in a browser")
     return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    runs = "folder of a run (finished or not), of seeds or of a search, or a table from experiments.papers --json"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=runs)
+    parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
 
 
 def report(folders: Sequence[Path]) -> str:

@@ -106,7 +106,7 @@ def test_a_run_without_a_claim_is_not_audited(noise, capsys):
     assert main([*DIGITS, "--privacy.epsilon", "null", "--privacy.noise_multiplier", noise, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     out = text(result)
-    assert "Not audited: client 4: it has no claim, as it releases without noise, or nothing." in out
+    assert "Not audited: client 4: it claims no epsilon, because it releases nothing, or releases without noise." in out
     assert result["clients"] == []
 
 
@@ -133,7 +133,7 @@ def test_two_clients_are_audited_unless_clients_are_named(make_loop):
     assert [target.client for target in subjects(make_loop(privacy=budgets), [3, 0])[0]] == [3, 0]
     noises = PrivacyOptions(noise_multiplier=[1.0, 0.0, 3.0, 2.0], delta=1e-3)
     targets, left_out = subjects(make_loop(privacy=noises), None)
-    assert [target.client for target in targets] == [2, 0] and "client 1: it has no claim" in left_out[0]
+    assert [target.client for target in targets] == [2, 0] and "client 1: it claims no epsilon" in left_out[0]
 
 
 class Asks(Strategy):

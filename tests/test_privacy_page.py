@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs/privacy.md").read_text()
 
 
 def test_every_file_that_the_page_names_exists():
-    links = [f"docs/{name}" for name in re.findall(r"\]\(([\w./]+)\)", PAGE)]
+    links = [f"docs/{name}" for name in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", PAGE)]
     names = [*links, *re.findall(r"\b(?:tests|dpfl_lightning|conf|docs)/[\w./]*\w", PAGE)]
     assert len(names) > 25
     assert not [name for name in names if not (ROOT / name).exists()]

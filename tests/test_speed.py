@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from experiments.speed import (
     ranks,
     robust_pca,
     sizes,
+    supported,
 )
 from experiments.speed.__main__ import main
 from experiments.speed.baselines import build_net, contestants
@@ -346,3 +348,22 @@ def test_the_docs_show_the_saved_figures(page):
 @pytest.mark.parametrize("name", ["common", "small_clients"])
 def test_rounds_are_much_faster_than_with_opacus(name, bench):
     assert bench("--cases", name, "--repeats", "3")[2][name]["ratio_vs_opacus"] >= FLOOR_VS_OPACUS
+
+
+@pytest.mark.e2e
+def test_the_page_of_what_is_supported_is_what_a_trial_finds():
+    page = Path("docs/supported.md").read_text()
+    rows = [line for line in supported.report({"date": "", "machine": {"cores": 0, "cpu": ""}}).splitlines()]
+    known = [[cell.strip() for cell in line.split("|")[1:]] for line in page.splitlines() if line.startswith("|")]
+    for row in rows:
+        if row.startswith("|") and "---" not in row:
+            cells = [cell.strip() for cell in row.split("|")[1:]]
+            tried = [cell for cell in cells if cell not in ("-", "")]  # without speeds
+            assert any(
+                tried == [cell for cell in one if cell and not re.fullmatch(r"-|[0-9.]+ x", cell)] for one in known
+            )
+
+
+def test_a_layer_that_mixes_records_is_shown_as_refused():
+    assert supported.support_of("BatchNorm2d").startswith("refused: mixes the records")
+    assert supported.support_of("Linear") == "exact rule"

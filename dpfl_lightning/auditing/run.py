@@ -39,7 +39,7 @@ def audit(
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
-    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "A run without privacy has no claim.")
+    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
     x = loop.population.empty_batch[0]
     must = "be one floating tensor a record to audit, because an audit scales its artificial records"
     require(isinstance(x, torch.Tensor) and x.is_floating_point(), "data", must, loop.population.input_shape)

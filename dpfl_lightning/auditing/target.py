@@ -115,10 +115,8 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Au
     if chosen is None:  # without budgets: the most noise and the least
         targets.sort(key=lambda target: (target.settings.epsilon, -target.planned.noise_multiplier))
         targets = targets[:1] + targets[1:][-1:]
-    left_out = [
-        f"client {loop.facts.name_of(client)}: it has no claim, as it releases without noise, or nothing"
-        for client in silent
-    ]
+    no_claim = "it claims no epsilon, because it releases nothing, or releases without noise"
+    left_out = [f"client {loop.facts.name_of(client)}: {no_claim}" for client in silent]
     for target in targets:
         audited, planned = {release.purpose for release in target.releases}, schedule.clients[target.client].planned
         others = [line for line in planned if line.count and line.purpose not in audited]

@@ -89,8 +89,8 @@ def dirichlet(
             break
     else:
         raise UserError(
-            f"`data.partition.min_records` must be within reach, got {min_records}: none of {max_draws} draws at "
-            f"alpha {alpha} gave each of {num_clients} clients so many records. Lower it, or raise alpha."
+            f"`data.partition.min_records` must be reachable, got {min_records}: in none of {max_draws} draws at "
+            f"alpha {alpha} did each of {num_clients} clients get that many records. Lower it, or raise alpha."
         )
     pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in zip(classes, ends[:, :-1], strict=True)]
     return [np.concatenate(part) for part in zip(*pieces, strict=True)]

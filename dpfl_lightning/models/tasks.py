@@ -104,6 +104,8 @@ class Task:
 
     def check(self, y: Tensor) -> None:
         """Raise UserError unless labels `y [n, ...]` have the task's type, and only the values 0 and 1 if binary."""
+        if self is CUSTOM:
+            return
         advice = "Pass y.long() for classes." if y.is_floating_point() else "Pass y.float() for a regression."
         must = f"be {'floating' if self.real else 'integer'} for task {self.name}"
         require(y.is_floating_point() == self.real, "y", must, y.dtype, advice)
@@ -165,6 +167,12 @@ TASKS: dict[str, Task] = {
 }
 
 
+#: of a module with a user's loss whose outputs fit no task: there is no accuracy, and only the module knows the loss
+CUSTOM = Task(
+    "custom", "any labels and outputs", lambda output, y: True, lambda output, y: torch.full((len(y),), torch.nan), None
+)
+
+
 def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None, named: str | None = None) -> Task:
     """Return the task for outputs and labels of these shapes of one record: the `named` one, or the only one that fits.
 
@@ -201,6 +209,8 @@ def _shown(shape: Shape) -> str:
 
 def described(task: Task, output: Shape, y: Shape, named: bool) -> str:
     """Return the task in words for reports, with where it comes from."""
+    if task is CUSTOM:
+        return "custom (the loss of the module)"
     if named:
         return f"{task.name} (named)"
     kind = "floating" if task.real else "integer"

@@ -5,9 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median, pstdev, stdev
+from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
@@ -64,19 +65,22 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
         "gradients_not_finite": () if diagnostics is None else diagnostics.not_finite,
         **{name: value.tolist() for name, value in report.metrics.items() if isinstance(value, Tensor)},
     }
-    clients = {name: list(map(_finite, values)) for name, values in clients.items() if any_known(values)}
+    over_all = {name: quantiles(name, values) for name, values in clients.items()}
     groups = accuracy_of_groups(report.client_accuracy or (), true_groups(facts))
     values = {
         **on_test(report.test_accuracy, report.test_loss, report.test_metrics),
-        **{curve: value for name, column in clients.items() for curve, value in quantiles(name, column).items()},
+        **{curve: value for found in over_all.values() for curve, value in found.items()},
         **of_groups(groups),
         **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
         "train_participants": len(report.clients),
         "train_records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
     }
-    named = {name: dict(zip(names(facts), column, strict=True)) for name, column in clients.items()}
-    few = facts.num_clients <= MOST_CLIENTS
-    return Round(report.round, {name: _finite(value) for name, value in values.items()}, named if few else {})
+    named: dict[str, Values] = {}
+    if facts.num_clients <= MOST_CLIENTS:
+        names = facts.names or tuple(map(str, range(facts.num_clients)))  # `name_of`, without a call for each client
+        columns = {name: _known(column) for name, column in clients.items() if over_all[name]}
+        named = {name: dict(zip(names, column, strict=True)) for name, column in columns.items()}
+    return Round(report.round, dict(zip(values, _known(list(values.values())), strict=True)), named)
 
 
 def on_test(accuracy: float | None, loss: float | None, metrics: Values) -> dict[str, float | None]:
@@ -101,25 +105,18 @@ def over_clients(name: str) -> str:
 def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
     """Return the smallest, median, mean and largest value over clients, for accuracies also the standard deviation.
 
+    None and NaN are left out. An epsilon without a bound is infinite, and so is then the largest.
+
     >>> quantiles("epsilon", [1.0, None, 4.0])
     {'train_epsilon_min': 1.0, 'train_epsilon_median': 2.5, 'train_epsilon_mean': 2.5, 'train_epsilon_max': 4.0}
     """
-    known = [value for value in values if value is not None]
-    if not known:
+    known = np.array(values, dtype=np.float64)  # None becomes NaN
+    known = known[~np.isnan(known)]
+    if not known.size:
         return {}
-    found = {"min": min(known), "median": median(known), "mean": fmean(known), "max": max(known)}
-    found |= {"std": pstdev(known)} if name == "accuracy" else {}
-    return {f"{over_clients(name)}_{key}": value for key, value in found.items()}
-
-
-def names(facts: Facts) -> list[str]:
-    """Return the name of each client."""
-    return [facts.name_of(client) for client in range(facts.num_clients)]
-
-
-def any_known(values: Sequence[float | None]) -> bool:
-    """Return whether any value is a finite number."""
-    return any(_finite(value) is not None for value in values)
+    found = {"min": known.min(), "median": np.median(known), "mean": known.mean(), "max": known.max()}
+    found |= {"std": known.std()} if name == "accuracy" else {}
+    return {f"{over_clients(name)}_{key}": float(value) for key, value in found.items()}
 
 
 def history(rounds: Sequence[Round], name: str) -> dict[int, float]:
@@ -170,5 +167,6 @@ def _line(one: Round) -> str:
     return json.dumps(asdict(one)) + "\n"
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _known(values: Sequence[float | None]) -> list[float | None]:
+    """Replace values that are not finite by None."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]

@@ -110,7 +110,7 @@ class ProxyObjective:
         self._given = set(sweep.training)
         on = "public records" if distilled is None else "a distilled set"
         where = "held-out records" if scored is None else f"{len(scored[1]):,} public records"
-        nets = f"{sweep.networks} fresh net{'' if sweep.networks == 1 else 's'}"
+        nets = f"{sweep.networks} new model{'' if sweep.networks == 1 else 's'}"
         self.words = f"each trial trains {nets} on {on} ({len(records[1]):,} records) and scores on {where}"
 
     def check(self, options: Options) -> None:

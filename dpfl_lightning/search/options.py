@@ -24,13 +24,13 @@ class SweepOptions:
         space: dotted key of a run -> {choices: [a, b]}, {choices: {label: value}} (a value may be a mapping), or {low,
             high} with an optional step or log: true; whole-number bounds give whole numbers. An additional
             when: {key: value} searches this key only if a key above it has that value.
-        objective: set (the server alone trains fresh nets on a set), public (the run on its public records, which are
+        objective: set (the server trains new models on a set), public (the run on its public records, which are
             distributed to its clients) or private (the run on its clients' records; every trial is charged to them in
             full).
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records. Nets are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.
-        networks: (objective set) number of nets per trial, from different initialisations, >= 1.
+        networks: (objective set) number of models per trial, from different initialisations, >= 1.
         training: (objective set) how a net is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
         trials_with: dotted key -> value that applies to trials only, such as fewer rounds; best.yaml does not contain

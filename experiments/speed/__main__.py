@@ -19,7 +19,18 @@ from experiments.speed.scaling import draw_scalings, scaling_times
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "layers", "startup", "parts", "scaling")
+_NAMES = (
+    *CASES,
+    "robust_pca",
+    "matching",
+    "class_gradients",
+    "layers",
+    "optimizers",
+    "tasks",
+    "startup",
+    "parts",
+    "scaling",
+)
 
 
 @command
@@ -29,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from experiments.speed.gpu import check
 
         return check(words[1:], _device)
+    if words[:1] == ["supported"]:
+        from experiments.speed import supported
+
+        return supported.main(words[1:])
     options = _parse(words)
     results = _saved(options.load) if options.load else bench(options)
     print(report(results))
@@ -47,6 +62,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from dpfl_lightning.federated.client.engines.fast import FastEngine
     from experiments.speed.class_gradients import class_gradient_times
+    from experiments.speed.kinds import optimizer_times, task_times
     from experiments.speed.layers import layer_times
     from experiments.speed.matching import matching_times
     from experiments.speed.measure import machine, measure, startup
@@ -73,6 +89,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             results[name] = class_gradient_times(options.repeats, device, _say)
         elif name == "layers":
             results[name] = layer_times(options.repeats, device, _say)
+        elif name == "optimizers":
+            results[name] = optimizer_times(options.repeats, device, _say)
+        elif name == "tasks":
+            results[name] = task_times(options.repeats, device, _say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -113,9 +133,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
         "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
-        "over each kind of layer beside Opacus; start-up; a step by part beside the core's peak; time over ranks, "
+        "over each kind of layer, a round with each optimiser and a model of each task beside Opacus; start-up; "
+        "a step by part beside the core's peak; time over ranks, "
         "clients, parameters and records of a batch. Takes minutes; tells its progress on stderr. "
-        "`gpu` as the first word checks a GPU instead.",
+        "`gpu` as the first word checks a GPU instead; `supported` writes the page of what is supported.",
         exit_on_error=False,
         allow_abbrev=False,
     )

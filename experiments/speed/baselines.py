@@ -13,7 +13,7 @@
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,7 @@ def our_loop(
     engine: SerialEngine,
     noise_multiplier: float = NOISE_MULTIPLIER,
     rounds: int = 1,
+    optimizer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[FederatedLoop, ServerState]:
     """A loop with planned rounds, whose engine is not set up yet, and the state before the first."""
@@ -108,7 +109,12 @@ def our_loop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES),
         ClientModule(copy.deepcopy(net)),
         rounds=rounds,
-        clients=ClientOptions(count=case.clients, batch_size=tuple(case.sizes), learning_rate=LEARNING_RATE),
+        clients=ClientOptions(
+            count=case.clients,
+            batch_size=tuple(case.sizes),
+            learning_rate=LEARNING_RATE,
+            optimizer=dict(optimizer or {"name": "sgd"}),
+        ),
         privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM),
         engine=engine,
         device=device.type,
@@ -119,10 +125,15 @@ def our_loop(
 
 
 def our_round(
-    case: Case, net: nn.Module, pairs: Sequence[Pair], device: torch.device, engine: SerialEngine
+    case: Case,
+    net: nn.Module,
+    pairs: Sequence[Pair],
+    device: torch.device,
+    engine: SerialEngine,
+    optimizer: Mapping[str, Any] | None = None,
 ) -> Callable[[], Tensor]:
-    """A whole round of the engine."""
-    loop, state = our_loop(case, net, pairs, device, engine)
+    """A whole round of the engine, with `clients.optimizer`."""
+    loop, state = our_loop(case, net, pairs, device, engine, optimizer=optimizer)
     engine.setup(loop.module, loop.population, Streams(), "poisson")
 
     def one_round() -> Tensor:
@@ -161,17 +172,19 @@ def plain_epoch(net: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> None:
         optimizer.step()
 
 
-def opacus_epoch(net: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> None:
-    """DPSGD by Opacus over Poisson batches, in place."""
+def opacus_epoch(
+    net: nn.Module, x: Tensor, y: Tensor, batch_size: int, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """DPSGD by Opacus over Poisson batches, in place; by plain SGD, or an optimiser of the net's parameters."""
     device = next(net.parameters()).device
-    private, optimizer, loader = PrivacyEngine().make_private(
+    private, private_optimizer, loader = PrivacyEngine().make_private(
         module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=LEARNING_RATE),
+        optimizer=optimizer or torch.optim.SGD(net.parameters(), lr=LEARNING_RATE),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=batch_size),
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=CLIP_NORM,
     )
     for batch, labels in loader:
-        optimizer.zero_grad()
+        private_optimizer.zero_grad()
         cross_entropy(private(batch.to(device)), labels.to(device)).backward()
-        optimizer.step()
+        private_optimizer.step()

@@ -105,12 +105,16 @@ def ours(layer: nn.Module, x: Tensor) -> Step:
 
 def opacus(layer: nn.Module, x: Tensor) -> Step:
     """The clipped sum `[P]`, as Opacus' optimizer computes it."""
-    private = GradSampleModule(layer, loss_reduction="sum")
+    return clipped_by_opacus(GradSampleModule(layer, loss_reduction="sum"), lambda private: _losses(private(x)))
+
+
+def clipped_by_opacus(private: GradSampleModule, losses: Callable[[nn.Module], Tensor]) -> Step:
+    """The clipped sum `[P]` of the gradients of `losses(private)` `[B]`."""
     params = [p for p in private.parameters() if p.requires_grad]
 
     def step() -> Tensor:
         private.zero_grad()
-        _losses(private(x)).sum().backward()
+        losses(private).sum().backward()
         norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in params], dim=1).norm(dim=1)
         factors = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0)
         return torch.cat([torch.einsum("i,i...", factors, p.grad_sample).flatten() for p in params])

@@ -332,7 +332,7 @@ class Lit(lightning.LightningModule):
 """
 
 
-@pytest.mark.parametrize("kind", ["Net", "Module", "Lit"])
+@pytest.mark.parametrize("kind", ["Lit", *(pytest.param(kind, marks=pytest.mark.e2e) for kind in ("Net", "Module"))])
 def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeypatch):
     (tmp_path / f"own_{kind}.py").write_text(SOURCE)  # a name for each case: modules are imported once
     monkeypatch.chdir(tmp_path)

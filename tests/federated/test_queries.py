@@ -40,7 +40,7 @@ from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.reporting.mlflow.run import _round_values
+from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
@@ -380,7 +380,8 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
         "live": last.epsilon_spent,
     }.items():
         assert is_bare(epsilons) == bare, place
-    assert math.isinf(_round_values(last, None)["overall/epsilon_max"]) == bool(bare)
+    curves = of_round(last, loop.facts).values
+    assert (curves["train_epsilon_max"] is None) == bool(bare), "no bound, and not the largest of the others"
     assert bare <= is_bare([one.guarantee.epsilon for one in planned]), "what is planned may not happen"
     assert ("do not have differential privacy" in page or "No client has" in page) == bool(bare)
     if words:

@@ -168,7 +168,7 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     status, out, err = _ended(process)
     again = f"resume with: torchrun ... -m dpfl_lightning.fit --resume {broken}"
     assert status != 0 and not (broken / "result.json").exists()
-    assert err.count("error: `ranks` must all live until the run ends, got ") == 1 and f"is kept; {again}" in err
+    assert err.count("error: `ranks` must all run until the run ends, got ") == 1 and f"was saved; {again}" in err
     assert err.count("Traceback") == 1, "that of torchrun itself"
     assert "Stopped after round" in out
     assert fit(["--resume", str(broken)]) == 0
@@ -206,7 +206,7 @@ def test_what_ended_a_run_is_said_though_the_launcher_sends_its_signal_late(srun
     )
     (status, _, err), (other, *silent) = [_ended(process) for process in srun(2, str(script), str(tmp_path / "run"))]
     assert (status, other, silent) == (2, 1, ["", ""])
-    assert err.startswith("error: `ranks` must all live until the run ends, got the end of rank 1.")
+    assert err.startswith("error: `ranks` must all run until the run ends, got the end of rank 1.")
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_a_rank_that_nobody_looks_after_is_missed_too(srun, tmp_path):
     ranks[2].kill()
     ended = [_ended(process, seconds=20) for process in ranks]
     assert [status for status, _, _ in ended] == [2, 2, -signal.SIGKILL] and ended[1][1:] == ("", "")
-    assert ended[0][2].startswith("error: `ranks` must all live until the run ends, got the end of rank 2. The run is")
+    assert ended[0][2].startswith("error: `ranks` must all run until the run ends, got the end of rank 2. The run was")
 
 
 def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
@@ -224,7 +224,7 @@ def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
     _wait_for_rounds(tmp_path / "run", 2, ranks[0])
     ranks[0].kill()
     status, out, err = _ended(ranks[1], seconds=10)
-    assert (status, out, err) == (1, "", "rank 1: rank 0 is gone, so this rank ends too\n")
+    assert (status, out, err) == (1, "", "rank 1: rank 0 has stopped, so this rank stops, too\n")
 
 
 def test_a_mistake_is_told_once_and_is_status_2_on_every_rank(srun):

@@ -94,7 +94,7 @@ def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent
     loop = break_off(make_loop(privacy=PROTECTED), 2)
     loop.folder.checkpoint.unlink()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
-    with pytest.warns(UserNotice, match="so the run begins anew; what it has spent stays spent"):
+    with pytest.warns(UserNotice, match="so the run starts again; the budget that it has spent remains spent"):
         result = again.run(resume=True)
     assert result.rounds == 3 and len(charged_rounds(again)) == 4 * 5
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)

@@ -16,7 +16,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, NOT_COVERED
-from dpfl_lightning.reporting.mlflow.run import _round_values
+from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.mlflow.store import metrics
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.runtime.text import rounded_up_duration
@@ -118,7 +118,7 @@ def test_without_an_estimate_no_remaining_time_is_shown(tmp_path):
 
 def test_mlflow_gets_no_time_of_a_round(tmp_path):
     view = a_view(tmp_path, exact_times=False)
-    values = _round_values(a_report(view, 1, seconds=None), None)
+    values = of_round(a_report(view, 1, seconds=None), view.facts).values
     sent = metrics(values, 1, exact_times=False)
     assert sent and not [metric.key for metric in sent if "second" in metric.key]
     assert {metric.timestamp % 3_600_000 for metric in sent} == {0}

@@ -232,6 +232,31 @@ def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
         assert scores.test.accuracy == 1.0 and module.task is TASKS["binary"]
 
 
+class Reconstruction(ClientModule):
+    """The loss of an autoencoder, whose outputs fit no task for integer labels."""
+
+    def sample_loss(self, params, x, y):
+        return (self.output(params, x) - x).square().mean(dim=1)
+
+
+class Distance(ClientModule):
+    def loss(self, output, y):
+        return (output.mean(dim=(1, 2)) - y).square()
+
+
+@pytest.mark.parametrize(("kind", "net"), [(Reconstruction, nn.Linear(4, 4)), (Distance, nn.Unflatten(1, (2, 2)))])
+def test_a_users_loss_needs_no_known_task(kind, net, tmp_path):
+    module = kind(nn.Sequential(nn.Linear(4, 4), net))
+    population = Population.from_datasets([(torch.randn(20, 4), torch.randint(3, (20,)))] * 2, num_classes=3)
+    fitting = kind is Reconstruction  # outputs [B, 4] for three classes
+    run = FederatedLoop(
+        population, module, rounds=1, clients=ClientOptions(batch_size=4), privacy=None, output_dir=tmp_path / "run"
+    )
+    result = run.run()
+    assert module.task_note.startswith("multiclass" if fitting else "custom")
+    assert (result.test_accuracy is None) == (not fitting) and math.isfinite(result.test_loss)
+
+
 def test_outputs_with_logits_are_unwrapped_and_others_refused_before_a_run():
     people = population("multiclass")
     for module in (

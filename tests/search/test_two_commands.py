@@ -1,14 +1,11 @@
 """Two commands share one search, on SQLite and on a PostgreSQL server: one is killed in a trial, and none is lost."""
 
-import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
+from databases import postgresql
 from optuna.trial import TrialState
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 from test_sweep import SWEEPS, shrunken
@@ -24,32 +22,6 @@ pytestmark = pytest.mark.e2e
 
 FILE = SWEEPS / "nas_fmnist.yaml"
 TRIALS = 5
-
-
-@contextlib.contextmanager
-def postgresql() -> Iterator[str]:
-    """The URL of a server in a temporary folder, reached through a socket there."""
-    on_path = shutil.which("initdb")
-    places = [Path(on_path)] if on_path else sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not places:
-        pytest.skip("PostgreSQL is not installed (on Debian: apt-get install postgresql)")
-    folder, programs = Path(tempfile.mkdtemp(prefix="pg")), places[-1].resolve().parent
-    normal = {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
-    if normal:
-        shutil.chown(folder, "nobody", "nogroup")
-    quiet = {"check": True, "cwd": folder, "capture_output": True, **normal}
-    data = folder / "data"
-    try:
-        subprocess.run([programs / "initdb", "-D", data, "-U", "dpfl", "-A", "trust", "--no-sync"], **quiet)
-        flags = f"-c listen_addresses='' -c unix_socket_directories={folder} -c fsync=off"
-        start = [programs / "pg_ctl", "-D", data, "-w", "-l", folder / "log", "-o", flags, "start"]
-        subprocess.run(start, **{**quiet, "capture_output": False, "stdout": subprocess.DEVNULL})
-        try:
-            yield f"postgresql+psycopg://dpfl@/postgres?host={folder}"
-        finally:
-            subprocess.run([programs / "pg_ctl", "-D", data, "-m", "immediate", "stop"], **quiet)
-    finally:
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

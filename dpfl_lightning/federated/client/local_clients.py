@@ -109,7 +109,8 @@ class LocalClients:
         self.budgets = Budgets(plan.schedule, self.ledger, accountant, drawn, simulated, plan.caveats, self.unprotected)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
-            warn_user(f"{folder / 'checkpoint.pt'} is gone, so the run begins anew; what it has spent stays spent")
+            missing = f"{folder / 'checkpoint.pt'} is missing, so the run starts again"
+            warn_user(f"{missing}; the budget that it has spent remains spent")
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""

@@ -14,6 +14,7 @@ from dpfl_lightning.federated.client.lightning_loss import LightningLoss, overri
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
+from dpfl_lightning.models.tasks import CUSTOM, Task
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
@@ -130,6 +131,16 @@ class ClientModule(Model, L.LightningModule):
         if self.adapted is None or self.adapted.whole:
             return super().loss(output, y)
         return self.adapted.loss(output, y)
+
+    def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
+        """Return the task as `Model`, and `CUSTOM` if none fits but the loss is the user's."""
+        users_loss = self.adapted is not None or self.overrides("loss") or self.overrides("sample_loss")
+        try:
+            return super().infer_task(output, y, num_classes)
+        except UserError:
+            if self.named_task is None and users_loss:
+                return CUSTOM
+            raise
 
     def configure_optimizers(self) -> Any:
         """The optimiser of the task, or of a wrapped LightningModule. It sees noised gradients only."""

@@ -44,8 +44,8 @@ class ServerLoop(Run):
                 reason = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
                 self._end(f"{reason}; {resume_with}", finished=False, interrupted=interrupted)
                 if isinstance(error, LostClients):
-                    raise UserError(f"{error} The run is kept; {resume_with}") from None
-                error.add_note(f"The run is kept; when this is mended, {resume_with}")
+                    raise UserError(f"{error} The run was saved; {resume_with}") from None
+                error.add_note(f"The run was saved. When you have fixed the cause, {resume_with}")
                 raise
             result = self._end(reason, finished=True)
             check_signals()  # a signal that came in the last round

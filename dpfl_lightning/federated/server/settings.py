@@ -83,7 +83,7 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
         require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
         if laplace:
             must = f"be null (all {size} of client {name}'s records) with Laplace noise"
-            require(batch == size, "clients.batch_size", must, batch, "Its accounting is for full batches.")
+            require(batch == size, "clients.batch_size", must, batch, "Its accountant needs full batches.")
         else:
             must, advice = "be in (0, 1) with Gaussian noise", "Laplace noise (mechanism) can have 0."
             require(client.delta > 0, "privacy.delta", must, client.delta, advice)

@@ -170,7 +170,7 @@ class Ranks:
     def _stop_once(self, number: int, frame: object) -> None:
         """Handle a signal once; after the message that is being sent, because the receiver waits for its rest."""
         _install(signal.SIG_IGN)
-        reason = "`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped."
+        reason = "`ranks` must all run until the run ends, got SIGTERM: the launcher lost one, or was stopped."
         error = KeyboardInterrupt() if number == signal.SIGINT else LostRank(reason)
         if not self._sending:
             raise error
@@ -188,9 +188,9 @@ class Ranks:
 
     def _gone(self, rank: int) -> NoReturn:
         if self.rank > 0:
-            self._leave(1, f"rank {self.rank}: rank 0 is gone, so this rank ends too")
+            self._leave(1, f"rank {self.rank}: rank 0 has stopped, so this rank stops, too")
         _install(signal.SIG_IGN)
-        raise LostRank(f"`ranks` must all live until the run ends, got the end of rank {rank}.")
+        raise LostRank(f"`ranks` must all run until the run ends, got the end of rank {rank}.")
 
     def _leave(self, status: int, words: str = "") -> NoReturn:
         """End this process immediately: the main thread, which may train a client, has no open files."""

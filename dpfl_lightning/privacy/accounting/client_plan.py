@@ -114,7 +114,7 @@ def plan(
     selections: int = 0,
     selection_epsilon: float | None = None,
 ) -> ClientPlan:
-    """Find the noise for an epsilon, or the epsilon for a noise, of a client that trains with DP-SGD.
+    """Compute the noise for an epsilon, or the epsilon for a noise multiplier, of a client that trains with DPSGD.
 
     A round takes local_epochs * ceil(num_records / batch_size) steps at sample rate batch_size / num_records, exactly
     as the Poisson sampler of a run. A batch of all records is a full batch, without amplification by sampling.

@@ -324,10 +324,10 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
         f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
         "Its charge never completed, so nothing was released for it."
     )
-    results = "There is no result.json beside it: the run has not finished, or this is a copy of its ledger."
+    results = "There is no result.json in its folder: the run has not finished, or this is a copy of its ledger."
     if ledger.results:
         results = (
-            f"{' and '.join(ledger.results)} beside it state its end, and the "
+            f"{' and '.join(ledger.results)} in its folder state its end, and the "
             "budgets, deltas, epsilons, numbers of releases and guarantees that follow from it."
         )
     if ledger.signed and ledger.proven:
@@ -341,8 +341,8 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
     else:
         whether = "No client signed it" if not ledger.signed else "Its signatures were not verified (--public_keys)"
         signed = (
-            f"{whether}: a forger who rewrote the ledger and everything beside it would not be detected. Compare this "
-            f"head's chain, {end.chain}, with the one in MLflow (tag `ledger_head`)."
+            f"{whether}: nobody would notice if the ledger and all files in its folder were rewritten together. "
+            f"Compare this head's chain, {end.chain}, with the one in MLflow (tag `ledger_head`)."
         )
     return [
         f"{ledger.path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed.",

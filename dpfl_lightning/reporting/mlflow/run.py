@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -236,8 +237,8 @@ def _chart(client: str) -> str:
 
 def _final_values(result: RunResult) -> dict[str, float | None]:
     """Return the results of the run under the names of the curves that end in them, and its times."""
-    columns = {"accuracy": "accuracy", "epsilon": "epsilon_spent"}
-    over = {name: [client[key] for client in result.clients] for name, key in columns.items()}
+    spent = [math.inf if client["epsilon_spent"] is None else client["epsilon_spent"] for client in result.clients]
+    over = {"accuracy": [client["accuracy"] for client in result.clients], "epsilon": spent}
     return {
         **curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics),
         **{curve: value for name, column in over.items() for curve, value in curves.quantiles(name, column).items()},

@@ -1,0 +1,210 @@
+"""The page of supported layers, optimisers and tasks. Each is tried on random data; speeds are those of the bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models import check_net
+from dpfl_lightning.models.tasks import TASKS
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.runtime.text import markdown
+from experiments.pages import fill_page, split_page
+from experiments.speed.kinds import OPTIMIZER_CASES, TASK_CASES
+from experiments.speed.layers import BATCHES
+
+PAGE = "supported"
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+class _First(nn.Module):
+    """The first of the outputs of a layer that returns several."""
+
+    def __init__(self, layer: nn.Module, inputs: int = 1) -> None:
+        super().__init__()
+        self.layer, self.inputs = layer, inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(*[x] * self.inputs)
+        return output[0] if isinstance(output, tuple) else output
+
+
+class _Scale(nn.Module):
+    """A user's layer with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _Adapter(nn.Module):
+    """A frozen linear layer with a trainable adapter of rank 8 (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+_Recipe = tuple[Callable[[], nn.Module], Sequence[int]]
+_IMAGE, _STEPS, _WORDS = (8, 8, 8), (32, 8), (32,)
+
+#: layer -> how to build it, and the shape of a record
+LAYERS: dict[str, _Recipe] = {
+    "Linear": (lambda: nn.Linear(8, 8), (8,)),
+    "Linear at 32 positions": (lambda: nn.Linear(8, 8), _STEPS),
+    "Linear with an adapter of rank 8": (_Adapter, _STEPS),
+    "Bilinear": (lambda: _First(nn.Bilinear(8, 8, 4), inputs=2), (8,)),
+    "Conv1d": (lambda: nn.Conv1d(32, 8, 3), _STEPS),
+    "Conv2d": (lambda: nn.Conv2d(8, 8, 3, 2, 1, groups=2), _IMAGE),
+    "Conv3d": (lambda: nn.Conv3d(2, 4, 2), (2, 4, 4, 4)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(8, 4, 3), _IMAGE),
+    "Embedding": (lambda: nn.Embedding(9, 8), _WORDS),
+    "EmbeddingBag": (lambda: nn.EmbeddingBag(9, 8), _WORDS),
+    "LayerNorm": (lambda: nn.LayerNorm(8), _STEPS),
+    "RMSNorm": (lambda: nn.RMSNorm(8), _STEPS),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 8), _IMAGE),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(8, affine=True), _IMAGE),
+    "InstanceNorm2d with running statistics": (
+        lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        _IMAGE,
+    ),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(8), _IMAGE),
+    "LSTM": (lambda: _First(nn.LSTM(8, 8, batch_first=True)), _STEPS),
+    "LSTM, two layers, both directions": (
+        lambda: _First(nn.LSTM(8, 8, num_layers=2, bidirectional=True, batch_first=True)),
+        _STEPS,
+    ),
+    "GRU": (lambda: _First(nn.GRU(8, 8, batch_first=True)), _STEPS),
+    "RNN": (lambda: _First(nn.RNN(8, 8, batch_first=True)), _STEPS),
+    "MultiheadAttention": (lambda: _First(nn.MultiheadAttention(8, 2, batch_first=True), inputs=3), _STEPS),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), _STEPS),
+    "PReLU": (lambda: nn.PReLU(8), _IMAGE),
+    "your layer with a parameter": (_Scale, _STEPS),
+}
+
+_EXACT = "exact rule"
+_VMAP_LAYER = "exact, `vmap` for this layer"
+_VMAP_NET = "exact, `vmap` for the whole model"
+
+
+def support_of(name: str) -> str:
+    """Return how the fast engine computes the clipped gradients of a layer of `LAYERS`, or why it is refused."""
+    build, shape = LAYERS[name]
+    layer = build()
+    try:
+        check_net(layer)
+    except UserError as error:
+        return f"refused: {str(error).partition(', which ')[2]}"
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return functional_call(layer, dict(params), (x,)).flatten(1).square().mean(dim=1)
+
+    x = torch.zeros(0, *shape, dtype=torch.long if shape == _WORDS else torch.float32)
+    reason = clipped_sum_for(layer, loss, x, torch.zeros(0, dtype=torch.long))[1]
+    if reason.startswith("vmap: "):
+        return _VMAP_NET
+    return _VMAP_LAYER if "but vmap for" in reason else _EXACT
+
+
+# ---- engines
+
+
+def runs_with(engine: str, task: str, optimizer: Mapping[str, Any]) -> str:
+    """Return "yes" if an engine trains a small model of a task with an optimiser, or else why not."""
+    net, x, y, num_classes = TASK_CASES[task](8)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            FederatedLoop(
+                Population.from_datasets([(x, y)] * 2, held_out=0.0, num_classes=num_classes),
+                ClientModule(net, task),
+                clients=ClientOptions(batch_size=4, optimizer=dict(optimizer)),
+                output_dir=Path(folder, "run"),
+                rounds=1,
+                privacy=PrivacyOptions(noise_multiplier=1.0),
+                engine=build_engine(engine),
+            ).run()
+        except UserError as error:
+            return f"no: {str(error).partition(', got')[0].replace('`', '')}"
+    return "yes"
+
+
+# ---- the page
+
+
+def report(measured: Mapping[str, Any]) -> str:
+    """Return the page in Markdown, with the speeds beside Opacus of what `experiments.speed` measured."""
+    layers = [
+        [name, support_of(name), *(_ratio(measured, "layers", name, batch) for batch in BATCHES)] for name in LAYERS
+    ]
+    optimizers = [
+        [name, *(runs_with(engine, "multiclass", options) for engine in ENGINES), _ratio(measured, "optimizers", name)]
+        for name, options in OPTIMIZER_CASES.items()
+    ]
+    tasks = [
+        [
+            name,
+            task.expects,
+            *(runs_with(engine, name, {"name": "sgd"}) for engine in ENGINES),
+            _ratio(measured, "tasks", name),
+        ]
+        for name, task in TASKS.items()
+    ]
+    engines = [f"engine {name}" for name in ENGINES]
+    return "\n\n".join(
+        [
+            "## Layers",
+            markdown(["layer", "gradients of single records", *(f"speed, batch {batch}" for batch in BATCHES)], layers),
+            "## Optimisers",
+            markdown(["`clients.optimizer`", *engines, "speed"], optimizers),
+            "## Tasks",
+            markdown(["`task`", "labels and outputs", *engines, "speed"], tasks),
+            f"Speeds were measured on {measured['date']}, on {measured['machine']['cores']} cores of "
+            f"{measured['machine']['cpu']}.",
+        ]
+    )
+
+
+def _ratio(measured: Mapping[str, Any], *names: Any) -> str:
+    for name in names:
+        measured = measured.get(str(name), {})
+    return f"{measured['ratio_vs_opacus']:.1f} x" if measured else "-"
+
+
+def _saved(name: str) -> dict[str, Any]:
+    file = RESULTS / name
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the page, or write it into a file."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.speed supported", description=__doc__)
+    parser.add_argument("--page", metavar="FILE", help="put the tables between this page's marks")
+    options = parser.parse_args(words)
+    if options.page:
+        split_page(Path(options.page), PAGE)
+    text = report({**_saved("bench.json"), **_saved("kinds.json")})
+    if options.page:
+        fill_page(Path(options.page), PAGE, text)
+    else:
+        print(text)
+    return 0
