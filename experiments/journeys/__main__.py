@@ -47,10 +47,9 @@ def main() -> None:
         seconds = [median(one[0] for one in runs) for runs in zip(*turns, strict=True)]
         accuracies = [median(one[1] for one in runs) for runs in zip(*turns, strict=True)]
         for row, name in enumerate(CONTESTANTS):
-            path = script(journey, name)
             ratio = f"{seconds[row]:.0f} ({seconds[row] / seconds[0]:.1f})"
-            numbers = f"{user_lines(path)} | {ratio} | {100 * accuracies[row]:.1f} %"
-            rows.append(f"| {title if row == 0 else ''} | [{name}](../{path.relative_to(ROOT)}) | {numbers} |")
+            numbers = f"{user_lines(script(journey, name))} | {ratio} | {100 * accuracies[row]:.1f} %"
+            rows.append(f"| {title} | {name} | {numbers} |")
             print(rows[-1], flush=True)
     head = "| journey | by | lines | seconds (ratio) | accuracy |\n|---|---|---|---|---|"
     note = f"{date.today()}, medians of {options.turns} turns on {os.cpu_count()} CPU cores."
