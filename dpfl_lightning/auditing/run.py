@@ -16,6 +16,7 @@ from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget, subjects
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
@@ -33,11 +34,12 @@ def audit(
     """Run every check (or `only` those with these names) of every chosen client, through the real engine.
 
     The loop has not run; dummy records and coins follow from its seed, noise is fresh. No private record is read, only
-    shape, classes and sizes of the population. None of `chosen` takes the clients with the smallest and the largest
+    shape, classes and sizes of the population. Every optimiser is replaced by plain SGD. None of `chosen` takes the clients with the smallest and the largest
     budget; `confidence` is the probability that a sound build passes every check; `tell` gets (done, all) checks.
 
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
-    (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
+    (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, no such client, or the user's
+    training step.
     """
     require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
     x = loop.population.empty_batch[0]
@@ -46,6 +48,7 @@ def audit(
     require(0 < confidence < 1, "--confidence", "be in (0, 1)", confidence)
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     targets, left_out = subjects(loop, chosen)
+    loop = _with_plain_sgd(loop, left_out)
     significance = (1 - confidence) / (_STATISTICAL * max(1, len(targets)))
     plans = [
         [run for name, run in _checks(loop, subject, significance, most_releases, left_out) if not only or name in only]
@@ -71,6 +74,24 @@ def audit(
         "refuted": list(dict.fromkeys(refuted)),
         "not_audited": list(dict.fromkeys(left_out)),
     }
+
+
+def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
+    """Return the loop with a module that takes plain SGD steps, from which the checks know the noise in a release."""
+    module, advice = loop.module, "An audit computes its noise from the steps of plain SGD."
+    own = type(module).__name__
+    require(not module.overrides("training_step"), "training_step", "be that of ClientModule to audit", own, advice)
+    if not module.plain_sgd(loop.optimizer):
+        left_out.append(
+            "the optimiser: the audit uses plain SGD in its place, because every optimiser only sees the noised gradients"
+        )
+    if module.brings_optimizer:
+        usual = {"brings_optimizer": False, "configure_optimizers": ClientModule.configure_optimizers}
+        module = copy.deepcopy(module)
+        module.__class__ = type(own, (type(module),), usual)
+        loop = copy.copy(loop)
+        loop.module = module
+    return loop
 
 
 def _checks(

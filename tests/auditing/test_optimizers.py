@@ -1,0 +1,60 @@
+"""An audit of a run whose clients use another optimiser than plain SGD."""
+
+import lightning as L
+import pytest
+import torch
+from conftest import small_net
+from torch.nn import functional as F
+
+from dpfl_lightning.auditing.run import audit
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.module import ClientModule
+
+PRIVACY = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
+#: they compare releases with the planned noise of plain SGD
+CHECKS = [{"fresh noise"}, pytest.param({"grid", "fresh noise", "noise", "canary"}, marks=pytest.mark.e2e)]
+
+
+class WithAdam(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class OwnStep(ClientModule):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+class OwnAdam(ClientModule):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.trainable, lr=0.05)
+
+
+@pytest.mark.parametrize(
+    ("module", "optimizer"), [(WithAdam, None), (lambda: OwnAdam(small_net()), None), (None, {"name": "adam"})]
+)
+@pytest.mark.parametrize("checks", CHECKS)
+def test_the_mechanism_of_a_run_with_adam_is_audited_with_plain_sgd(module, optimizer, checks, make_loop):
+    clients = ClientOptions(count=4, batch_size=16, optimizer=optimizer or {"name": "sgd"})
+    loop = make_loop(module=None if module is None else module(), privacy=PRIVACY, clients=clients)
+    found = audit(loop, [0], 0.99999, 20, only=checks)
+    assert found["refuted"] == [] and len(found["clients"][0]["findings"]) == len(checks)
+    assert "the optimiser: the audit uses plain SGD" in found["not_audited"][0]
+    assert loop.module.brings_optimizer == (module is not None)
+
+
+def test_plain_sgd_is_no_exception_and_a_training_step_of_the_user_is_refused(make_loop):
+    assert audit(make_loop(privacy=PRIVACY), [0], only={"nothing"})["not_audited"] == []
+    with pytest.raises(UserError, match="`training_step` must be that of ClientModule to audit, got 'OwnStep'"):
+        audit(make_loop(module=OwnStep(small_net()), privacy=PRIVACY), [0], only={"nothing"})
