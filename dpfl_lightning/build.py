@@ -13,10 +13,10 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOptions, Options, PrivacyOptions
-from dpfl_lightning.config.registry import imported
+from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.own import own_population
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -67,11 +67,19 @@ def build_population(options: Options) -> Population:
 
 
 def build_module(options: Options, population: Population | Facts) -> ClientModule:
-    """Return the module that clients train: the model of `build_net`, wrapped unless it is a ClientModule."""
-    model = _build_model(options, population)
-    if isinstance(model, ClientModule):
-        return model
-    return ClientModule(model, options.task, options.evaluation.metrics)
+    """Return the module that clients train: the model of `build_net`, wrapped unless it is a ClientModule.
+
+    Raises UserError if a ClientModule has another task or other metrics than the configuration.
+    """
+    model, task, metrics = _build_model(options, population), options.task, tuple(options.evaluation.metrics)
+    if not isinstance(model, ClientModule):
+        return ClientModule(model, task, metrics)
+    advice = f"{type(model).__name__} sets it, too: set it in one place."
+    require(task is None or model.named_task in (None, task), "task", f"be {model.named_task!r}", task, advice)
+    same = not metrics or tuple(model.metrics) in ((), metrics)
+    require(same, "evaluation.metrics", f"be {list(model.metrics)}", list(metrics), advice)
+    model.named_task, model.metrics = model.named_task or task, tuple(model.metrics) or metrics
+    return model
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:
@@ -87,11 +95,9 @@ def _build_model(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
     if "class_path" in model:
-        kind, arguments = imported("model.class_path", model["class_path"], nn.Module), model.get("init_args") or {}
-        try:
-            return kind(**arguments)
-        except TypeError as error:
-            raise UserError(f"`model.init_args` must fit {kind.__name__}, got {arguments}: {error}.") from None
+        made = made_by("model", model["class_path"], model.get("init_args") or {})
+        require(isinstance(made, nn.Module), "model.class_path", "return a torch.nn.Module", type(made).__name__)
+        return made
     name, personal = model.pop("name"), model.pop("personal_input", False)
     require(isinstance(personal, bool), "model.personal_input", "be true or false", personal)
     net = models.build(name, population.input_shape, population.num_classes, **model)

@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.errors import UserError, command, require, warn_user
 from dpfl_lightning.runtime.launcher import invocation
 
 
@@ -50,6 +51,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def evaluate_run(options: Options, run: Path) -> dict:
     """Return accuracies in [0, 1] (None for a regression), losses and metrics of the run's final models.
 
+    `personal` is whether the clients' personal parameters, which are in `checkpoint.pt` only, were used; None if the
+    model has none. Without them a warning says so, and the scores are those of their initial values.
+
     Raises UserError if the run is not finished, or its models do not fit the data in `options`.
 
     **Privacy** The run's guarantee does not cover test and held-out records.
@@ -61,6 +65,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
     from dpfl_lightning.federated.messages.evaluation import ClientModels
+    from dpfl_lightning.federated.server.folder import RunFolder
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
 
@@ -84,13 +89,26 @@ def evaluate_run(options: Options, run: Path) -> dict:
         models.append(module.flat)
     engine = SerialEngine()
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
+    personal = None
+    if module.personal:
+        readable = os.access(RunFolder(run).checkpoint, os.R_OK)
+        saved = RunFolder(run).load_checkpoint(module.device) if readable else None
+        if personal := saved is not None:
+            engine.load_state_dict({"personal": saved["clients"]["personal"], "counts": engine.counts})
+        else:
+            names, where = ", ".join(module.personal), "checkpoint.pt of the run, which only the clients may read"
+            warn_user(
+                f"these are not the scores of the run: the personal parameters ({names}) have their initial values, "
+                f"because those of the clients are in {where}"
+            )
     scores = evaluate(module, population, ClientModels(torch.stack(models), model_of), engine)
     rows = [
         {"client": client, "name": population.name_of(client), **vars(one), "loss": finite_or_none(one.loss)}
         for client, one in enumerate(scores.clients)
     ]
     test = scores.test
-    return {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics, "clients": rows}
+    on_test = {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics}
+    return {**on_test, "personal": personal, "clients": rows}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dpfl_lightning.audit import main as audit_command
-from dpfl_lightning.build import build_loop, build_population
+from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
@@ -20,7 +20,14 @@ CODE = '''
 import torch
 import lightning as L
 from torch.utils.data import DataLoader, TensorDataset
-from dpfl_lightning import Population
+from dpfl_lightning import ClientModule, Population
+
+class Own(ClientModule):
+    def __init__(self, task=None, metrics=()):
+        super().__init__(torch.nn.Linear(4, 2), task, metrics)
+
+def net(width):
+    return torch.nn.Linear(4, width)
 
 def drawn(count, shift=0.0):
     y = torch.arange(count) % 2
@@ -106,6 +113,64 @@ def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, plac
     options, _ = load(["--config", "own.yaml", *words])
     population = build_population(options)
     assert population.names == ("berlin", "rome", "oslo") and population.num_classes == 2
+
+
+def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_that_it_does_not(place, capsys):
+    words = ["--config", "own.yaml", "--model.personal_input", "true", "--clients.learning_rate", "5"]
+    assert fit_command(words) == 0 and capsys.readouterr()
+    result = json.loads((place / "run" / "result.json").read_text())
+    assert evaluate_command(["run", "--json"]) == 0
+    with_them = json.loads(capsys.readouterr().out)
+    assert with_them["test_loss"] == pytest.approx(result["test_loss"]) and with_them["personal"] is True
+    assert [row["loss"] for row in with_them["clients"]] == pytest.approx([row["loss"] for row in result["clients"]])
+
+    (place / "run" / "checkpoint.pt").unlink()
+    assert evaluate_command(["run", "--json"]) == 0
+    printed = capsys.readouterr()
+    without = json.loads(printed.out)
+    assert without["test_loss"] != pytest.approx(result["test_loss"]) and without["personal"] is False
+    assert "these are not the scores of the run: the personal parameters (input.scale, input.shift)" in printed.err
+
+
+OWN_MODEL = ["--model.class_path", "hospitals_of_tests.Own"]
+TASK, METRICS = ["--task", "multiclass"], ["--evaluation.metrics", "[f1, auroc]"]
+INIT = ["--model.init_args", "{task: multiclass, metrics: [f1]}"]
+
+
+@pytest.mark.parametrize(
+    "words, task, metrics",
+    [
+        (OWN_MODEL, None, ()),
+        ([*OWN_MODEL, *TASK, *METRICS], "multiclass", ("f1", "auroc")),
+        ([*OWN_MODEL, *INIT], "multiclass", ("f1",)),
+        ([*OWN_MODEL, *INIT, *TASK, "--evaluation.metrics", "[f1]"], "multiclass", ("f1",)),
+        (["--model", "{class_path: hospitals_of_tests.net, init_args: {width: 2}}", *METRICS], None, ("f1", "auroc")),
+    ],
+)
+def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words, task, metrics, place):
+    options, _ = load(["--config", "own.yaml", *words])
+    population = build_population(options)
+    module = build_module(options, population)
+    assert (module.named_task, module.metrics) == (task, metrics)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([*OWN_MODEL, *INIT, *METRICS], "`evaluation.metrics` must be ['f1'], got ['f1', 'auroc']. Own sets it"),
+        ([*OWN_MODEL, *INIT, "--task", "binary"], "`task` must be 'multiclass', got 'binary'. Own sets it, too"),
+        (["--model.class_path", "hospitals_of_tests.net"], "`model.init_args` must fit hospitals_of_tests.net, got {}"),
+        (
+            ["--model.class_path", "hospitals_of_tests.drawn", "--model.init_args.count", "3"],
+            "must return a torch.nn.M",
+        ),
+        (["--model.class_path", "hospitals_of_tests.number"], "`model.class_path` must be a class or a function"),
+    ],
+)
+def test_a_users_module_that_does_not_fit_the_configuration_is_refused(words, message, place):
+    options, _ = load(["--config", "own.yaml", *words])
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_module(options, build_population(options))
 
 
 def test_a_table_needs_no_code(place):

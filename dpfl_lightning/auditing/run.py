@@ -34,8 +34,9 @@ def audit(
     """Run every check (or `only` those with these names) of every chosen client, through the real engine.
 
     The loop has not run; dummy records and coins follow from its seed, noise is fresh. No private record is read, only
-    shape, classes and sizes of the population. Every optimiser is replaced by plain SGD. None of `chosen` takes the clients with the smallest and the largest
-    budget; `confidence` is the probability that a sound build passes every check; `tell` gets (done, all) checks.
+    shape, classes and sizes of the population. Plain SGD replaces other optimisers. None of `chosen` takes the clients
+    with the smallest and the largest budget; `confidence` is the probability that a sound build passes every check;
+    `tell` gets (done, all) checks.
 
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, no such client, or the user's
@@ -83,7 +84,7 @@ def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
     require(not module.overrides("training_step"), "training_step", "be that of ClientModule to audit", own, advice)
     if not module.plain_sgd(loop.optimizer):
         left_out.append(
-            "the optimiser: the audit uses plain SGD in its place, because every optimiser only sees the noised gradients"
+            "the optimiser: the audit uses plain SGD in its place, because every optimiser sees noised gradients only"
         )
     if module.brings_optimizer:
         usual = {"brings_optimizer": False, "configure_optimizers": ClientModule.configure_optimizers}

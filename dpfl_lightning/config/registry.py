@@ -135,13 +135,18 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
 
     Raises UserError if it cannot be imported or does not take these arguments.
     """
-    function, key = _imported(f"{section}.class_path", class_path), f"{section}.init_args"
-    require(callable(function), f"{section}.class_path", "be a class or a function", class_path)
+    function, key = _function(f"{section}.class_path", class_path), f"{section}.init_args"
     try:
         inspect.signature(function).bind(**init_args)
     except TypeError as error:
         raise UserError(f"`{key}` must fit {class_path}, got {dict(init_args)}: {error}.") from None
     return function(**init_args)
+
+
+def _function(key: str, path: str) -> Callable[..., Any]:
+    function = _imported(key, path)
+    require(callable(function), key, "be a class or a function", path)
+    return function  # type: ignore[no-any-return]
 
 
 def _imported(key: str, path: str) -> Any:
@@ -171,7 +176,7 @@ def help_text(key: str, name: str | None, about: str) -> str:
     known = getattr(module, registry.functions)() if registry.functions else getattr(module, registry.attribute)
     given, prefix = registry.given, f"--{key}"
     if name is not None and "." in name and key in ("strategies", "model"):
-        known, given = {name: imported(f"{key}.help", name, object)}, 0
+        known, given = {name: _function(f"{key}.help", name)}, 0
         prefix = f"--{key}" if key == "strategies" else f"--{key}.init_args"
     if name is None:
         width = max(map(len, known))
