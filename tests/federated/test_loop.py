@@ -10,6 +10,7 @@ from conftest import FIXED_KEY, blobs, small_net
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.engines.stacked import StackedEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import update
 from dpfl_lightning.federated.server.callback import Callback
@@ -65,7 +66,7 @@ def test_noise_of_an_update_is_that_of_its_mechanism(learnt):
 def test_a_taken_folder_is_left_alone(learnt, make_loop):
     loop, _ = learnt
     before = {path: path.read_bytes() for path in loop.output_dir.iterdir()}
-    with pytest.raises(UserError, match=r"output_dir.*holds another run"):
+    with pytest.raises(UserError, match=r"output_dir.*holds another run. Resume it with"):
         make_loop(output_dir=loop.output_dir).run()
     assert before == {path: path.read_bytes() for path in loop.output_dir.iterdir()}
 
@@ -351,6 +352,25 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
         with pytest.raises(UserError, match=words):
             make_loop(**change).run()
         assert list(tmp_path.iterdir()) == [], words
+
+
+def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path):
+    keys, folder = tmp_path / "keys", tmp_path / "run"
+    own = {"configure_optimizers": lambda self: torch.optim.SGD(self.trainable, 0.1)}
+    refused = [
+        {"privacy": PrivacyOptions(epsilon=5.0, delta=1e-3, signing_keys=str(keys))},
+        {"engine": StackedEngine(), "module": type("Own", (ClientModule,), own)(small_net())},
+    ]
+    for change in refused:
+        with pytest.raises(UserError):
+            make_loop(**change, output_dir=folder).run()
+        assert not folder.exists(), change
+    assert make_loop(rounds=1, output_dir=folder).run().finished
+
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").touch()
+    with pytest.raises(UserError, match="which holds other files"):
+        make_loop(output_dir=tmp_path / "notes").run()
 
 
 def test_a_delta_above_one_over_n_is_a_warning(make_loop):

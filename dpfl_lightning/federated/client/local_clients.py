@@ -88,8 +88,8 @@ class LocalClients:
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
         keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
-        earlier, data_key = self.folder.header(), self.folder.data_key(ended)
         self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
+        earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
         sealed = identity(plan, self.privacy, self.module, self.population, data_key)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,9 +31,11 @@ class RunFolder:
         """Create the folder of a new run. Raises UserError if it is not empty; nothing in it is changed then."""
         folder = cls(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            begun = folder.options.is_file()
             raise UserError(
-                f"`output_dir` must be new or empty, got {str(path)!r}, which holds another run or other files. "
-                f"Resume it with --resume {path}, or choose another --output_dir."
+                f"`output_dir` must be new or empty, got {str(path)!r}, which holds "
+                + (f"another run. Resume it with --resume {path}, or choose" if begun else "other files. Choose")
+                + " another --output_dir."
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -51,6 +54,12 @@ class RunFolder:
                 "Runs are listed under runs/; start a new one with --config."
             )
         return folder
+
+    def release(self) -> None:
+        """Undo `claim` for a run that was refused before it had a ledger."""
+        self.options.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other files, or a mount
+            self.path.rmdir()
 
     def write_options(self, options: Mapping[str, Any]) -> None:
         write_atomically(self.options, lambda partial: partial.write_text(dump(options)))
