@@ -129,7 +129,8 @@ class FederatedLoop(ServerLoop):
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
     its schedule. `run(resume=True)` charges the round that a crash interrupted again, from `reserve_rounds`, with fresh
-    noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU.
+    noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU, except for
+    models that draw random numbers, such as dropout.
 
     **Privacy** The guarantee is at record level, for each client separately, against an untrusted server that sees
     every update. Evaluation on test and held-out records is not covered.

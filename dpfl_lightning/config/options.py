@@ -29,7 +29,7 @@ _PER_CLIENT: dict[Any, Any] = {
 }
 
 _AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
-_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
+_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", str(value))))
 _FRACTION_OR_COUNT = Bound(
     "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
 )
@@ -172,6 +172,10 @@ class PrivacyOptions:
     noise_key: Annotated[str | None, _NOISE_KEY] = None
     diagnostics: bool = False
     signing_keys: str | None = None
+
+    def __post_init__(self) -> None:
+        fits = self.noise_key is None or _NOISE_KEY.holds(self.noise_key)
+        require(fits, "privacy.noise_key", _NOISE_KEY.words, self.noise_key)
 
 
 @dataclass(frozen=True)

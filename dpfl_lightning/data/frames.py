@@ -16,17 +16,24 @@ def frame_of(table: Any) -> "DataFrame":
     """Return a table, which may be the path of a CSV or Parquet file."""
     import pandas
 
-    if not isinstance(table, str | Path):
-        require(isinstance(table, pandas.DataFrame), "df", "be a DataFrame or a path", type(table).__name__)
-        return table
-    require(Path(table).is_file(), "df", "be a DataFrame or the path of a file", str(table))
-    return pandas.read_parquet(table) if Path(table).suffix == ".parquet" else pandas.read_csv(table)
+    if isinstance(table, str | Path):
+        require(Path(table).is_file(), "df", "be a DataFrame or the path of a file", str(table))
+        table = pandas.read_parquet(table) if Path(table).suffix == ".parquet" else pandas.read_csv(table)
+    require(isinstance(table, pandas.DataFrame), "df", "be a DataFrame or a path", type(table).__name__)
+    columns = list(table.columns)
+    wrong = next((one for one in columns if not isinstance(one, str) or columns.count(one) > 1), None)
+    advice = "Rename them, as in df.columns = [...]."
+    require(wrong is None, "df", "have columns of different names, each a text", wrong, advice)
+    return table
 
 
-def clients_of_frame(table: Any, client: str) -> dict[str, "DataFrame"]:
+def clients_of_frame(table: Any, client: str, label: str) -> dict[str, "DataFrame"]:
     """Return the rows of each client, in the order of the clients' names."""
     frame = frame_of(table)
-    _check_columns(frame, [client], "client")
+    for key, name in (("client", client), ("label", label)):
+        require(isinstance(name, str), key, "be the name of one column", name)
+        _check_columns(frame, [name], key)
+    require(client != label, "label", "be another column than client", label)
     require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
     groups = list(frame.groupby(client, sort=True))
     names = [str(name) for name, _ in groups]
@@ -66,13 +73,25 @@ def records_of_frame(
 
 
 def check_choices(
-    features: Sequence[str], scale: Mapping[str, Sequence[float]], categories: Mapping[str, Sequence[Any]]
+    others: Sequence[str],
+    features: Sequence[str],
+    scale: Mapping[str, Sequence[float]],
+    categories: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Raise UserError unless `scale` and `categories` are of different columns of `features`, and complete."""
+    """Raise UserError unless `features` are different columns that are not among `others`, the client and the label,
+    and `scale` and `categories` are of different ones of them, and complete."""
+    listed = isinstance(features, Sequence) and not isinstance(features, str)
+    require(listed, "features", "be a list of columns", features)
     require(len(features) >= 1, "features", "name at least one column", list(features))
+    wrong = next((name for name in features if name in others or list(features).count(name) > 1), None)
+    require(wrong is None, "features", "be different columns other than client and label", wrong)
     for key, columns in (("scale", scale), ("categories", categories)):
         unknown = sorted(set(columns) - set(features))
         require(not unknown, key, f"be of columns of features ({', '.join(features)})", unknown)
+    for name, values in categories.items():
+        listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        must = "be a list of different values"
+        require(listed and len(set(values)) == len(values), f"categories: {name}", must, values)
     for name, values in scale.items():
         fits = name not in categories and len(values) == 2 and values[1] > 0
         require(fits, f"scale: {name}", "be the public mean and standard deviation of a column of numbers", values)

@@ -42,6 +42,8 @@ class Source:
             return cls(given, where, classes)
         is_pair = isinstance(given, tuple | list) and len(given) == 2
         require(is_pair, where, "be a pair (x, y) or a torch Dataset of such", type(given).__name__)
+        kind, advice = type(given[0]).__name__, "Use Population.from_dataframe, or df.to_numpy()."
+        require(not hasattr(given[0], "to_numpy"), f"{where}: x", "be a tensor or an array", kind, advice)
         x = _parts(given[0], lambda part: part if isinstance(part, Tensor | np.ndarray) else _tensor(part, where))
         for part in tree_leaves(x):
             must = "have the shape [records, ...]"

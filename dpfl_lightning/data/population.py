@@ -229,6 +229,8 @@ class Population:
         >>> population.num_clients, population.input_shape, population.names
         (2, (4,), ('berlin', 'rome'))
         """
+        listed, advice = isinstance(clients, Sequence | Mapping) and not isinstance(clients, str), "Call list(...)."
+        require(listed, "clients", "be a list or a mapping of the clients' records", type(clients).__name__, advice)
         require(len(clients) >= 1, "clients", "name at least one client's records", len(clients))
         require(0 <= held_out < 1, "held_out", "be a probability in [0, 1)", held_out)
         if classes is not None:
@@ -297,11 +299,11 @@ class Population:
         ... ).names
         ('berlin', 'rome')
         """
-        tables = clients_of_frame(df, client)
+        tables = clients_of_frame(df, client, label)
         first = next(iter(tables.values()))
-        names = [name for name in first.columns if name not in (client, label)] if features is None else list(features)
+        names = [name for name in first.columns if name not in (client, label)] if features is None else features
         choices = label, names, scale or {}, categories or {}
-        check_choices(*choices[1:])
+        check_choices((client, label), *choices[1:])
         records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
         on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
         return cls.from_datasets(records, on_test, **options)

@@ -75,12 +75,35 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
         ({"hospital": [None, *["rome"] * 59]}, {}, "`df: hospital` must name a client in every row"),
         ({}, {"scale": {"age": (50, 0)}}, "`scale: age` must be the public mean and standard deviation"),
         ({}, {"scale": {"bmi": (50, 1)}}, r"`scale` must be of columns of features \(age, sex\), got \['bmi'\]"),
+        ({}, {"features": ["age", "outcome"]}, "`features` must be different columns other than cli.*got 'outcome'"),
+        ({}, {"features": ["age", "hospital"]}, "`features` must be different columns other than cli.*got 'hospital'"),
+        ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client and .*got 'age'"),
+        ({}, {"features": "age"}, "`features` must be a list of columns, got 'age'"),
+        ({}, {"label": ["outcome"]}, r"`label` must be the name of one column, got \['outcome'\]"),
+        ({}, {"label": "hospital"}, "`label` must be another column than client, got 'hospital'"),
+        ({}, {"categories": {"sex": ["f", "m", "f"]}}, "`categories: sex` must be a list of different values"),
+        ({}, {"categories": {"sex": "fm"}}, "`categories: sex` must be a list of different values, got 'fm'"),
+        (
+            {},
+            {"test": patients().rename(columns={"sex": 7})},
+            "`df` must have columns of different names, each a text, got 7. Rename them",
+        ),
+        ({}, {"test": patients().rename(columns={"sex": "age"})}, "`df` must have columns of different names.*'age'"),
         ({}, {"test": "nowhere.csv"}, "`df` must be a DataFrame or the path of a file, got 'nowhere.csv'"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused_by_column_and_client(changes, choices, message):
     with pytest.raises(UserError, match=message):
         Population.from_dataframe(patients(**changes), **{**CHOICES, **choices})
+
+
+def test_records_in_another_container_are_refused():
+    x, y = torch.randn(9, 2), torch.arange(9) % 2
+    with pytest.raises(UserError, match=r"`clients` must be a list or a mapping of the .*got 'generator'. Call list"):
+        Population.from_datasets(((x, y) for _ in range(2)), num_classes=2)
+    for table in (pd.DataFrame(x.numpy()), pd.DataFrame({"sex": ["f"] * 9})):
+        with pytest.raises(UserError, match="`client 0: x` must be a tensor or an array, got 'DataFrame'"):
+            Population.from_datasets([(table, y)], num_classes=2)
 
 
 def test_names_are_different_and_printable():

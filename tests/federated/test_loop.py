@@ -342,7 +342,10 @@ def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
 
 def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
     for change, words in (
-        ({"clients": ClientOptions(count=4, batch_size=500)}, "clients.batch_size.*records.*500"),
+        (
+            {"clients": ClientOptions(count=4, batch_size=500)},
+            r"clients.batch_size.*records, got 500. Client 0 has \d+ records. Give a list .*, or null \(full batches\)",
+        ),
         ({"privacy": PrivacyOptions(epsilon=[1.0, 2.0], delta=1e-3)}, "privacy.epsilon.*4 values"),
         ({"privacy": PrivacyOptions(epsilon=-1.0, delta=1e-3)}, "epsilon"),
         ({"privacy": PrivacyOptions(epsilon=1.0, delta=1.5)}, "delta"),
@@ -352,6 +355,12 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
         with pytest.raises(UserError, match=words):
             make_loop(**change).run()
         assert list(tmp_path.iterdir()) == [], words
+
+
+@pytest.mark.parametrize("key", ["k", "z" * 32, "0" * 33, 3])
+def test_a_noise_key_is_checked_in_python_too(key):
+    with pytest.raises(UserError, match=r"`privacy\.noise_key` must be 32 hexadecimal digits, got"):
+        PrivacyOptions(epsilon=1.0, noise_key=key)
 
 
 def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path):
