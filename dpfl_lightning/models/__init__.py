@@ -50,25 +50,28 @@ def check_net(net: nn.Module) -> None:
     """Raise UserError if record-level privacy is not possible for a model; the message names the part.
 
     Clipping one record's gradient bounds its influence only if the gradient depends on that record alone. BatchNorm,
-    and InstanceNorm with running statistics, silently break this. There must be a trainable parameter, and all must be
-    floating and have a shape.
+    and InstanceNorm with running statistics, silently break this; BatchNorm in evaluation mode does not, and keeps this
+    mode in a run. There must be a trainable parameter, and all must be floating and have a shape.
 
     >>> check_net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
     Traceback (most recent call last):
     ...
     dpfl_lightning.errors.UserError: `net.1` must see one record at a time, got BatchNorm2d, which mixes the \
-records of a batch. Use nn.GroupNorm(2, 4) instead.
+records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by .eval().
     """
     for name, layer in net.named_modules():
         if isinstance(layer, _BatchNorm):
+            if not layer.training and layer.running_mean is not None:
+                continue  # public statistics, which no record changes
             problem = "mixes the records of a batch"
-            way_out = f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features})"
+            way_out = f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features}) instead"
+            way_out += ", or freeze its statistics by .eval()" if layer.running_mean is not None else ""
         elif isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            problem, way_out = "keeps statistics of records it has seen", "track_running_stats=False"
+            problem, way_out = "keeps statistics of records it has seen", "track_running_stats=False instead"
         else:
             continue
         got = f"{type(layer).__name__}, which {problem}"
-        raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out} instead.")
+        raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out}.")
     for name, parameter in net.named_parameters():
         has_shape = not isinstance(parameter, UninitializedParameter)
         kind, advice = type(parameter).__name__, "Pass one batch through the net first."

@@ -27,7 +27,8 @@ class Model(nn.Module):
 
     `task` is a key of `TASKS`, None to infer it from shapes and dtypes. Records that are a tuple of tensors are the
     net's arguments, those in a dictionary its keyword arguments. `ClientModule` adds the private training step.
-    Raises UserError if a layer mixes records (BatchNorm), no parameter is trainable, or `personal` names no parameter.
+    Raises UserError if a layer mixes records (BatchNorm in training mode), no parameter is trainable, or `personal`
+    names no parameter.
 
     >>> Model(nn.Linear(4, 3)).num_params
     15

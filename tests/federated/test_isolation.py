@@ -166,3 +166,42 @@ def test_a_backward_that_mixes_is_left_to_the_reference():
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 4), torch.empty(0, dtype=torch.long))
     assert isinstance(clipped_sum, VmapClippedSum)
     assert reason == "vmap: the inputs or gradients of `first` depend on the other records of a batch"
+
+
+def with_batch_norm(**changes) -> nn.Module:
+    """Return a pretrained net whose BatchNorm keeps its statistics."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        small_net()[0], nn.BatchNorm1d(small_net()[0].out_features, **changes), nn.ReLU(), small_net()[2]
+    )
+    net(torch.randn(50, small_net()[0].in_features))
+    net[1].eval()
+    return net
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_batch_norm_with_fixed_statistics_is_trained_equally_by_every_engine(trainable, make_loop):
+    expected = None
+    for name, engine in ENGINES.items():
+        net = with_batch_norm()
+        net[1].requires_grad_(trainable)
+        before = net[1].running_mean.clone()
+        loop = make_loop(module=ClientModule(net), engine=engine(), rounds=1)
+        loop.run()
+        assert torch.equal(loop.module.net[1].running_mean, before) and not loop.module.net[1].training
+        expected = loop.module.flat if expected is None else expected
+        torch.testing.assert_close(loop.module.flat, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_batch_norm_that_mixes_after_all_is_refused(make_loop):
+    with pytest.raises(
+        UserError, match=r"got BatchNorm1d, which mixes the records of a batch. Use nn.GroupNorm.* instead\.$"
+    ):
+        ClientModule(with_batch_norm(track_running_stats=False))
+    with pytest.raises(UserError, match=r"instead, or freeze its statistics by .eval\(\)"):
+        ClientModule(with_batch_norm().train())
+    module = ClientModule(with_batch_norm())
+    module.net.eval()
+    module.net[1].train()  # alone
+    with pytest.raises(UserError, match=r"`net\.1` must see one record at a time, got BatchNorm1d"):
+        make_loop(module=module)

@@ -16,6 +16,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.metrics import check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import described
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
@@ -63,6 +64,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
     record, gives a record another loss among other records, with dropout and without, or changes its buffers.
     """
+    check_net(module.net)  # again: the modes of its layers may have changed
     module.check_optimizer(learning_rate=0.1)
     module.prepare(*dummy_batch(population, records=4, device=module.device))
     x, y = dummy_batch(population, records=2, device=module.device)
@@ -100,7 +102,8 @@ def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
             module.sample_loss(module.named_trainable, x, y)
         changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
         isolated = _isolated(module, x, y)
-    if not isolated or (module.net.training and not _isolated(module, x, y)):
+    trains = any(part.training for part in module.net.modules())
+    if not isolated or (trains and not _isolated(module, x, y)):
         raise UserError(
             "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
             "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
