@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import described
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, command, nearest, require
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dpfl_lightning.privacy.ledger.verify import main as report_ledger
 
         return report_ledger(words)
-    if any(word.partition("=")[0] == "--config" for word in words):
+    keys = {word[2:].partition("=")[0].partition(".")[0] for word in words if word.startswith("--")}
+    if keys & {"config", *vars(Options())} - {*inspect.signature(plan).parameters}:
         return _plan_run(words)
     options = _parse(words)
     as_json = options.pop("json")
@@ -46,7 +48,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     parser = CommandParser(
         "plan",
         "Compute noise from epsilon, or epsilon from noise, before training: for one client, for every client of a run "
-        "(--config), or from the ledgers of runs (--ledger).",
+        "(--config, or any of its keys), or from the ledgers of runs (--ledger).",
         "[--KEY VALUE ...] [--json]",
         ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
     )

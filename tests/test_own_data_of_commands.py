@@ -115,6 +115,15 @@ def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, plac
     assert population.names == ("berlin", "rome", "oslo") and population.num_classes == 2
 
 
+def test_a_plan_takes_the_keys_of_a_run_without_a_file(place, capsys):
+    words = ["--data.class_path", "hospitals_of_tests.population", "--model.class_path", "hospitals_of_tests.Own"]
+    words += ["--rounds", "3", "--clients.batch_size", "8", "--privacy.epsilon", "8", "--engine.device", "cpu"]
+    assert plan_command(words) == 0
+    assert "berlin" in capsys.readouterr().out
+    assert plan_command([*words, "--epsilon", "2"]) == 2
+    assert "Did you mean `--privacy.epsilon`?" in capsys.readouterr().err
+
+
 def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_that_it_does_not(place, capsys):
     words = ["--config", "own.yaml", "--model.personal_input", "true", "--clients.learning_rate", "5"]
     assert fit_command(words) == 0 and capsys.readouterr()

@@ -29,7 +29,9 @@ _PER_CLIENT: dict[Any, Any] = {
 }
 
 _AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
-_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", str(value))))
+_NOISE_KEY = Bound(
+    "be 32 hexadecimal digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-fA-F]{32}", value))
+)
 _FRACTION_OR_COUNT = Bound(
     "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
 )

@@ -197,6 +197,7 @@ def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None,
     if not fitting:
         known = "; ".join(f"{task.name} needs {task.expects}" for task in TASKS.values() if task.real == real)
         advice = " Real numbers as labels make a regression: of classes pass y.long()." * real
+        advice = advice or " Pass y.squeeze(1) for one class in each record." * (y == (1,))
         raise UserError(f"`model` must give outputs that fit the labels, got {kinds}. Known tasks: {known}.{advice}")
     advice = f"Name it: task: {names[0]}."
     require(len(fitting) == 1, "task", f"be one of {' and '.join(names)}, which both fit {kinds}", None, advice)

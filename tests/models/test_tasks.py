@@ -92,6 +92,8 @@ def test_a_task_follows_from_shapes_and_dtype_or_must_be_named():
         UserError, match=r"got outputs \[B, 5, 9\] for integer labels \[B\]. Known tasks: multiclass needs"
     ):
         task_of((5, 9), (), False, 9)
+    with pytest.raises(UserError, match=r"got outputs \[B, 3\] for integer labels \[B, 1\]\. .* Pass y\.squeeze\(1\)"):
+        task_of((3,), (1,), False, 3)
     with pytest.raises(UserError, match=r"`task` must be one of .*Did you mean `binary`"):
         ClientModule(nn.Linear(4, 1), task="binry")
 
