@@ -12,8 +12,10 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.dummy_data import _check_alone
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 
 class Small(nn.Module):
@@ -205,3 +207,14 @@ def test_batch_norm_that_mixes_after_all_is_refused(make_loop):
     module.net[1].train()  # alone
     with pytest.raises(UserError, match=r"`net\.1` must see one record at a time, got BatchNorm1d"):
         make_loop(module=module)
+
+
+def test_batch_norm_that_a_callback_switches_to_training_ends_the_run_uncharged(make_loop):
+    class Trains(Callback):
+        def on_round_end(self, view, report):
+            loop.module.net.train()
+
+    loop = make_loop(module=ClientModule(with_batch_norm()), parts=[Trains()])
+    with pytest.raises(UserError, match="got BatchNorm1d, which mixes"):
+        loop.run()
+    assert {charge.round for charge in read_ledger(loop.output_dir / "ledger.jsonl")} == {1}

@@ -25,6 +25,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
@@ -140,6 +141,7 @@ class LocalClients:
         self.ledger.close()
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
+        check_net(self.module.net)  # a callback may have changed the mode of a BatchNorm
         plan, numbers = self.budgets.charge_round(plan)
         self._accepted, self._counts_before = (plan, numbers), self.engine.counts.clone()
         return plan
@@ -152,6 +154,7 @@ class LocalClients:
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         check_answerable(query)
+        check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
         return self.engine.ask(query.only(clients), round, numbers)
 
