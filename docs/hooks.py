@@ -29,10 +29,13 @@ RECEIVED = (
     "server.results.RoundReport",
 )
 
+#: names at the top of the page
+FIRST = ("FederatedLoop", "Population", "ClientModule", "ClientOptions", "PrivacyOptions", "RunResult")
+
 #: class -> its methods and attributes that users call or override, also inherited ones; of other classes all are shown
 SHOWN = {
     "ClientModule": ["loss", "sample_loss", "output", "personal", "personal_mask", "configure_optimizers"],
-    "FederatedLoop": ["run"],
+    "FederatedLoop": ["run", "client_model"],
 }
 
 
@@ -93,7 +96,7 @@ def _members(name: str) -> str:
 
 
 def _homes() -> Iterable[tuple[str, str]]:
-    return sorted(dpfl_lightning._HOME.items())
+    return sorted(dpfl_lightning._HOME.items(), key=lambda one: (*[one[0] != name for name in FIRST], one[0]))
 
 
 def _path(module: Any, name: str) -> str:

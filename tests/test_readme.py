@@ -112,7 +112,7 @@ def test_the_commands_one_after_the_other(workplace, small_fashion):  # noqa: F8
         short = ""
         if re.search(r"fit --config (conf/digits\.yaml|digits)\b", command) and "--print_config" not in command:
             short = " --rounds 2" + " --tracking null" * ("--tracking" not in command)  # MLflow has a test below
-        if "conf/fmnist.yaml" in command:
+        if re.search(r"--config (conf/fmnist\.yaml|fmnist)\b", command):
             short = " " + shlex.join(shrunken(workplace / "conf" / "fmnist.yaml", small_fashion)[2:])
         if command.startswith("dpfl sweep"):
             short = " --rounds 2 --sweep.trials 2 --sweep.training.epochs 1"
