@@ -1,0 +1,91 @@
+"""Three journeys of a new user, by this package, by Opacus and by Flower: lines of code, seconds and accuracy.
+
+    python -m experiments.journeys --peers PYTHON
+
+PYTHON is an interpreter with flwr[simulation], opacus, lightning, pandas, scikit-learn and torchmetrics. Every script
+runs once in each turn, and the medians are written to a page of the docs.
+"""
+
+import argparse
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+from experiments.pages import fill_page
+
+ROOT = Path(__file__).parents[2]
+JOURNEYS = {
+    "tabular": "hospitals in a CSV file",
+    "lightning_module": "a LightningModule with Adam and a schedule",
+    "text_lora": "text with LoRA on a frozen transformer",
+}
+CONTESTANTS = ("dpfl_lightning", "Opacus", "Flower")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.journeys", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peers", required=True, help="Python interpreter with Opacus and Flower")
+    parser.add_argument("--turns", type=int, default=1, help="number of runs of each script")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "journeys.md", help="page with the table")
+    options = parser.parse_args()
+    pythons = (sys.executable, options.peers, options.peers)
+    rows = []
+    for journey, title in JOURNEYS.items():
+        turns = [
+            [run(python, script(journey, name)) for name, python in zip(CONTESTANTS, pythons, strict=True)]
+            for _ in range(options.turns)
+        ]
+        seconds = [median(one[0] for one in runs) for runs in zip(*turns, strict=True)]
+        accuracies = [median(one[1] for one in runs) for runs in zip(*turns, strict=True)]
+        for row, name in enumerate(CONTESTANTS):
+            ratio = f"{seconds[row]:.0f} ({seconds[row] / seconds[0]:.1f})"
+            numbers = f"{user_lines(script(journey, name))} | {ratio} | {100 * accuracies[row]:.1f} %"
+            rows.append(f"| {title} | {name} | {numbers} |")
+            print(rows[-1], flush=True)
+    head = "| journey | by | lines | seconds (ratio) | accuracy |\n|---|---|---|---|---|"
+    note = f"{date.today()}, medians of {options.turns} turns on {os.cpu_count()} CPU cores."
+    fill_page(options.page, "python -m experiments.journeys", "\n".join([head, *rows, "", note]))
+
+
+def script(journey: str, contestant: str) -> Path:
+    """Return the script of a journey."""
+    if contestant == "dpfl_lightning":
+        return ROOT / "examples" / f"{journey}.py"
+    return ROOT / "experiments" / "journeys" / "peer_scripts" / f"{journey}_{contestant.lower()}.py"
+
+
+def user_lines(path: Path) -> int:
+    """Return the number of lines that are not blank, a comment or part of a docstring."""
+    text = path.read_text()
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    words = {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = (one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type not in silent)
+    return len({line for one in tokens for line in range(one.start[0], one.end[0] + 1)} - words)
+
+
+def run(python: str, path: Path) -> tuple[float, float]:
+    """Return the seconds of a script, from its start to its end, and the accuracy that it prints."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        done = subprocess.run([python, str(path)], cwd=folder, env=environment, capture_output=True, text=True)
+        seconds = time.perf_counter() - began
+    found = re.findall(r"final accuracy (\d\.\d+)", done.stdout)
+    if done.returncode or not found:
+        raise RuntimeError(f"{path.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return seconds, float(found[-1])
+
+
+if __name__ == "__main__":
+    main()
