@@ -47,11 +47,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/options.md": _options_page(),
         "reference/commands.md": _commands_page(),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
+        "examples/index.md": (ROOT / "examples" / "README.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
-    for figure in sorted((ROOT / "experiments" / "results").rglob("figure.svg")):
+    results, examples = (ROOT / "experiments" / "results").rglob("figure.svg"), (ROOT / "examples").glob("*.png")
+    for figure in sorted([*results, *examples]):
         files.append(File.generated(config, str(figure.relative_to(ROOT)), abs_src_path=str(figure)))
     return files
 
@@ -63,6 +65,9 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         text = re.sub(r"```mermaid\n(.*?)```", lambda found: _imports_table(found[1]), text, flags=re.DOTALL)
     if page.file.src_uri == "contributing.md":
         text = text.replace("](docs/", "](").replace("](README.md)", "](quickstart.md)")
+    if page.file.src_uri == "examples/index.md":
+        text = re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text).replace("](../docs/", "](../")
+    text = text.replace("](../examples/README.md)", "](examples/index.md)")
     return text.replace("](../experiments/results/", "](experiments/results/")
 
 
