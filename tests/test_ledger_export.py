@@ -44,6 +44,7 @@ def epsilons_in(output: str) -> dict[int, dict[str, float]]:
     return epsilons
 
 
+@pytest.mark.e2e
 def test_a_real_run_is_recomputed_without_this_package(tmp_path):
     """Orders at which dp_accounting's series does not converge make its RDP larger; these clients' noise is large."""
     run, file = tmp_path / "run", tmp_path / "dp_events.json"

@@ -77,8 +77,8 @@ def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     words = [sys.executable, "-m", "dpfl_lightning.fit", "--config", "conf/digits.yaml", "--print_config"]
     by_module = subprocess.run(words, cwd=ROOT, **{**python, "env": None}).stdout
     assert dpfl("fit", "--config", "digits", "--print_config") == by_module
-    assert "Wrote mine/config.yaml" in dpfl("init", "mine")
-    text = dpfl("fit", "--config", "digits", "--config", "mine/config.yaml", "--rounds", "1", "--output_dir", "run")
+    assert "Wrote config.yaml" in dpfl("init")
+    text = dpfl("fit", "--config", "digits", "--config", "config.yaml", "--rounds", "1", "--output_dir", "run")
     assert "dpfl evaluate run: " in text
     words = [*dpfl("evaluate", "run", "--json").splitlines()]
     assert len(words) == 1 and json.loads(words[0])["clients"]

@@ -190,6 +190,7 @@ def test_a_study_of_another_space_or_seed_is_refused(search, write, refused):
     assert "`seed` must be the same" in refused(write(SMALL, "--seed", "1"))
 
 
+@pytest.mark.e2e
 def test_a_combination_that_cannot_be_built_is_a_failed_trial(search):
     """Norm `group` needs a width that is a multiple of 4."""
     space = {"model.width": {"choices": [4, 6]}, "model.norm": {"choices": ["group", "none"]}}
@@ -259,6 +260,7 @@ def test_deltas_are_rounded_up_and_the_headline_holds_for_every_client():
     assert "at most epsilon 4.0000 at delta 0.002 (client 1 " in words and "2.47e-05" in words
 
 
+@pytest.mark.e2e
 def test_a_folder_with_trials_of_a_deleted_study_is_refused(search, write, refused, tmp_path):
     raw = {**changed(**PRIVATE, trials=1), "rounds": 1}
     search(raw)
@@ -474,6 +476,7 @@ def final(folder, **changed):
     return dataclasses.replace(from_mapping(RUN), output_dir=str(folder), **changed)
 
 
+@pytest.mark.e2e
 def test_runs_that_cannot_be_composed_are_named_with_the_reason(folders, tmp_path):
     source, run = str(folders[0]), final(folders[1])
     card = load_distilled(folders[0]).card

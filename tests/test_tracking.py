@@ -388,6 +388,7 @@ def test_a_run_killed_before_its_id_was_saved_is_recognised_by_its_folder(new_tr
     only_run()
 
 
+@pytest.mark.e2e
 def test_a_run_that_the_store_does_not_have_begins_anew(new_tracking, only_run, store, folder):
     first = new_tracking()
     first.on_fit_start(a_view(folder))

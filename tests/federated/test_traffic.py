@@ -19,6 +19,7 @@ def test_a_megabit_is_a_million_bits_a_number_has_32_and_the_slowest_client_coun
     assert network.seconds({}) == 0.0 and Network.of(NetworkOptions(), 4, seed=0) is None
 
 
+@pytest.mark.e2e
 def test_rounds_add_up_and_survive_a_resumed_run(make_loop, tmp_path):
     plain, whole = make_loop(), make_loop(network=SLOW)
     model, quiet, result = plain.module.num_params, plain.run(), whole.run()

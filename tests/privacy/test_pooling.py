@@ -43,6 +43,7 @@ def test_maps_too_small_for_a_window_raise_torchs_error():
         pooling.max_relu(torch.zeros(2, 8, 1, 5))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("channels", [1, 16])
 @pytest.mark.parametrize("outputs", [5, 32])
 def test_convolution_in_front_of_winners_equals_the_one_in_front_of_their_gradient(channels, outputs):

@@ -50,7 +50,7 @@ def case(kernel, records, outputs, size, stride, padding, density, seed=0, chann
     need_dx=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_both_gradients_are_torchs(
     kernel, records, outputs, size, stride, padding, density, channels_last, need_dx, seed
 ):

@@ -469,6 +469,7 @@ def test_with_a_pull_and_a_noise_aware_base_rule(start):
         start(FedProx(0.1), Clustered()).run()
 
 
+@pytest.mark.e2e
 def test_noise_of_the_first_round_is_not_that_of_later_rounds(start):
     """Full batches throughout: as many steps in every round, but the first one has its special noise."""
     base = NoiseAware(estimator="oracle", reestimate_every="first_round")

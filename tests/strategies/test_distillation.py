@@ -177,6 +177,7 @@ def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
         assert metric_of(make_loop, **options) == [left_out]
 
 
+@pytest.mark.e2e
 def test_where_every_class_is_left_out_the_images_stay(make_loop):
     seen = Recorder()
     loop, strategy = distilled(make_loop, digits(EQUAL), rounds=2, others=[seen], min_records_per_target=17)

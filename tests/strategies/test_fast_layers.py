@@ -72,6 +72,7 @@ def test_other_layers_are_left_as_they_are():
         assert str(FastLoss(module, *like((2, 4, 4))).module) == str(module), name
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("norm", ["instance", "group", "none"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 def test_a_net_trained_with_faster_layers_is_the_net_trained_without(norm, pooling):
@@ -179,6 +180,7 @@ def test_both_orders_of_derivatives_are_those_of_finite_differences(shape):
     torch.testing.assert_close(operation(*planes), as_torch(*planes, EPS))
 
 
+@pytest.mark.e2e
 def test_a_finite_difference_finds_a_wrong_second_derivative(monkeypatch):
     right = plane_loops.second_order
 

@@ -178,6 +178,7 @@ def assert_within_budgets(loop):
         assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("round", "estimates"), [(2, "shrunken"), (WARMUP + 1, "least_difference"), (WARMUP + 3, "shrunken")]
 )
