@@ -159,7 +159,7 @@ class FederatedLoop(ServerLoop):
         registered, watching = register(_with_base(strategies), callbacks)
         ranks = Ranks(device)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
-        self.population, self.module = population, module
+        self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
         local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
         clients = clients or ClientOptions()
@@ -196,6 +196,17 @@ class FederatedLoop(ServerLoop):
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
         )
+
+    def run(self, resume: bool = False) -> RunResult:
+        result = super().run(resume)
+        if self._ranks.size == 1:
+            return result
+        leads = self._ranks.rank == 0
+        trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
+        if leads:
+            return result
+        self.module.load(trained)
+        return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
 
     def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         result = super()._end(reason, finished, interrupted)
