@@ -159,7 +159,7 @@ class FederatedLoop(ServerLoop):
         registered, watching = register(_with_base(strategies), callbacks)
         ranks = Ranks(device)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
-        self.population, self.module = population, module
+        self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
         local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
         clients = clients or ClientOptions()
@@ -197,6 +197,17 @@ class FederatedLoop(ServerLoop):
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
         )
 
+    def run(self, resume: bool = False) -> RunResult:
+        result = super().run(resume)
+        if self._ranks.size == 1:
+            return result
+        leads = self._ranks.rank == 0
+        trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
+        if leads:
+            return result
+        self.module.load(trained)
+        return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
+
     def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         result = super()._end(reason, finished, interrupted)
         self.module.load(self.model.flat)
@@ -219,6 +230,9 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
     name, lines = type(module.net).__name__, []
     if module.unused:
         lines.append(f"not used of {name}: {', '.join(module.unused)}")
+    if module.adapted is not None and module.adapted.whole:
+        slow = f"training_step of {name} runs for each record alone, which is slower than a loss of the outputs"
+        lines.append(f"{slow}; test and client losses are those of the task, not of training_step")
     if module.brings_optimizer:
         owner = type(module).__name__ if module.overrides("configure_optimizers") else name
         usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
-from dpfl_lightning.runtime.launcher import launched
+from dpfl_lightning.runtime.launcher import invocation, launched
 from dpfl_lightning.runtime.text import columns, shown
 
 if TYPE_CHECKING:
@@ -115,6 +115,9 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     print(f"\n{seeds_table(summary, results)}\n")
     print(shown(f"Guarantee: {summary['guarantee']}"))
     print(f"{parent}/result.json: mean, standard deviation, and the folder of every run")
+    print(f"{invocation('report')} {parent}: curves and tables of all seeds on one page")
+    if tracking is not None:
+        print(tracking.how_to_open)
     return summary
 
 

@@ -44,6 +44,19 @@ def table(path):
     pandas.DataFrame({"site": ["a", "b"] * 30, "size": x[:, 0].numpy(), "ill": y.numpy()}).to_csv(path, index=False)
 
 number = 3
+
+def broken():
+    return {}["ward"]  # broken
+
+class Lazy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return 1 / 0  # broken_later
+
+def broken_later():
+    return [Lazy()]
 '''
 CONFIG = """
 rounds: 3
@@ -93,6 +106,19 @@ def test_every_command_takes_a_users_clients_by_name(place, capsys):
     path.write_text(path.read_text().replace("berlin", "rome2").replace('"rome"', '"berlin"'))
     assert plan_command(["--ledger", "run"]) == 2, "clients were renamed"
     assert "must state name 'berlin' of client 0, as the ledger does" in capsys.readouterr().err
+
+
+def test_an_error_in_the_users_code_is_one_line_with_its_place(place, capsys):
+    for function, words in (("broken", "KeyError: 'ward'"), ("broken_later", "ZeroDivisionError: division by zero")):
+        path = ["--data.class_path", f"hospitals_of_tests.{function}", "--data.population_args.num_classes", "2"]
+        assert plan_command(["--config", "own.yaml", *path]) == 2
+        line = 1 + next(i for i, one in enumerate(CODE.splitlines()) if f"# {function}" in one)
+        where = f"({place / 'hospitals_of_tests.py'}, line {line})"
+        expected = f"error: `data.class_path` must work, got from hospitals_of_tests.{function}: {words} {where}.\n"
+        assert capsys.readouterr().err == expected
+    (place / "wrong_of_tests.py").write_text("import torch\nsize = 3 +\n")
+    assert plan_command(["--config", "own.yaml", "--data.class_path", "wrong_of_tests.size"]) == 2
+    assert "SyntaxError: invalid syntax (wrong_of_tests.py, line 2)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -173,5 +199,5 @@ def test_a_search_on_public_records_refuses_a_users_clients(place, capsys):
 
 @pytest.mark.e2e  # a minute
 def test_an_audit_takes_a_users_clients(place, capsys):
-    assert audit_command(["--config", "own.yaml", "--for_clients", "0", "--releases", "50"]) == 0
+    assert audit_command(["--config", "own.yaml", "--for_clients", "rome", "--releases", "50"]) == 0
     assert "refuted" in capsys.readouterr().out

@@ -254,14 +254,14 @@ class Options:
         rounds: number of federated rounds, >= 1.
         seed: seed of initialisation, partition and drawn options, >= 0; it never determines the noise.
         data: see DataOptions.
-        model: the net: {name, options}. personal_input: true adds an input transformation that each client keeps to
-            itself (PRIVATEFL). For your own net: {class_path: package.module.Class, init_args: {...}}.
+        model: the model: {name, options}. personal_input: true adds an input transformation that each client keeps to
+            itself (PRIVATEFL). For your own model: {class_path: package.module.Class, init_args: {...}}.
         task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
             the model's outputs and the labels, and the plan shows it.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None trains without clipping, noise or guarantee.
-        strategies: strategies of the server: {name: options}, with at most one base rule (default size_weighted). Name
-            a strategy of another package by package.module.Class.
+        strategies: of the server: {name: options}, with at most one aggregation rule (default size_weighted). Name a
+            strategy of another package by package.module.Class.
         engine: see EngineOptions.
         network: see NetworkOptions.
         evaluation: see EvaluationOptions.

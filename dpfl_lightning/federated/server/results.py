@@ -121,7 +121,7 @@ class RunResult:
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
         model: the trained net, as in `model.pt`, with personal parameters at their initial values. None if the run did
-            not finish, if clients have several models (see `FederatedLoop.client_model`), and on other ranks than 0.
+            not finish, or if clients have several models (see `FederatedLoop.client_model`).
             Not in `result.json`.
     """
 
