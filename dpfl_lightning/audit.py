@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     add, two = parser.add_argument, "default: the two with the smallest and the largest budget"
-    add("--for_clients", metavar="all|NAME,...", help=f"names of the clients to audit, or numbers if they have no names ({two})")
+    names = f"names of the clients to audit, or numbers if they have no names ({two})"
+    add("--for_clients", metavar="all|NAME,...", help=names)
     add("--confidence", type=float, default=0.99, help="probability that a sound build passes every check (0.99)")
     many = "largest number of releases with a canary, and of releases without one (20000)"
     add("--releases", type=int, default=20_000, help=many)
