@@ -106,7 +106,8 @@ def _in_order(key: str, values: Mapping[str, Any], names: Sequence[str]) -> list
     """Return the values of a mapping in the order of the clients' names."""
     advice = "Give a list with one value per client, or a distribution, which has a `name`."
     require(len(names) > 0, key, "be one value or a list for clients without names", dict(values), advice)
-    unknown, missing = [name for name in values if name not in names], [name for name in names if name not in values]
+    known = set(names)
+    unknown, missing = [name for name in values if name not in known], [name for name in names if name not in values]
     got = [f"the unknown {_listed(unknown)}"] * bool(unknown) + [f"no value for {_listed(missing)}"] * bool(missing)
     if got:
         hint = nearest(unknown[0], names) if unknown else ""
