@@ -147,14 +147,16 @@ def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | Non
     """Begin or resume the MLflow run in which the runs of the seeds are nested."""
     if options.tracking is None:
         return None, None
-    from dpfl_lightning.config.per_client import resolve
+    from dpfl_lightning.config.per_client import by_client, resolve
     from dpfl_lightning.reporting.mlflow import SeedsTracking
 
     section, privacy = options.tracking, options.privacy
     tracking = SeedsTracking(section.experiment, section.uri, section.tags)
     epsilon = math.inf if privacy is None or privacy.epsilon is None else privacy.epsilon
-    count = options.clients.count or (len(epsilon) if isinstance(epsilon, tuple) else 1)  # null with a user's data
-    budgets = resolve("privacy.epsilon", epsilon, count, options.seed)
+    names = tuple(map(str, epsilon)) if by_client(epsilon) else ()
+    listed = names or (epsilon if isinstance(epsilon, tuple) else (epsilon,))
+    count = len(names) or options.clients.count or len(listed)  # null with a user's data
+    budgets = resolve("privacy.epsilon", epsilon, count, options.seed, names=names)
     record = dataclasses.asdict(options)
     return tracking, tracking.begin(section.run_name or "", parent, record, None if privacy is None else budgets)
 

@@ -144,6 +144,35 @@ def test_a_table_needs_no_code(place):
 
 
 EQUAL = ["--clients.batch_size", "8", "--privacy.epsilon", "8"]
+
+
+def test_options_by_name_of_client_in_yaml_and_on_the_command_line(place):
+    values = [
+        "--privacy.epsilon",
+        "{oslo: 8, berlin: 4, rome: 6}",
+        "--clients.batch_size",
+        "{oslo: 8, rome: 9, berlin: 10}",
+    ]
+    network = ["--network.latency_seconds", "{rome: 2, oslo: 1, berlin: 3}"]
+    config = ["--config", "own.yaml", *values, *network]
+    options, _ = load([*config, "--clients.reported_epsilon", "{berlin: 1, oslo: 2, rome: 3}"])
+    loop = build_loop(options)
+    assert [(one.epsilon, one.batch_size) for one in loop.settings] == [(4.0, 10), (6.0, 9), (8.0, 8)]
+    assert loop.facts.reported_epsilon == (1.0, 3.0, 2.0) and loop.traffic._network.latency == (3.0, 2.0, 1.0)
+    assert fit_command([*config, "--quiet"]) == 0
+    assert fit_command(["--resume", "run", "--quiet"]) == 0
+    merged, _ = load([*config, "--privacy.epsilon.rome", "7"])
+    assert dict(merged.privacy.epsilon) == {"oslo": 8, "berlin": 4, "rome": 7}
+    with pytest.raises(UserError, match=r"be above 0, got -1. It is the value of client oslo"):
+        load([*config, "--privacy.epsilon", "{oslo: -1, rome: 1, berlin: 1}"])
+    with pytest.raises(
+        UserError, match=r"each client \(berlin, rome, oslo\), got the unknown paris and no value for oslo"
+    ):
+        build_loop(load([*config, "--privacy.epsilon", "{berlin: 1, rome: 1, paris: 1}"])[0])
+    with pytest.raises(UserError, match="clients without names"):
+        load(["--data.name", "digits", "--clients.count", "1", "--privacy.epsilon", "{berlin: 1}"])
+
+
 PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
 
 
