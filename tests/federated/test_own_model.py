@@ -1,6 +1,7 @@
 """A user's own model and training: LightningModules, optimisers and schedules, and the trained model after a run."""
 
 import sys
+import warnings
 
 import lightning as L
 import pytest
@@ -114,7 +115,10 @@ def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, o
 
 def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
     for kind, *expected in ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False)):
-        adapted = make_loop(module=kind()).module.adapted
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = make_loop(module=kind()).module.adapted
+        assert any("runs for each record alone" in str(one.message) for one in caught) == (kind is OfInputs)
         assert [adapted.part, adapted.unreduced] == expected and adapted.whole == (kind is OfInputs)
 
 
