@@ -3,8 +3,10 @@
 import copy
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from dpfl_lightning.models.tasks import described
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
+from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
 
 
 def dummy_batch(population: Population, records: int, device: torch.device) -> Batch:
@@ -52,7 +55,8 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
     params, times = module.unflatten(module.flat), []
     for _ in range(3):
         begun = time.perf_counter()
-        float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
+        with tensors_restored(module.net):
+            float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
     return min(times) / len(y) / (engine.workers or 1)
 
@@ -61,7 +65,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
     Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
-    record, gives a record another loss among other records, with dropout and without, or changes its buffers.
+    record, gives a record another loss among other records, with dropout and without, or keeps something of records.
     """
     module.check_optimizer(learning_rate=0.1)
     module.prepare(*dummy_batch(population, records=4, device=module.device))
@@ -93,20 +97,44 @@ def check_fits(module: ClientModule, population: Population) -> None:
 
 @torch.no_grad()
 def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
-    """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
-    with evaluating(module.net):
-        before = _copied_buffers(module)
+    """Refuse a net that keeps something of records or in which one moves another's loss: clipping bounds neither."""
+    modes: list[Callable[[], AbstractContextManager[None]]] = [partial(evaluating, module.net)]
+    modes += [nullcontext] if module.net.training else []
+    for mode in modes:
+        with mode():
+            kept = _kept(module, x, y)
+        if kept:
+            raise UserError(
+                f"`model` must not remember records, got `{kept[0]}`, which a pass fills with something of them or of "
+                "their number. Remove it: such a state would leave the client without noise."
+            )
+    for mode in modes:
+        with mode():
+            isolated = _isolated(module, x, y)
+        if not isolated:
+            raise UserError(
+                "`model` must see one record at a time, got losses that change with the other records of a batch. Look "
+                "for means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
+            )
+
+
+def _kept(module: ClientModule, x: Inputs, y: Tensor) -> list[str]:
+    """Names of what differs after passes of different records, or of fewer.
+
+    What changes alike whatever the records are, such as a count of passes or an estimate from weights, is none of them.
+    """
+    left = []
+    for rows in (*([row] * len(y) for row in range(len(y))), range(len(y)), range(1)):
+        copied, index = copy.deepcopy(module), torch.tensor(rows, device=y.device)
         with _drawing_alike(module.device):
-            module.sample_loss(module.named_trainable, x, y)
-        changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
-        isolated = _isolated(module, x, y)
-    if not isolated or (module.net.training and not _isolated(module, x, y)):
-        raise UserError(
-            "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
-            "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
-        )
-    if changed:
-        raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
+            copied.sample_loss(copied.named_trainable, take(x, index), y[index])
+            with suppress(RuntimeError), warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")  # hooks of the backward pass may keep something, too
+                copied.sample_loss(copied.named_trainable, take(x, index), y[index]).sum().backward()
+        left.append(contents(copied))
+    return [
+        name for name in dict.fromkeys(key for one in left for key in one) if len({one.get(name) for one in left}) > 1
+    ]
 
 
 def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
@@ -117,13 +145,8 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     """
 
     def losses(x: Inputs, y: Tensor) -> Tensor:
-        buffers = _copied_buffers(module)
-        try:
-            with _drawing_alike(module.device):
-                return module.sample_loss(module.named_trainable, x, y)
-        finally:  # some layers update buffers in training that have nothing to do with records
-            for name, value in module.net.named_buffers():
-                value.copy_(buffers[name])
+        with _drawing_alike(module.device), tensors_restored(module.net):  # such as a count of passes
+            return module.sample_loss(module.named_trainable, x, y)
 
     def same(x: Inputs, tolerance: float) -> bool:
         with _drawing_alike(module.device):
@@ -145,10 +168,6 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     except (RuntimeError, TypeError):
         module.float()
         return same(x, 1e-3)
-
-
-def _copied_buffers(module: ClientModule) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.net.named_buffers()}
 
 
 def _generator_states(device: torch.device) -> list[object]:
