@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
-from dpfl_lightning.federated.client.metrics import check_metrics
+from dpfl_lightning.federated.client.evaluation import of_records
+from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.models.tasks import described
+from dpfl_lightning.models.tasks import Task, described
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
@@ -74,7 +76,12 @@ def check_fits(module: ClientModule, population: Population) -> None:
         with torch.no_grad():
             with _drawing_alike(module.device):
                 output = module.output(module.named_trainable, x)
-            module.task = task = module.infer_task(output, y, population.num_classes)
+            task = module.infer_task(output, y, population.num_classes)
+            module.task = task = (
+                replace(task, probabilities=True) if _gives_probabilities(module, task, population) else task
+            )
+            if task.zero_or_one and y.is_floating_point():
+                y = (y > 0).to(y.dtype)
             if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
                 y = torch.full_like(y, population.num_classes - 1)
             losses = module.sample_loss(module.named_trainable, x, y)
@@ -92,7 +99,53 @@ def check_fits(module: ClientModule, population: Population) -> None:
     module.task_note = described(task, tuple(output.shape[1:]), tuple(y.shape[1:]), module.named_task is not None)
     task.check(population.y)
     check_metrics(module.metrics, task)
+    _check_scores(module, task, output, y, population.num_classes)
     _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
+
+
+def _check_scores(module: ClientModule, task: Task, output: Tensor, y: Tensor, num_classes: int) -> None:
+    """Compute all that an evaluation computes, before anything is charged."""
+    metrics = Metrics(module.metrics or task.metrics, task, num_classes)
+    try:
+        of_records(module, task, output, y)
+        metrics.update(output, y)
+        metrics.values()
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        problem = str(error).strip().splitlines()[0]
+        must = f"give outputs that an evaluation of task {task.name} can score"
+        raise UserError(f"`model` must {must}, got: {problem}. Change its loss or `evaluation.metrics`.") from error
+
+
+@torch.no_grad()
+def _gives_probabilities(module: ClientModule, task: Task, population: Population) -> bool:
+    """Whether outputs stay in [0, 1] for random records and parameters of several sizes (classes: and sum to 1).
+
+    Raises UserError if a default loss, which takes logits, gets them for labels of 0 and 1.
+    """
+    if module.probabilities is not None:
+        return module.probabilities
+    if task.name not in ("binary", "multilabel", "multiclass", "segmentation"):
+        return False
+    x, _ = dummy_batch(population, records=8, device=module.device)
+    outputs, generator = [], torch.Generator().manual_seed(0)
+    with evaluating(module.net):
+        for size in (1.0, 30.0):
+            params = {
+                name: size * (p + 0.1 * torch.randn(p.shape, generator=generator).to(p))
+                for name, p in module.named_trainable.items()
+            }
+            large = tree_map(lambda one, size=size: one * size if one.is_floating_point() else one, x)
+            outputs.append(module.output(params, large))
+    finite = torch.cat(outputs)
+    finite = finite[finite.isfinite().flatten(1).all(dim=1)]
+    if not len(finite) or finite.min() < 0 or finite.max() > 1 or finite.min() == finite.max():
+        return False
+    if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):
+        sums = finite.sum(dim=1)
+        return module.users_loss and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+    advice = "Remove its last Sigmoid, or override ClientModule.loss."
+    require(module.users_loss, "model", "give logits for the default loss", "outputs in [0, 1]", advice)
+    return True
 
 
 @torch.no_grad()
