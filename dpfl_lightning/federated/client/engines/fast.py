@@ -124,6 +124,7 @@ class FastEngine(SerialEngine):
         finally:
             for task in running:
                 task.cancel()
+            wait(running)  # their passes swap the parameters of the module
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         if self.module.overrides("training_step"):
