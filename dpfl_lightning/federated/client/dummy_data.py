@@ -1,18 +1,15 @@
 """Random data of the public shape of a population, for checks and timing without private records."""
 
 import copy
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.metrics import check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
@@ -64,11 +61,12 @@ def check_fits(module: ClientModule, population: Population) -> None:
     record, gives a record another loss among other records, with dropout and without, or changes its buffers.
     """
     module.check_optimizer(learning_rate=0.1)
-    module.prepare(*dummy_batch(population, records=4, device=module.device))
+    records = min(max(8, population.num_classes), 32)  # most classes
+    module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
     x, y = dummy_batch(population, records=2, device=module.device)
     try:
         with torch.no_grad():
-            with _drawing_alike(module.device):
+            with drawing_alike(module.device):
                 output = module.output(module.named_trainable, x)
             module.task = task = module.infer_task(output, y, population.num_classes)
             if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
@@ -96,7 +94,7 @@ def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
     """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
     with evaluating(module.net):
         before = _copied_buffers(module)
-        with _drawing_alike(module.device):
+        with drawing_alike(module.device):
             module.sample_loss(module.named_trainable, x, y)
         changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
         isolated = _isolated(module, x, y)
@@ -119,17 +117,17 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     def losses(x: Inputs, y: Tensor) -> Tensor:
         buffers = _copied_buffers(module)
         try:
-            with _drawing_alike(module.device):
+            with drawing_alike(module.device):
                 return module.sample_loss(module.named_trainable, x, y)
         finally:  # some layers update buffers in training that have nothing to do with records
             for name, value in module.net.named_buffers():
                 value.copy_(buffers[name])
 
     def same(x: Inputs, tolerance: float) -> bool:
-        with _drawing_alike(module.device):
-            before = _generator_states(module.device)
+        with drawing_alike(module.device):
+            before = generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
-            draws = _generator_states(module.device) != before
+            draws = generator_states(module.device) != before
         alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
         def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
@@ -149,23 +147,3 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
 
 def _copied_buffers(module: ClientModule) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.net.named_buffers()}
-
-
-def _generator_states(device: torch.device) -> list[object]:
-    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
-    return [torch.get_rng_state().tolist(), on_device, repr(np.random.get_state()), random.getstate()]
-
-
-@contextmanager
-def _drawing_alike(device: torch.device) -> Iterator[None]:
-    """Set all generators to the same state, and restore them afterwards."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)

@@ -58,7 +58,8 @@ def _scores(
         names = module.metrics or task.metrics
         metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
         with torch.inference_mode():
-            values.append(torch.stack([module.loss(output, y).double(), *task.hits(output, y)]))
+            loss = module.reported_loss(model, population.x, some_rows, output, y)
+            values.append(torch.stack([loss.double(), *task.hits(output, y)]))
             for metric, in_set in zip(metrics, places, strict=True) if names else ():
                 inside = in_set[(in_set >= first) & (in_set < first + len(some_rows))] - first
                 if len(inside):
