@@ -29,10 +29,13 @@ RECEIVED = (
     "server.results.RoundReport",
 )
 
+#: names at the top of the page
+FIRST = ("FederatedLoop", "Population", "ClientModule", "ClientOptions", "PrivacyOptions", "RunResult")
+
 #: class -> its methods and attributes that users call or override, also inherited ones; of other classes all are shown
 SHOWN = {
     "ClientModule": ["loss", "sample_loss", "output", "personal", "personal_mask", "configure_optimizers"],
-    "FederatedLoop": ["run"],
+    "FederatedLoop": ["run", "client_model"],
 }
 
 
@@ -44,11 +47,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/options.md": _options_page(),
         "reference/commands.md": _commands_page(),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
+        "examples/index.md": (ROOT / "examples" / "README.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
-    for figure in sorted((ROOT / "experiments" / "results").rglob("figure.svg")):
+    results, examples = (ROOT / "experiments" / "results").rglob("figure.svg"), (ROOT / "examples").glob("*.png")
+    for figure in sorted([*results, *examples]):
         files.append(File.generated(config, str(figure.relative_to(ROOT)), abs_src_path=str(figure)))
     return files
 
@@ -60,6 +65,9 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         text = re.sub(r"```mermaid\n(.*?)```", lambda found: _imports_table(found[1]), text, flags=re.DOTALL)
     if page.file.src_uri == "contributing.md":
         text = text.replace("](docs/", "](").replace("](README.md)", "](quickstart.md)")
+    if page.file.src_uri == "examples/index.md":
+        text = re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text).replace("](../docs/", "](../")
+    text = text.replace("](../examples/README.md)", "](examples/index.md)")
     return text.replace("](../experiments/results/", "](experiments/results/")
 
 
@@ -93,7 +101,7 @@ def _members(name: str) -> str:
 
 
 def _homes() -> Iterable[tuple[str, str]]:
-    return sorted(dpfl_lightning._HOME.items())
+    return sorted(dpfl_lightning._HOME.items(), key=lambda one: (*[one[0] != name for name in FIRST], one[0]))
 
 
 def _path(module: Any, name: str) -> str:

@@ -14,6 +14,7 @@ _HOME = {
     "Guarantee": "privacy.accounting.guarantee",
     "Population": "data",
     "PrivacyOptions": "config.options",
+    "Progress": "reporting.progress",
     "RunResult": "federated.server.results",
     "Strategy": "federated.server.strategy",
     "UserError": "errors",

@@ -9,5 +9,6 @@ from dpfl_lightning.federated.server.callback import Callback as Callback
 from dpfl_lightning.federated.server.results import RunResult as RunResult
 from dpfl_lightning.federated.server.strategy import Strategy as Strategy
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee as Guarantee
+from dpfl_lightning.reporting.progress import Progress as Progress
 
 __version__: str

@@ -16,7 +16,7 @@ from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOption
 from dpfl_lightning.config.registry import imported
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.own import own_population
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -114,6 +114,8 @@ class FederatedLoop(ServerLoop):
             model. Personal parameters always keep their initial values.
         privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
+        callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`.
+        engine: fast (the default), serial, stacked or trainer.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
@@ -145,7 +147,7 @@ class FederatedLoop(ServerLoop):
         network: NetworkOptions | None = None,
         strategies: Sequence[Strategy] = (),
         callbacks: Sequence[Callback] = (),
-        engine: Engine | None = None,
+        engine: Engine | str | None = None,
         seed: int = 0,
         output_dir: str | Path | None = None,
         device: str = "auto",
@@ -154,15 +156,28 @@ class FederatedLoop(ServerLoop):
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
+        require(isinstance(population, Population), "population", "be a Population", type(population).__name__)
         require(isinstance(module, nn.Module), "module", "be a ClientModule or another module", type(module).__name__)
+        clients, network = clients or ClientOptions(), network or NetworkOptions()
+        for key, value, kind in (
+            ("clients", clients, ClientOptions),
+            ("privacy", privacy or PrivacyOptions(), PrivacyOptions),
+            ("network", network, NetworkOptions),
+        ):
+            words = ", ".join(f"{name}={one!r}" for name, one in value.items()) if isinstance(value, Mapping) else "..."
+            require(isinstance(value, kind), key, f"be {kind.__name__}", value, f"Write {kind.__name__}({words}).")
+        listed = isinstance(strategies, Sequence) and not isinstance(strategies, str)
+        require(listed, "strategies", "be a list of strategies", strategies, "Write strategies=[...].")
+        if isinstance(engine, str):
+            require_one_of(ENGINES, "engine", engine)
+            engine = build_engine(engine)
         module = module if isinstance(module, ClientModule) else ClientModule(module)
         registered, watching = register(_with_base(strategies), callbacks)
         ranks = Ranks(device)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
-        self.population, self.module = population, module
+        self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
         local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
-        clients = clients or ClientOptions()
         settings = client_settings(population.num_records, clients, privacy, seed, population.names)
         optimizer = None if module.brings_optimizer else build_optimizer(clients.optimizer)
         if engine is not None and engine.name == "stacked" and optimizer is not None:
@@ -172,7 +187,7 @@ class FederatedLoop(ServerLoop):
         facts = facts_of(
             population,
             batch_size=tuple(client.batch_size for client in settings),
-            reported_epsilon=reported_epsilons(clients, settings, seed),
+            reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
         )
         folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
@@ -187,7 +202,7 @@ class FederatedLoop(ServerLoop):
             rounds=rounds,
             optimizer=optimizer,
             rates=build_schedule(clients.schedule),
-            network=network or NetworkOptions(),
+            network=network,
             seed=seed,
             output_dir=folder,
             evaluate_every=evaluate_every,
@@ -196,6 +211,17 @@ class FederatedLoop(ServerLoop):
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
         )
+
+    def run(self, resume: bool = False) -> RunResult:
+        result = super().run(resume)
+        if self._ranks.size == 1:
+            return result
+        leads = self._ranks.rank == 0
+        trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
+        if leads:
+            return result
+        self.module.load(trained)
+        return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
 
     def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         result = super()._end(reason, finished, interrupted)
@@ -219,6 +245,10 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
     name, lines = type(module.net).__name__, []
     if module.unused:
         lines.append(f"not used of {name}: {', '.join(module.unused)}")
+    if module.adapted is not None and module.adapted.whole:
+        lines.append(f"training_step of {name} runs for each record alone, which is slower than a loss of the outputs")
+        if not module.adapted.calls_forward:
+            lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
     if module.brings_optimizer:
         owner = type(module).__name__ if module.overrides("configure_optimizers") else name
         usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")

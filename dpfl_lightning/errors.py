@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import inspect
 import io
 import os
 import shutil
@@ -45,8 +46,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     >>> nearest("rouns", ["rounds", "seed"])
     'Did you mean `rounds`?'
     """
-    close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
-    return f"Did you mean `{close[0]}`?" if close else ""
+    by_lower = {str(choice).lower(): choice for choice in choices}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    return f"Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
 def require_one_of(choices: Iterable[str], key: str, name: object) -> None:
@@ -56,8 +58,11 @@ def require_one_of(choices: Iterable[str], key: str, name: object) -> None:
 
 
 def warn_user(message: str) -> None:
-    """Show a `UserNotice`, as from the caller of the function that calls this one."""
-    warnings.warn(message, UserNotice, stacklevel=3)
+    """Show a `UserNotice`, as from the line outside this package that led here."""
+    package, level, frame = os.path.dirname(__file__), 2, inspect.currentframe()
+    while frame is not None and (frame := frame.f_back) is not None and frame.f_code.co_filename.startswith(package):
+        level += 1
+    warnings.warn(message, UserNotice, stacklevel=level)
 
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
-from dpfl_lightning.runtime.launcher import launched
+from dpfl_lightning.runtime.launcher import invocation, launched
 from dpfl_lightning.runtime.text import columns, shown
 
 if TYPE_CHECKING:
@@ -115,6 +115,9 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     print(f"\n{seeds_table(summary, results)}\n")
     print(shown(f"Guarantee: {summary['guarantee']}"))
     print(f"{parent}/result.json: mean, standard deviation, and the folder of every run")
+    print(f"{invocation('report')} {parent}: curves and tables of all seeds on one page")
+    if tracking is not None:
+        print(tracking.how_to_open)
     return summary
 
 
@@ -144,14 +147,16 @@ def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | Non
     """Begin or resume the MLflow run in which the runs of the seeds are nested."""
     if options.tracking is None:
         return None, None
-    from dpfl_lightning.config.per_client import resolve
+    from dpfl_lightning.config.per_client import by_client, resolve
     from dpfl_lightning.reporting.mlflow import SeedsTracking
 
     section, privacy = options.tracking, options.privacy
     tracking = SeedsTracking(section.experiment, section.uri, section.tags)
     epsilon = math.inf if privacy is None or privacy.epsilon is None else privacy.epsilon
-    count = options.clients.count or (len(epsilon) if isinstance(epsilon, tuple) else 1)  # null with a user's data
-    budgets = resolve("privacy.epsilon", epsilon, count, options.seed)
+    names = tuple(map(str, epsilon)) if by_client(epsilon) else ()
+    listed = names or (epsilon if isinstance(epsilon, tuple) else (epsilon,))
+    count = len(names) or options.clients.count or len(listed)  # null with a user's data
+    budgets = resolve("privacy.epsilon", epsilon, count, options.seed, names=names)
     record = dataclasses.asdict(options)
     return tracking, tracking.begin(section.run_name or "", parent, record, None if privacy is None else budgets)
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    runs = "folder of a run (finished or not), of seeds or of a search, or a table from experiments.papers --json"
+    runs = "folder of a run (finished or not), of seeds or of a search, or tables from experiments.papers --json"
     parser.add_argument("runs", metavar="RUN", nargs="+", help=runs)
     parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
 
@@ -43,7 +43,7 @@ def report(folders: Sequence[Path]) -> str:
     from dpfl_lightning.reporting.report_page import report_page
     from dpfl_lightning.reporting.run_files import RunGroup, read
 
-    parts = [read(folder) for folder in folders]
+    parts = [part for folder in folders for part in read(folder)]
     runs = [run.folder for part in parts if isinstance(part, RunGroup) for run in part.runs]
     return report_page(parts, {str(folder): _verified(folder) for folder in runs})
 

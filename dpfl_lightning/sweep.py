@@ -23,6 +23,7 @@ from dpfl_lightning.config.options import FREE, Options, TrackingOptions
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import passed_on
+from dpfl_lightning.runtime.text import shown
 from dpfl_lightning.search.options import SCORES, SweepOptions, check
 from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
 
@@ -202,7 +203,7 @@ class Search:
         done, wanted = sum(not one.again for one in trials), self.study.wanted
         each = (time.monotonic() - self._begun) / max(1, done - self._done_before)  # trials of all workers
         left = max(0, wanted - done) * each
-        print(line(trial, done, wanted, best[0] if best else None, left), flush=True)
+        print(shown(line(trial, done, wanted, best[0] if best else None, left)), flush=True)
         if self.parent is None:
             return
         tags = {"trial": str(trial.number), "state": trial.state, "status": trial.reason or trial.state}
@@ -241,7 +242,7 @@ class Search:
             "report": lines,
             "trials": [report.as_dict(one) for one in trials],
         }
-        print("\n" + "\n".join(lines))
+        print(shown("\n" + "\n".join(lines)))
         files = [self._write("result.json", json.dumps(result, indent=2) + "\n")]
         if not front:
             print("No trial is complete, so there is no best trial.", file=sys.stderr)

@@ -6,12 +6,12 @@ is a round.
 
 import lightning as L
 import torch
-from figure import History, save_figure
+from figure import save_figure
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from dpfl_lightning import ClientOptions, FederatedLoop, Population, PrivacyOptions
+from dpfl_lightning import ClientOptions, FederatedLoop, Population, PrivacyOptions, Progress
 
 ROUNDS, EPSILONS = 15, {"berlin": 2.0, "paris": 4.0, "oslo": 8.0}
 
@@ -48,12 +48,12 @@ class Classifier(L.LightningModule):
 
 
 torch.manual_seed(0)
-FederatedLoop(
+result = FederatedLoop(
     Population.from_datamodule(Digits(), held_out=0, num_classes=10),
     Classifier(),
     rounds=ROUNDS,
     clients=ClientOptions(batch_size=32),
-    privacy=PrivacyOptions(epsilon=list(EPSILONS.values()), delta=1e-3),
-    callbacks=[history := History()],
+    privacy=PrivacyOptions(epsilon=EPSILONS, delta=1e-3),
+    callbacks=[Progress()],
 ).run()
-save_figure("Which digit?", accuracy=history)
+save_figure("Which digit?", accuracy=result)

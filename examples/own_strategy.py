@@ -6,10 +6,10 @@ package's rule for this case is `noise_aware`.)
 """
 
 import torch
-from figure import History, save_figure
+from figure import save_figure
 from sklearn.datasets import load_digits
 
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Strategy
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, RunResult, Strategy
 
 SIZES = [140] * 10
 EPSILONS = [0.2, 0.2, 0.2, 0.2, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0]
@@ -29,12 +29,12 @@ class MostPrecise(Strategy):
         return kept * torch.tensor([view.facts.num_records[client] for client in updates.clients])
 
 
-def history_of(*strategies: Strategy) -> History:
+def trained(*strategies: Strategy) -> RunResult:
     torch.manual_seed(0)
     x, y = load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float32).split([*SIZES, 397]), torch.tensor(y).split([*SIZES, 397])
     *clients, test = zip(x, y, strict=True)
-    FederatedLoop(
+    return FederatedLoop(
         Population.from_datasets(clients, test, held_out=0, num_classes=10),
         ClientModule(torch.nn.Linear(64, 10)),
         rounds=10,
@@ -42,10 +42,8 @@ def history_of(*strategies: Strategy) -> History:
         # a simulation: the same key gives the same noise, and protects nobody
         privacy=PrivacyOptions(epsilon=EPSILONS, delta=1e-3, noise_key="00" * 16),
         strategies=strategies,
-        callbacks=[history := History()],
     ).run()
-    return history
 
 
-default, precise = history_of(), history_of(MostPrecise())
+default, precise = trained(), trained(MostPrecise())
 save_figure("Digits: default and own strategy", default=default, MostPrecise=precise)

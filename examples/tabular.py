@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas
 import torch
 from example_data import FEATURES, hospital_csv
-from figure import History, save_figure
+from figure import save_figure
 from torch import nn
 
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Progress
 
 EPSILONS = {"berlin": 1.0, "paris": 2.0, "oslo": 4.0}
 
@@ -35,8 +35,8 @@ result = FederatedLoop(
     ClientModule(net, task="binary", metrics=["auroc"]),
     rounds=15,
     clients=ClientOptions(batch_size=32, learning_rate=0.5),
-    privacy=PrivacyOptions(epsilon=[EPSILONS[name] for name in population.names], delta=1e-3),
-    callbacks=[history := History()],
+    privacy=PrivacyOptions(epsilon=EPSILONS, delta=1e-3),
+    callbacks=[Progress()],
 ).run()
 print(f"AUROC {result.test_metrics['auroc']:.3f}")
-save_figure("Is a tumour malignant?", accuracy=history)
+save_figure("Is a tumour malignant?", accuracy=result)

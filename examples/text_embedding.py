@@ -6,10 +6,10 @@ fixed range, because a vocabulary of the clients' words would reveal them.
 
 import torch
 from example_data import VOCABULARY, library_texts
-from figure import History, save_figure
+from figure import save_figure
 from torch import nn
 
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Progress
 
 SIZES = {"berlin": 3000, "paris": 1800, "oslo": 900, "test": 1000}
 EPSILONS = {"berlin": 2.0, "paris": 4.0, "oslo": 8.0}
@@ -32,12 +32,12 @@ torch.manual_seed(0)
 texts = library_texts(SIZES)
 test = texts.pop("test")
 population = Population.from_datasets(texts, test, held_out=0, num_classes=3)
-FederatedLoop(
+result = FederatedLoop(
     population,
     ClientModule(MeanOfWords()),
     rounds=15,
     clients=ClientOptions(batch_size=400, learning_rate=16.0),
-    privacy=PrivacyOptions(epsilon=list(EPSILONS.values()), delta=1e-4),
-    callbacks=[history := History()],
+    privacy=PrivacyOptions(epsilon=EPSILONS, delta=1e-4),
+    callbacks=[Progress()],
 ).run()
-save_figure("Which library?", accuracy=history)
+save_figure("Which library?", accuracy=result)

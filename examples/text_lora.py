@@ -6,10 +6,10 @@ The model learns which library a sentence of documentation is from. Frozen param
 import torch
 from example_data import library_texts
 from example_transformer import pretrained
-from figure import History, save_figure
+from figure import save_figure
 from torch import nn
 
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Progress
 
 EPSILONS = {"berlin": 1.0, "paris": 2.0, "oslo": 4.0}
 SIZES = {"berlin": 3000, "paris": 1800, "oslo": 900, "test": 1000}
@@ -40,12 +40,12 @@ torch.manual_seed(0)
 texts = library_texts(SIZES)
 test = texts.pop("test")
 population = Population.from_datasets(texts, test, held_out=0, num_classes=3)
-FederatedLoop(
+result = FederatedLoop(
     population,
     ClientModule(with_adapters(pretrained())),
     rounds=6,
     clients=ClientOptions(batch_size=100, learning_rate=1.0),
-    privacy=PrivacyOptions(epsilon=list(EPSILONS.values()), delta=1e-4),
-    callbacks=[history := History()],
+    privacy=PrivacyOptions(epsilon=EPSILONS, delta=1e-4),
+    callbacks=[Progress()],
 ).run()
-save_figure("Which library?", accuracy=history)
+save_figure("Which library?", accuracy=result)

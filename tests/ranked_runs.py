@@ -192,6 +192,9 @@ def main(folder: Path) -> None:
     for name, make in runs.items():
         loop = make(folder / name)
         results[name] = outcome(loop) if launched().rank == 0 else loop.run().as_dict()
+    trained = make_loop(folder / "trained")
+    model = trained.run().model
+    torch.save([trained.module.net.state_dict(), model.state_dict()], folder / f"trained_{launched().rank}.pt")
     if launched().size > 1:
         results["broken client"] = broken_client(folder / "broken client")  # ends the other ranks
     if launched().rank == 0:

@@ -83,9 +83,9 @@ def test_the_seed_decides_all_but_the_noise(capsys, monkeypatch, one_engine):
     ("words", "message"),
     [
         ("--privacy null", "`privacy` must be a mechanism to audit, got None."),
-        ("--for_clients 5", "`--for_clients` must name clients in 0..4, or all, got 5."),
-        ("--for_clients 0,-1", "`--for_clients` must name clients in 0..4, or all, got -1."),
-        ("--for_clients first", "`--for_clients` must be all, or numbers such as 0,3, got 'first'."),
+        ("--for_clients 5", "`--for_clients` must be all, or clients of 0, 1, 2, 3, 4, got '5'."),
+        ("--for_clients 0,-1", "`--for_clients` must be all, or clients of 0, 1, 2, 3, 4, got '0,-1'."),
+        ("--for_clients first", "`--for_clients` must be all, or clients of 0, 1, 2, 3, 4, got 'first'."),
         ("--confidence 1", "`--confidence` must be in (0, 1), got 1.0."),
         ("--confidence high", "`--confidence` must be a number, got 'high'."),
         ("--releases 1", "`--releases` must be at least 2, got 1."),

@@ -36,7 +36,7 @@ def page(site: Path, name: str) -> str:
 def test_the_reference_is_complete(site):
     python, options = page(site, "reference/python"), page(site, "reference/options")
     assert not [name for name in dpfl_lightning._HOME if not re.search(rf'id="dpfl_lightning[\w.]*\.{name}"', python)]
-    assert "run" in re.findall(r'id="[\w.]*FederatedLoop\.(\w+)"', python)
+    assert {"run", "client_model"} <= set(re.findall(r'id="[\w.]*FederatedLoop\.(\w+)"', python))
     assert not [key for key in all_keys() if f"<code>{key}</code>" not in options]
     strategies = page(site, "reference/strategies")
     assert not [kind for file, kind in STRATEGIES.values() if f"strategies.{file}.{kind}" not in strategies]

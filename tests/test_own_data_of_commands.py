@@ -44,6 +44,19 @@ def table(path):
     pandas.DataFrame({"site": ["a", "b"] * 30, "size": x[:, 0].numpy(), "ill": y.numpy()}).to_csv(path, index=False)
 
 number = 3
+
+def broken():
+    return {}["ward"]  # broken
+
+class Lazy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return 1 / 0  # broken_later
+
+def broken_later():
+    return [Lazy()]
 '''
 CONFIG = """
 rounds: 3
@@ -95,6 +108,19 @@ def test_every_command_takes_a_users_clients_by_name(place, capsys):
     assert "must state name 'berlin' of client 0, as the ledger does" in capsys.readouterr().err
 
 
+def test_an_error_in_the_users_code_is_one_line_with_its_place(place, capsys):
+    for function, words in (("broken", "KeyError: 'ward'"), ("broken_later", "ZeroDivisionError: division by zero")):
+        path = ["--data.class_path", f"hospitals_of_tests.{function}", "--data.population_args.num_classes", "2"]
+        assert plan_command(["--config", "own.yaml", *path]) == 2
+        line = 1 + next(i for i, one in enumerate(CODE.splitlines()) if f"# {function}" in one)
+        where = f"({place / 'hospitals_of_tests.py'}, line {line})"
+        expected = f"error: `data.class_path` must work, got from hospitals_of_tests.{function}: {words} {where}.\n"
+        assert capsys.readouterr().err == expected
+    (place / "wrong_of_tests.py").write_text("import torch\nsize = 3 +\n")
+    assert plan_command(["--config", "own.yaml", "--data.class_path", "wrong_of_tests.size"]) == 2
+    assert "SyntaxError: invalid syntax (wrong_of_tests.py, line 2)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -118,6 +144,35 @@ def test_a_table_needs_no_code(place):
 
 
 EQUAL = ["--clients.batch_size", "8", "--privacy.epsilon", "8"]
+
+
+def test_options_by_name_of_client_in_yaml_and_on_the_command_line(place):
+    values = [
+        "--privacy.epsilon",
+        "{oslo: 8, berlin: 4, rome: 6}",
+        "--clients.batch_size",
+        "{oslo: 8, rome: 9, berlin: 10}",
+    ]
+    network = ["--network.latency_seconds", "{rome: 2, oslo: 1, berlin: 3}"]
+    config = ["--config", "own.yaml", *values, *network]
+    options, _ = load([*config, "--clients.reported_epsilon", "{berlin: 1, oslo: 2, rome: 3}"])
+    loop = build_loop(options)
+    assert [(one.epsilon, one.batch_size) for one in loop.settings] == [(4.0, 10), (6.0, 9), (8.0, 8)]
+    assert loop.facts.reported_epsilon == (1.0, 3.0, 2.0) and loop.traffic._network.latency == (3.0, 2.0, 1.0)
+    assert fit_command([*config, "--quiet"]) == 0
+    assert fit_command(["--resume", "run", "--quiet"]) == 0
+    merged, _ = load([*config, "--privacy.epsilon.rome", "7"])
+    assert dict(merged.privacy.epsilon) == {"oslo": 8, "berlin": 4, "rome": 7}
+    with pytest.raises(UserError, match=r"be above 0, got -1. It is the value of client oslo"):
+        load([*config, "--privacy.epsilon", "{oslo: -1, rome: 1, berlin: 1}"])
+    with pytest.raises(
+        UserError, match=r"each client \(berlin, rome, oslo\), got the unknown paris and no value for oslo"
+    ):
+        build_loop(load([*config, "--privacy.epsilon", "{berlin: 1, rome: 1, paris: 1}"])[0])
+    with pytest.raises(UserError, match="clients without names"):
+        load(["--data.name", "digits", "--clients.count", "1", "--privacy.epsilon", "{berlin: 1}"])
+
+
 PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
 
 
@@ -173,5 +228,5 @@ def test_a_search_on_public_records_refuses_a_users_clients(place, capsys):
 
 @pytest.mark.e2e  # a minute
 def test_an_audit_takes_a_users_clients(place, capsys):
-    assert audit_command(["--config", "own.yaml", "--for_clients", "0", "--releases", "50"]) == 0
+    assert audit_command(["--config", "own.yaml", "--for_clients", "rome", "--releases", "50"]) == 0
     assert "refuted" in capsys.readouterr().out

@@ -167,3 +167,30 @@ def test_a_mistake_names_key_value_and_way_out(key: str, value: object, words: l
 def test_floor_belongs_to_sampled_budgets():
     with pytest.raises(UserError, match="come with `source: sampled`"):
         resolve("privacy.epsilon", {"name": "dist1", "floor": 0.2}, 20, seed=0)
+
+
+NAMES = ("berlin", "oslo", "2")
+
+
+def test_values_by_name_go_to_the_client_of_that_name():
+    assert resolve("privacy.epsilon", {2: 3, "oslo": 2, "berlin": 1}, 3, seed=0, names=NAMES) == (1.0, 2.0, 3.0)
+    assert resolve("clients.batch_size", {"2": 3, "oslo": 2, "berlin": 1}, 3, 0, int, NAMES) == (1, 2, 3)
+    assert resolve("privacy.epsilon", [1, 2, 3], 3, seed=0, names=NAMES) == (1.0, 2.0, 3.0), "a list: in their order"
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "words"),
+    [
+        ({"berlin": 1, "oslo": 2}, NAMES, "one value for each client (berlin, oslo, 2), got no value for 2."),
+        ({"berlin": 1, "oslo": 2, "2": 1, "rome": 1}, NAMES, "got the unknown rome."),
+        ({"berlin": 1, "osl": 2, "2": 1}, NAMES, "got the unknown osl and no value for oslo. Did you mean `oslo`?"),
+        ({"berlin": 1, "oslo": 2, "2": -1}, NAMES, "be above 0, got -1. It is the value of client 2."),
+        ({"berlin": "a", "oslo": 2, "2": 1}, NAMES, "be a number, got 'a'. It is the value of client berlin."),
+        ({"berlin": 1}, (), "be one value or a list for clients without names, got {'berlin': 1}. Give a list"),
+        ({"2": 1, 2: 1, "berlin": 1, "oslo": 1}, NAMES, "name each client once"),
+    ],
+)
+def test_mistakes_in_values_by_name(value: dict, names: tuple, words: str):
+    with pytest.raises(UserError) as caught:
+        resolve("privacy.epsilon", value, 3, seed=0, names=names)
+    assert words in str(caught.value)

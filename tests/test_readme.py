@@ -31,14 +31,22 @@ BLOCKS = [
     (page, mark, kind, text)
     for page in PAGES
     for mark, kind, text in re.findall(
-        r"(<!-- test command -->\n)?```(bash|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL
+        r"(<!-- test command -->\n)?```(bash|python|yaml)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL
     )
 ]
+(FIRST_RUN,) = [text for _, _, kind, text in BLOCKS if kind == "bash" and text.startswith("dpfl init")]
 #: different commands of all pages, in their order
 LINES = list(
-    dict.fromkeys(line for _, mark, kind, text in BLOCKS if kind == "bash" and not mark for line in text.splitlines())
+    dict.fromkeys(
+        line
+        for _, mark, kind, text in BLOCKS
+        if kind == "bash" and not mark and text != FIRST_RUN
+        for line in text.splitlines()
+    )
 )
 PYTHON = [(page, text) for page, _, kind, text in BLOCKS if kind == "python"]
+YAML = [(page, text) for page, _, kind, text in BLOCKS if kind == "yaml"]
+COMPLETION = 'eval "$(dpfl completion bash)"'
 INSTALL = "pip install -q -c constraints.txt ."
 
 
@@ -63,9 +71,10 @@ def run(command: str, folder: Path) -> str:
 
 
 def run_warm(command: str, folder: Path) -> str:
-    """The same for `python ...`, without importing the libraries anew; `test_the_main_command` shows that it starts."""
-    python, *words = shlex.split(command)
-    assert python == "python"
+    """The same for `dpfl` and `python`, without importing the libraries anew; `test_the_main_command` starts them."""
+    program, *words = shlex.split(command)
+    assert program in ("dpfl", "python")
+    words = ["-m", f"dpfl_lightning.{words[0]}", *words[1:]] if program == "dpfl" else words
     process = warm.Process(*words, cwd=folder)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, f"{command}\n{out}\n{err}"
@@ -73,7 +82,7 @@ def run_warm(command: str, folder: Path) -> str:
 
 
 def test_every_command_has_a_test_here():
-    known = ("python -m dpfl_lightning", "python -m experiments.papers", "torchrun ", "srun ", "mlflow ui", "docker ")
+    known = ("dpfl ", "python -m experiments.papers", "torchrun ", "srun ", "mlflow ui", "docker ", COMPLETION)
     installs = [line for line in LINES if line.startswith("python3 -m venv") and INSTALL in line]
     assert set(LINES) == {*lines(*known), *installs, *lines('echo "POSTGRES_PASSWORD=')}
 
@@ -87,21 +96,31 @@ def test_the_main_command(workplace, small_fashion):  # noqa: F811
     assert "Where to look next" in out
 
 
+def test_the_first_run(workplace):
+    init, *steps = FIRST_RUN.splitlines()
+    init, folder = init.split(" && cd ")
+    run_warm(init, workplace)
+    for command in steps:
+        run_warm(command, workplace / folder)
+    assert (workplace / folder / "report.html").is_file()
+
+
 def test_the_commands_one_after_the_other(workplace, small_fashion):  # noqa: F811
-    commands = lines("python -m dpfl_lightning", "python -m experiments.papers")
+    commands = [*lines("dpfl ", "python -m experiments.papers"), COMPLETION[len('eval "$(') : -2]]
     assert len(commands) >= 20
     for command in commands:
         short = ""
-        if ".fit --config conf/digits.yaml" in command and "--print_config" not in command:
+        if re.search(r"fit --config (conf/digits\.yaml|digits)\b", command) and "--print_config" not in command:
             short = " --rounds 2" + " --tracking null" * ("--tracking" not in command)  # MLflow has a test below
-        if "conf/fmnist.yaml" in command:
+        if re.search(r"--config (conf/fmnist\.yaml|fmnist)\b", command):
             short = " " + shlex.join(shrunken(workplace / "conf" / "fmnist.yaml", small_fashion)[2:])
-        if ".sweep" in command:
+        if command.startswith("dpfl sweep"):
             short = " --rounds 2 --sweep.trials 2 --sweep.training.epochs 1"
-        if ".audit" in command:  # a sound build is refuted once in 10,000 runs
+        if command.startswith("dpfl audit"):  # a sound build is refuted once in 10,000 runs
             short = " --rounds 2 --releases 50 --confidence 0.9999 --for_clients 0"
         run_warm(command + short, workplace)
     assert (workplace / "runs" / "digits_seeds" / "result.json").is_file()
+    assert "noise_aware" in (workplace / "comparison.html").read_text()
 
 
 def all_at_once(commands: list[tuple[str, dict[str, str]]], folder: Path) -> str:
@@ -145,7 +164,7 @@ def test_ranks_by_slurm(workplace):
 
 def test_the_tracking_page_answers(workplace):
     (command,) = lines("mlflow ui")
-    run_warm("python -m dpfl_lightning.fit --config conf/digits.yaml --rounds 1", workplace)
+    run_warm("dpfl fit --config conf/digits.yaml --rounds 1", workplace)
     port = ranked_runs.free_port()
     words = shlex.split(command)
     words[0] = str(Path(sys.executable).parent / words[0])
@@ -174,6 +193,29 @@ def test_python_blocks(page, block, workplace):
         accuracy, spent = out.strip().splitlines()[-2:]
         assert 85 < float(re.fullmatch(r"test accuracy ([\d.]+)%", accuracy)[1]) <= 100
         assert f"`{spent}`" in README
+
+
+MY_MODULE = """
+import torch
+from dpfl_lightning.strategies.aggregation.uniform import Uniform as SquareRootOfSize
+
+class MyModel(torch.nn.Sequential):
+    def __init__(self, width):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
+"""
+
+
+@pytest.mark.parametrize(("page", "block"), YAML, ids=[page for page, _ in YAML])
+def test_yaml_blocks(page, block, tmp_path):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "my_module.py").write_text(MY_MODULE)
+    patients = [
+        f"{('berlin', 'lyon', 'oslo')[n % 3]},{n % 70},{'fm'[n % 2]},{('no', 'yes')[n % 5 > 2]}" for n in range(400)
+    ]
+    (tmp_path / "patients.csv").write_text("\n".join(["hospital,age,sex,ill", *patients]))
+    (tmp_path / "block.yaml").write_text(block)
+    upon = "" if "data:" in block else "--config digits "
+    run_warm(f"dpfl fit {upon}--config block.yaml --rounds 1 --tracking null", tmp_path)
 
 
 def test_the_readme_is_short_and_its_links_exist():

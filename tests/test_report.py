@@ -113,7 +113,7 @@ def test_a_search_and_a_table_are_shown(tmp_path):
     result = {"study": "tune", "best": [1], "trials": trials, "report": ["PRIVATE: 2 trials"]}
     (tmp_path / "search" / "result.json").write_text(json.dumps(result))
     number = {"row": "ours", "column": "mnist", "ours": 0.9, "std": 0.01, "paper": 0.91}
-    (tmp_path / "table.json").write_text(json.dumps({"title": "Table 1", "numbers": [number]}))
+    (tmp_path / "table.json").write_text(json.dumps([{"title": "Table 1", "numbers": [number]}] * 2))
     page = report([tmp_path / "search", tmp_path / "table.json"])
     text = words(page)
     assert "1 (best) complete 0.75 0.1 0 complete 0.5 0" in text and "PRIVATE: 2 trials" in text

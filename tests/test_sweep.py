@@ -311,12 +311,13 @@ def test_workers_share_the_cores_in_trials_only(tmp_path):
 
 def test_a_trial_that_died_counts_with_its_whole_budget():
     costs = [
-        {"cost": {"epsilon": [1.0, None], "delta": [0.1, 0.1]}},
+        {"cost": {"epsilon": [1.0, None], "delta": [0.1, 0.1], "names": ["oslo", "rome"]}},
         {},
         {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["b", "a"]}},
         {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["c", "b"]}},
     ]
-    assert total_cost(costs) == {"epsilon": [3.0, None], "delta": [pytest.approx(0.3)] * 2, "caveats": ["b", "a", "c"]}
+    expected = {"epsilon": [3.0, None], "delta": [pytest.approx(0.3)] * 2, "caveats": ["b", "a", "c"]}
+    assert total_cost(costs) == {**expected, "names": ["oslo", "rome"]}
     assert total_cost([{}]) is None
 
 

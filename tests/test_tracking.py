@@ -19,10 +19,13 @@ import torch
 from fakes import a_report, a_result, a_view
 from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import register
+from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, store_uri
@@ -302,6 +305,30 @@ def test_a_net_that_cannot_be_logged_is_a_warning(new_tracking, only_run, folder
     assert only_run().info.status == "FINISHED" and "figures" in only_run().files()
 
 
+class OfTwoInputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = torch.nn.Embedding(7, 3), torch.nn.Linear(4, 2)
+
+    def forward(self, ids, age):
+        return self.out(torch.cat([self.words(ids).mean(1), age[:, None]], 1))
+
+
+IDS, AGE = torch.tensor([[1, 2], [3, 6]]), torch.tensor([1.0, 2.0])
+EMBEDDING = torch.nn.Sequential(torch.nn.Embedding(7, 3), torch.nn.Flatten(), torch.nn.Linear(6, 2))
+INPUTS_OF_NETS = ((EMBEDDING, IDS), (OfTwoInputs(), (IDS, AGE)), (OfTwoInputs(), {"ids": IDS, "age": AGE}))
+
+
+def tracking_of_net(new_tracking, view, net, folder):
+    """Log a net as the model of a finished run without a warning; return the id of the run."""
+    (folder / "model_1.pt").unlink(missing_ok=True)
+    torch.save(net.state_dict(), folder / "model.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        play(tracking := new_tracking(), dataclasses.replace(view, module=ClientModule(net)), [1])
+    return tracking._run_id
+
+
 @pytest.mark.e2e
 def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store, folder, monkeypatch, tmp_path):
     import mlflow
@@ -325,6 +352,18 @@ def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store,
     assert torch.equal(torch.from_numpy(loaded.predict(x.numpy())), expected)
     assert loaded.input_example.shape == (2, 4) and not loaded.input_example.any(), "made up, no record"
     assert loaded.metadata.signature.inputs.inputs[0].shape == (-1, 4)
+
+    for net, batch in INPUTS_OF_NETS:  # whole numbers, and several tensors
+        facts = dataclasses.replace(view.facts, empty_x=tree_map(lambda part: part[:0], batch))
+        model_run = tracking_of_net(new_tracking, dataclasses.replace(view, facts=facts), net, folder)
+        where_is = f"runs:/{model_run}/model"
+        loaded_net = mlflow.pytorch.load_model(where_is)
+        positional, named = arguments(batch)
+        assert torch.equal(loaded_net(*positional, **named), net(*positional, **named))
+        if isinstance(batch, torch.Tensor):
+            model = mlflow.pyfunc.load_model(where_is)
+            assert model.input_example.dtype == batch.numpy().dtype and not model.input_example.any()
+            assert torch.equal(torch.from_numpy(model.predict(batch.numpy())), net(batch))
 
     body, answer = tmp_path / "body.json", tmp_path / "answer.json"
     body.write_text(json.dumps({"inputs": x.tolist()}))

@@ -1,7 +1,7 @@
 """Findings of an audit, and their text report: measured and claimed values, and their interpretation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from dpfl_lightning.runtime.text import markdown
 
 #: check -> what it shows
 MEANING = {
-    "sensitivity": "one added record, with the same noise on both sides: exact, for every engine on this net",
+    "sensitivity": "one added record, with the same noise on both sides: exact, for every engine on this model",
     "isolation": "the same among huge, tiny, constant and broken records: detects a model that mixes records",
     "tiny norms": "the same for gradients so small, from inputs so large, that float32 cannot hold their squares",
     "grid": "noisy sums are multiples of a public power of two, so that their precision reveals nothing; exact",
@@ -59,13 +59,13 @@ def at_most(value: float) -> str:
     return epsilon_text(value, decimals=3)
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """Return the findings of every client as a table, the verdict, and how to read it."""
+def text(found: Mapping[str, Any], narrow: bool = False) -> str:
+    """Return the findings of every client as a table (`narrow`: as lines), the verdict, and how to read it."""
     head = ("check", "what", "measured", "claimed", "confidence", "verdict")
-    parts = [
-        f"{claim_words(client)}\n{markdown(head, [row(finding) for finding in client['findings']])}"
-        for client in found["clients"]
-    ]
+    parts = []
+    for client in found["clients"]:
+        rows = [row(finding) for finding in client["findings"]]
+        parts.append(f"{claim_words(client)}\n{_lines(rows) if narrow else markdown(head, rows)}")
     checks = dict.fromkeys(finding["check"] for client in found["clients"] for finding in client["findings"])
     if found["refuted"]:
         parts.append(f"REFUTED: {'; '.join(found['refuted'])}. This build does not keep its claimed epsilon.")
@@ -77,6 +77,13 @@ def text(found: Mapping[str, Any]) -> str:
     parts += [f"Not audited: {words}." for words in found["not_audited"]]
     parts.append("\n".join(f"{check}: {MEANING[check]}." for check in checks))
     return "\n\n".join(filter(None, parts))
+
+
+def _lines(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(
+        f"- {check}, {what}: {measured}. Claimed: {claimed}. {verdict[0].upper()}{verdict[1:]} ({confidence})."
+        for check, what, measured, claimed, confidence, verdict in rows
+    )
 
 
 def claim_words(client: Mapping[str, Any]) -> str:

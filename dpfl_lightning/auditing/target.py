@@ -106,7 +106,7 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Au
     """
     schedule, count = loop.plan_schedule(), loop.population.num_clients
     for client in chosen or ():
-        require(0 <= client < count, "--for_clients", f"name clients in 0..{count - 1}, or all", client)
+        require(0 <= client < count, "clients", f"be in 0..{count - 1}", client)
     view = loop.view(ServerState(loop.module.flat[None], (0,) * count))
     clients = range(count) if chosen is None else chosen
     targets = [_subject(loop, view, client, schedule.clients[client]) for client in clients]

@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
-from dpfl_lightning.config.per_client import Bound, resolve
+from dpfl_lightning.config.per_client import Bound, by_client, resolve
 from dpfl_lightning.config.registry import NAMES, REGISTRIES, described, names_of
 from dpfl_lightning.errors import nearest, require
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 
-# One value for all clients, a list with one value per client, or a named distribution; see `per_client`.
+# One value for all clients, one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
 _PER_CLIENT: dict[Any, Any] = {
@@ -99,8 +99,9 @@ OWN_DATA = ("class_path", "init_args", "population_args")
 class ClientOptions:
     """Local training of each client in a round.
 
-    batch_size, local_epochs, learning_rate and reported_epsilon accept one value, a list with one value per client, or
-    a distribution: {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
+    batch_size, local_epochs, learning_rate and reported_epsilon accept one value, a mapping from the clients' names to
+    values such as {berlin: 16, oslo: 64}, a list with one value per client in the order of their names, or a
+    distribution: {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
 
     Args:
         count: number of clients, >= 1; null with data.class_path, which decides it.
@@ -130,8 +131,8 @@ class ClientOptions:
 class PrivacyOptions:
     """Bounds on what the releases of each client reveal about one record; `privacy: null` trains without privacy.
 
-    epsilon, delta, clip_norm and noise_multiplier accept one value, a list with one value per client, or a distribution
-    as in the section clients. Set epsilon, noise_multiplier or both.
+    epsilon, delta, clip_norm and noise_multiplier accept one value, a mapping from the clients' names to values, a list
+    with one value per client, or a distribution, as in the section clients. Set epsilon, noise_multiplier or both.
 
     Args:
         epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the budgets of the noise-aware
@@ -254,14 +255,14 @@ class Options:
         rounds: number of federated rounds, >= 1.
         seed: seed of initialisation, partition and drawn options, >= 0; it never determines the noise.
         data: see DataOptions.
-        model: the net: {name, options}. personal_input: true adds an input transformation that each client keeps to
-            itself (PRIVATEFL). For your own net: {class_path: package.module.Class, init_args: {...}}.
+        model: the model: {name, options}. personal_input: true adds an input transformation that each client keeps to
+            itself (PRIVATEFL). For your own model: {class_path: package.module.Class, init_args: {...}}.
         task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
             the model's outputs and the labels, and the plan shows it.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None trains without clipping, noise or guarantee.
-        strategies: strategies of the server: {name: options}, with at most one base rule (default size_weighted). Name
-            a strategy of another package by package.module.Class.
+        strategies: of the server: {name: options}, with at most one aggregation rule (default size_weighted). Name a
+            strategy of another package by package.module.Class.
         engine: see EngineOptions.
         network: see NetworkOptions.
         evaluation: see EvaluationOptions.
@@ -308,8 +309,13 @@ def check(options: Options) -> None:
         section, _, name = key.rpartition(".")
         value = getattr(getattr(options, section), name, None) if section else None
         for kind, hints in _PER_CLIENT.items():
-            if value is not None and known.hint in hints and (count := options.clients.count) is not None:
-                resolve(key, value, count, options.seed, kind)
+            count, names = options.clients.count, tuple[str, ...]()
+            if options.data.class_path is not None and by_client(
+                value
+            ):  # the data will say whether the names are right
+                count, names = len(value), tuple(map(str, value))
+            if value is not None and known.hint in hints and count is not None:
+                resolve(key, value, count, options.seed, kind, names)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
         must = "be a budget from which the noise is computed"

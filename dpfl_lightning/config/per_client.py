@@ -1,4 +1,7 @@
-"""Options per client: one value for all clients, a list with one value per client, or a named distribution.
+"""Options per client: one value for all clients, a mapping from their names, a list, or a named distribution.
+
+A mapping such as `{berlin: 1, oslo: 4}` has one value for each client by name. A list has one value per client, in the
+order of `Population.names`. A mapping with the key `name` is a distribution.
 
 The distributions and their options:
 
@@ -13,14 +16,14 @@ The distributions and their options:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS, NORMAL_MIXTURES, UNIFORMS
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.config.typed import converted, in_words
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import UserError, nearest, require
 
 Kind = type[int] | type[float]
 
@@ -46,15 +49,26 @@ _BOUNDS = {
 }
 
 
-def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = float) -> tuple[Any, ...]:
+def by_client(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Return whether the value of an option is a mapping from the clients' names, which is no distribution."""
+    return isinstance(value, Mapping) and len(value) > 0 and "name" not in value
+
+
+def resolve(
+    key: str, value: object, num_clients: int, seed: int, kind: Kind = float, names: Sequence[str] = ()
+) -> tuple[Any, ...]:
     """Return the value of one option for each client, or raise UserError. Equal arguments give equal values.
 
     Args:
         key: dotted name of the option. Options with different names are drawn independently. The last part determines
             the range.
-        value: a number, a list of `num_clients` numbers, or a mapping with a `name` (see the top of this module).
+        value: a number, a list of `num_clients` numbers, a mapping from `names` to numbers, or a mapping with a `name`
+            (see the top of this module).
         kind: `int` for an option that counts something; normal draws are then rounded.
+        names: of the clients; empty if they have none.
 
+    >>> resolve("privacy.epsilon", {"oslo": 4, "berlin": 1}, num_clients=2, seed=0, names=("berlin", "oslo"))
+    (1.0, 4.0)
     >>> resolve("clients.batch_size", [16, 64], num_clients=2, seed=0, kind=int)
     (16, 64)
     >>> resolve("privacy.epsilon", {"name": "dist1"}, num_clients=20, seed=0)[:3]
@@ -62,7 +76,11 @@ def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = f
     """
     values: Sequence[Any]
     one_each = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
-    if isinstance(value, Mapping):
+    if by_client(value):
+        by_name = {str(name): one for name, one in value.items()}
+        require(len(by_name) == len(value), key, "name each client once", list(value))
+        values = _in_order(key, by_name, names)
+    elif isinstance(value, Mapping):
         known = _ANYWHERE | _ONLY_FOR.get(key.rpartition(".")[2], {})
         options = {str(option): one for option, one in value.items()}
         # The key is part of the seed, so that the options of a client are drawn independently.
@@ -77,11 +95,29 @@ def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = f
         values = [value]
     bound = _BOUNDS.get(key.rpartition(".")[2], _POSITIVE)
     for client, one in enumerate(values):
-        advice = f"It is the value of client {client}." if one_each else ""
+        advice = f"It is the value of client {names[client] if names else client}." if one_each else ""
         _check_number(key, one, kind, advice)
         require(bound.holds(one), key, bound.words, one, advice)
     resolved = tuple(kind(one) for one in values)
     return resolved if one_each else resolved * num_clients
+
+
+def _in_order(key: str, values: Mapping[str, Any], names: Sequence[str]) -> list:
+    """Return the values of a mapping in the order of the clients' names."""
+    advice = "Give a list with one value per client, or a distribution, which has a `name`."
+    require(len(names) > 0, key, "be one value or a list for clients without names", dict(values), advice)
+    known = set(names)
+    unknown, missing = [name for name in values if name not in known], [name for name in names if name not in values]
+    got = [f"the unknown {_listed(unknown)}"] * bool(unknown) + [f"no value for {_listed(missing)}"] * bool(missing)
+    if got:
+        hint = nearest(unknown[0], names) if unknown else ""
+        must = f"have one value for each client ({_listed(names)})"
+        raise UserError(f"`{key}` must {must}, got {' and '.join(got)}. {hint}".rstrip())
+    return [values[name] for name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + ", ..." * (len(names) > 20)
 
 
 class _Draw(NamedTuple):

@@ -1,6 +1,7 @@
 """Names that configurations use: their help, and calls of the functions that they stand for."""
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
@@ -8,8 +9,10 @@ import os
 import pkgutil
 import re
 import sys
+import sysconfig
 import textwrap
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -141,14 +144,40 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
         inspect.signature(function).bind(**init_args)
     except TypeError as error:
         raise UserError(f"`{key}` must fit {class_path}, got {dict(init_args)}: {error}.") from None
-    return function(**init_args)
+    with users_code(f"{section}.class_path", class_path):
+        return function(**init_args)
+
+
+@contextlib.contextmanager
+def users_code(key: str, class_path: str) -> Iterator[None]:
+    """Turn an exception in the user's code, which `class_path` names, into a UserError with its file and line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
+        if not frames and not isinstance(error, SyntaxError):
+            raise  # not an error of the user's code
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        words = f"{type(error).__name__}: {error}".rstrip(".")
+        raise UserError(f"`{key}` must work, got from {class_path}: {words}{where}.") from error
+
+
+def _is_users(file: str) -> bool:
+    libraries = [str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    libraries.append(str(Path(__file__).parents[1]))
+    return not any(Path(file).is_relative_to(folder) for folder in libraries) and not file.startswith("<")
 
 
 def _imported(key: str, path: str) -> Any:
     if os.getcwd() not in sys.path:  # where `python -m` finds modules, and the command `dpfl` does not
         sys.path.insert(0, os.getcwd())
     try:
-        return pkgutil.resolve_name(path)
+        with users_code(key, path):
+            return pkgutil.resolve_name(path)
+    except UserError:
+        raise
     except (ImportError, AttributeError, ValueError) as error:
         advice = "Is it in the working directory or on PYTHONPATH?"
         raise UserError(f"`{key}` must be importable, got {path!r}: {error}. {advice}") from None

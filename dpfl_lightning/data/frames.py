@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import nearest, require
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -19,7 +19,8 @@ def frame_of(table: Any) -> "DataFrame":
     if not isinstance(table, str | Path):
         require(isinstance(table, pandas.DataFrame), "df", "be a DataFrame or a path", type(table).__name__)
         return table
-    require(Path(table).is_file(), "df", "be a DataFrame or the path of a file", str(table))
+    must = "be a DataFrame or the path of a file"
+    require(Path(table).is_file(), "df", must, str(table), "There is no such file.")
     return pandas.read_parquet(table) if Path(table).suffix == ".parquet" else pandas.read_csv(table)
 
 
@@ -45,7 +46,8 @@ def records_of_frame(
     """Return x [n, F] float32, with one column for each category of a column in `categories`, and labels [n]."""
     import pandas
 
-    _check_columns(frame, [*features, label], "features")
+    _check_columns(frame, [label], "label")
+    _check_columns(frame, features, "features")
     columns = []
     for name in features:
         column, here = frame[name], f"{where}: {name}"
@@ -66,9 +68,15 @@ def records_of_frame(
 
 
 def check_choices(
-    features: Sequence[str], scale: Mapping[str, Sequence[float]], categories: Mapping[str, Sequence[Any]]
+    frame: "DataFrame",
+    label: str,
+    features: Sequence[str],
+    scale: Mapping[str, Sequence[float]],
+    categories: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Raise UserError unless `scale` and `categories` are of different columns of `features`, and complete."""
+    """Raise UserError unless the table has the columns, of which `scale` and `categories` are different `features`."""
+    _check_columns(frame, [label], "label")
+    _check_columns(frame, features, "features")
     require(len(features) >= 1, "features", "name at least one column", list(features))
     for key, columns in (("scale", scale), ("categories", categories)):
         unknown = sorted(set(columns) - set(features))
@@ -79,8 +87,9 @@ def check_choices(
 
 
 def _check_columns(frame: "DataFrame", names: Sequence[str], key: str) -> None:
-    unknown = next((name for name in names if name not in frame.columns), None)
-    require(unknown is None, key, f"name columns of the table ({', '.join(map(str, frame.columns))})", unknown)
+    unknown, known = next((name for name in names if name not in frame.columns), None), list(map(str, frame.columns))
+    must = f"name {'columns' if key == 'features' else 'a column'} of the table ({', '.join(known)})"
+    require(unknown is None, key, must, unknown, nearest(str(unknown), known))
 
 
 def _check_complete(column: Any, where: str) -> None:

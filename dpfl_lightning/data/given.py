@@ -82,7 +82,8 @@ class Source:
             require(is_pair, self.where, "yield pairs (x, y)", type(record).__name__, advice)
         inputs = [_parts(x, lambda part: _tensor(part, self.where)) for x, _ in records]
         shapes = {str(tree_map(lambda part: tuple(part.shape), x)) for x in inputs}
-        got, advice = " and ".join(sorted(shapes)[:5]), "Resize images to one size."
+        got = " and ".join(sorted(shapes)[:5])
+        advice = "Resize images to one size, and pad or cut lists of tokens to one length."
         require(len(shapes) == 1, self.where, "yield records of one shape", got, advice)
         labels = [y if self.classes is not None or isinstance(y, str) else _tensor(y, self.where) for _, y in records]
         of_tensors = isinstance(labels[0], Tensor)
@@ -152,7 +153,8 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{type(value).__name__}: {error}"
-        raise UserError(f"`{where}` must hold numbers, got {got}. Convert images to tensors.") from error
+        advice = "Convert images to tensors. Tokenise text to whole numbers, and pad or cut all records to one length."
+        raise UserError(f"`{where}` must hold numbers, got {got}. {advice}") from error
 
 
 def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, default_collate
 
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import require, warn_user
 
 
@@ -27,11 +28,27 @@ def datasets_of(datamodule: Any, client: Any) -> tuple[Any, Any]:
         sets = {name: _dataset(loader, f"train_dataloader: {name}") for name, loader in named.items()}
         train = sets if isinstance(loaders, Mapping) else list(sets.values())
     test = _test_set(datamodule)
-    warn_user(
-        "of the loaders only the data sets are used: batches are drawn by Poisson sampling with clients.batch_size, so "
-        "batch size, sampler and collate_fn of the loaders are ignored"
-    )
+    each = [loaders] if isinstance(loaders, DataLoader) else list(named.values())
+    if unused := sorted({what for loader in each for what in _unused(loader)}):
+        warn_user(
+            f"{', '.join(unused)} of the loaders are ignored: only their data sets are used, and batches are drawn by "
+            "Poisson sampling with clients.batch_size"
+        )
     return train, test
+
+
+def _unused(loader: DataLoader) -> list[str]:
+    """Return what a user gave a loader and a run does not use. To shuffle, or a default batch size, is no loss."""
+    usual = ClientOptions().batch_size, 1
+    if type(loader.batch_sampler) is not BatchSampler:
+        return ["batch_sampler"]
+    found = {
+        f"batch_size {loader.batch_size}": loader.batch_size not in usual,
+        "sampler": type(loader.sampler) not in (SequentialSampler, RandomSampler)
+        or getattr(loader.sampler, "replacement", False),
+        "collate_fn": loader.collate_fn is not default_collate,
+    }
+    return [what for what, differs in found.items() if differs]
 
 
 def _divided(dataset: Any, client: Any, datamodule: Any) -> dict[str, Any]:

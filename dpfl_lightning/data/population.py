@@ -67,6 +67,8 @@ class Population:
             require(fits, "names", f"be {len(self.train_of)} different names, one per client", self.names)
             odd = next((name for name in self.names if not name.isprintable() or not name.strip()), None)
             require(odd is None, "names", "be printable", odd)
+            advice = "In options per client this key selects a distribution."
+            require("name" not in self.names, "names", "not contain `name`", "name", advice)
 
     @property
     def num_clients(self) -> int:
@@ -301,7 +303,7 @@ class Population:
         first = next(iter(tables.values()))
         names = [name for name in first.columns if name not in (client, label)] if features is None else list(features)
         choices = label, names, scale or {}, categories or {}
-        check_choices(*choices[1:])
+        check_choices(first, *choices)
         records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
         on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
         return cls.from_datasets(records, on_test, **options)
@@ -311,8 +313,9 @@ class Population:
         """Create a population from the data sets of a LightningDataModule.
 
         `prepare_data`, `setup("fit")` and `train_dataloader` are called. Of their loaders only the data sets are used:
-        batch size, sampler and collate function are ignored, because batches are drawn by Poisson sampling. The test
-        set is that of `test_dataloader` (after `setup("test")`), else of `val_dataloader`.
+        batch size, sampler and collate function are ignored (with a warning if they are not the usual ones), because
+        batches are drawn by Poisson sampling. The test set is that of `test_dataloader` (after `setup("test")`), else
+        of `val_dataloader`.
 
         Args:
             datamodule: its `train_dataloader` returns one loader for each client, in a list, a dictionary by the

@@ -14,12 +14,13 @@ from torch import Tensor
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.folder import HISTORY
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.files import write_atomically
 
-FILE = "metrics.jsonl"
+FILE = HISTORY
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
 
 Values = Mapping[str, float | None]
@@ -46,12 +47,12 @@ class Curves(Callback):
     """
 
     def on_fit_start(self, view: View) -> None:
-        path = view.run.output_dir / FILE
+        path = view.run.output_dir / HISTORY
         kept = [one for one in read(path) if one.round < view.round]
         write_atomically(path, lambda partial: partial.write_text("".join(map(_line, kept)), encoding="utf-8"))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        with (view.run.output_dir / FILE).open("a", encoding="utf-8") as file:
+        with (view.run.output_dir / HISTORY).open("a", encoding="utf-8") as file:
             file.write(_line(of_round(report, view.facts)))
 
 

@@ -129,12 +129,19 @@ class Progress(Callback):
             return
         for line in filter(None, (_sent(result), _groups(result)) if self.detail == "full" else ()):
             self._print(line)
-        self._print(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
+        promise, _, not_covered = result.guarantee.partition(" Not covered: ")
+        self._print(f"Guarantee: {promise if _private(result) or _noised(view) else _NO_PRIVACY}")
+        if not_covered:
+            self._print(f"Not covered: {counted(len(not_covered.split('; ')), 'point')}, listed in guarantee.html.")
         if self.detail == "quiet":
             self._print(f"Output folder: {result.output_dir}")
             return
-        self._print("Where to look next:")
-        for line in (*_files(Path(result.output_dir), bool(view.run.options)), *self.next_steps):
+        folder = Path(result.output_dir)
+        self._print(f"Where to look next, in {folder}:")
+        for line in _files(folder):
+            self._print(f"  {line}")
+        self._print("Next commands:")
+        for line in (*_commands(folder, bool(view.run.options)), *self.next_steps):
             self._print(f"  {line}")
 
     def _print(self, text: str, style: str | None = None) -> None:
@@ -316,23 +323,32 @@ def _sent(result: RunResult) -> str:
     if not (isinstance(down, float) and isinstance(up, float)):
         return ""
     took = f"; {duration(seconds)} on the simulated network" if isinstance(seconds, float) else ""
-    return f"Sent: {data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}."
+    return f"Sent in all rounds: {data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}."
 
 
-def _files(folder: Path, configured: bool) -> list[str]:
-    """Return what the run's folder contains, and how to go on; a run without a configuration goes on in Python."""
-    models = sorted(path.name for path in folder.glob("model*.pt"))
+def _files(folder: Path) -> list[str]:
+    """Return what the run's folder contains."""
+    models = _models(folder)
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
-    in_python = [f"in Python: net.load_state_dict(torch.load({str(folder / one)!r}))" for one in models[:1]]
-    distilled = [
-        f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
-        f"{invocation('sweep')} --config SWEEP.yaml --sweep.distilled {folder}: search on the set",
-    ]
     return [
-        f"{folder}/guarantee.html: the guarantee of every client, and what it does not cover",
-        f"{folder}/result.json: results of every client",
-        *([f"{folder}/{model}: the trained parameters"] if model else []),
-        *(distilled if (folder / CARD).exists() else []),
-        f"{folder}/private.json: number of gradients that were not finite, only for the client itself",
-        *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if configured else in_python),
+        "guarantee.html: the guarantee of every client, and what it does not cover",
+        "result.json: results of every client",
+        *([f"{model}: the trained parameters"] if model else []),
+        *([f"{TENSORS} and {CARD}: the distilled set, and how it was made"] if (folder / CARD).exists() else []),
+        "private.json: how many gradients were not finite; only for the clients",
     ]
+
+
+def _commands(folder: Path, configured: bool) -> list[str]:
+    """Return how to go on; a run without a configuration goes on in Python."""
+    in_python = [f"net.load_state_dict(torch.load({str(folder / one)!r}))  (in Python)" for one in _models(folder)[:1]]
+    search = f"{invocation('sweep')} --config SWEEP.yaml --sweep.distilled {folder}: search on the set"
+    return [
+        *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if configured else in_python),
+        f"{invocation('report')} {folder}: curves and tables on one page",
+        *([search] if (folder / CARD).exists() else []),
+    ]
+
+
+def _models(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("model*.pt"))

@@ -47,25 +47,26 @@ class Table:
     content: Mapping[str, Any]
 
 
-def read(path: Path) -> RunGroup | Search | Table:
-    """Read what lies at `path`: the folder of a run, of seeds or of a search, or a JSON file with a table.
+def read(path: Path) -> list[RunGroup | Search | Table]:
+    """Read what lies at `path`: the folder of a run, of seeds or of a search, or a JSON file with one table or several.
 
     Raises UserError if it is none of them, or a file cannot be read.
     """
     if path.is_file():
-        table = _json(path)
-        require("numbers" in table, "RUN", "be a folder, or a JSON table of experiments.papers", str(path))
-        return Table(path.stem, table)
+        tables = _json(path, list)
+        fits = all(isinstance(table, dict) and "numbers" in table for table in tables)
+        require(fits, "RUN", "be a folder, or JSON tables of experiments.papers", str(path))
+        return [Table(str(table.get("name", path.stem)), table) for table in tables]
     if (path / "options.yaml").is_file():
         run = read_run(path)
-        return RunGroup(path.resolve().name, (run,), str((run.result or {}).get("guarantee", "")))
+        return [RunGroup(path.resolve().name, (run,), str((run.result or {}).get("guarantee", "")))]
     summary = _json(path / "result.json") if (path / "result.json").is_file() else {}
     if "trials" in summary:
-        return Search(str(summary.get("study", path.name)), summary)
+        return [Search(str(summary.get("study", path.name)), summary)]
     seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
     if seeds:
         runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
-        return RunGroup(path.resolve().name, runs, str(summary.get("guarantee", "")))
+        return [RunGroup(path.resolve().name, runs, str(summary.get("guarantee", "")))]
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
 
@@ -86,12 +87,14 @@ def read_run(folder: Path) -> RunFiles:
     return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, kind: type = dict) -> Any:
+    """Return the JSON object in a file; of the kind `list`, a list of objects, or of the one that it holds."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
-    require(isinstance(content, dict), str(path), "hold a JSON object", type(content).__name__)
+    content = [content] if kind is list and isinstance(content, dict) else content
+    require(isinstance(content, kind), str(path), "hold a JSON object", type(content).__name__)
     return content
 
 

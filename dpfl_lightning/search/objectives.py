@@ -56,12 +56,13 @@ class Outcome:
 class Cost:
     """Upper bound on the privacy cost of a trial for each client: epsilon `[N]` (None means no bound) and delta `[N]`.
 
-    `caveats` state what these epsilons do not cover; they are always shown with the epsilons.
+    `caveats` state what these epsilons do not cover; they are always shown with the epsilons. `names` are the clients'.
     """
 
     epsilon: tuple[float | None, ...]
     delta: tuple[float, ...]
     caveats: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 def objective(sweep: SweepOptions, options: Options) -> Objective:
@@ -141,7 +142,7 @@ class ProxyObjective:
         for name, value in clients.items():
             single = isinstance(value, int | float) or value is None
             advice = f"Set sweep.training.{name}, or give all clients the same value."
-            require(single, f"clients.{name}", "be one number if nets are trained on a set", value, advice)
+            require(single, f"clients.{name}", "be one number if models are trained on a set", value, advice)
         if clients.get("batch_size", 0) is None:
             clients["batch_size"] = max(len(records[1]) for _, records in self._parts)
         return dataclasses.replace(self._training, **clients)
@@ -166,7 +167,7 @@ def _training(
 def _public_of(options: Options, distilled: DistilledSet | None) -> tuple[Tensor, Tensor] | None:
     """Return the run's public records, or None if it has none and needs none."""
     count = options.data.public_records
-    must = "be false with objective set: its nets would be scored on records that clients hold"
+    must = "be false with objective set: its models would be scored on records that clients hold"
     require(not options.data.use_public, "data.use_public", must, True)
     if distilled is None:
         advice = "Or search on a distilled set: --sweep.distilled runs/NAME."
@@ -192,7 +193,7 @@ def _check_set(options: Options, distilled: DistilledSet) -> None:
     if set_data.get("use_public"):
         # Its clients held all but the last sixth of the public records, which was the test set of that run.
         most, others = public // 6, "the public records from which the set was not distilled"
-    advice = "With 0, nets are scored on held-out images of the set."
+    advice = "With 0, models are scored on held-out images of the set."
     count = options.data.public_records
     require(count <= most, "data.public_records", f"be at most {most}, {others}", count, advice)
 
@@ -215,9 +216,9 @@ def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
     """Return, for each net, which records are held out, `[n]` bool: a share of every class, different for each net."""
     counts = torch.bincount(y)
     fewest = int(counts[counts > 0].min())
-    advice = "Make more images of each class, or set data.public_records, on which nets are then scored."
+    advice = "Make more images of each class, or set data.public_records, on which models are then scored."
     require(fewest >= 2, "sweep.distilled", "have 2 records of each class, one of them to hold out", fewest, advice)
-    must = f"be at most {fewest}, the number of records of the rarest class, as each net is scored on other records"
+    must = f"be at most {fewest}, the number of records of the rarest class, as each model is scored on other records"
     require(networks <= fewest, "sweep.networks", must, networks, advice)
     folds, fold_of = max(networks, _FEWEST_FOLDS), torch.empty_like(y)
     order = torch.from_numpy(public_generator(seed, "held-out records of a sweep").permutation(len(y)))
@@ -324,7 +325,8 @@ def _planned(loop: FederatedLoop) -> Cost:
     for one in promises:
         unproven = [one.sampling] if one.sampling == SAMPLINGS["shuffle"] else []
         caveats |= dict.fromkeys([*unproven, *one.unprotected, *one.caveats])
-    return Cost(tuple(map(finite_or_none, most)), tuple(schedule.delta for schedule in clients), tuple(caveats))
+    deltas = tuple(schedule.delta for schedule in clients)
+    return Cost(tuple(map(finite_or_none, most)), deltas, tuple(caveats), loop.facts.names)
 
 
 class _Reporting(Strategy, Callback):

@@ -9,9 +9,9 @@ from dpfl_lightning.errors import nearest, require
 
 #: score of a trial -> whether larger is better
 SCORES = {"accuracy": True, "num_params": False, "seconds": False}
-#: sections of a run that apply to nets trained on a set
+#: sections of a run that apply to models trained on a set
 _ON_A_SET = ("model", "clients", "data", "engine")
-#: options that apply to nets trained on a set only
+#: options that apply to models trained on a set only
 _ONLY_SET = ("distilled", "networks", "training")
 
 
@@ -28,10 +28,10 @@ class SweepOptions:
             distributed to its clients) or private (the run on its clients' records; every trial is charged to them in
             full).
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
-            records. Nets are scored on public records on which they were not trained; if there are none, on held-out
+            records. Models are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.
         networks: (objective set) number of models per trial, from different initialisations, >= 1.
-        training: (objective set) how a net is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
+        training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
         trials_with: dotted key -> value that applies to trials only, such as fewer rounds; best.yaml does not contain
             it. It cannot make other records public.
@@ -84,5 +84,5 @@ def check(sweep: SweepOptions) -> None:
         must = f"be left out if clients.{name} is given for trials, because it would replace that value"
         require(not searched or name not in sweep.training, f"sweep.training.{name}", must, sweep.training.get(name))
     for key, value in sweep.trials_with.items():
-        must = f"be a key of {', '.join(_ON_A_SET)} with objective set, whose nets ignore all other keys"
+        must = f"be a key of {', '.join(_ON_A_SET)} with objective set, whose models ignore all other keys"
         require(key.split(".")[0] in _ON_A_SET, f"sweep.trials_with.{key}", must, value)

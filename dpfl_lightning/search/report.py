@@ -48,13 +48,23 @@ def table(trials: Sequence[Trial], best: Sequence[Trial], better: Mapping[str, b
         chosen = sorted(complete, key=lambda one: one.scores[name], reverse=better[name])[:_MOST_ROWS]
         title = f"The best {len(chosen)} of {len(complete)} complete trials"
     keys = list(dict.fromkeys(key for one in chosen for key in one.found))
-    rows: list[list[object]] = [["trial", "accuracy", "parameters", "seconds", *keys]]
+    rows: list[list[object]] = [["trial", "accuracy", "parameters", "seconds", *_short(keys)]]
     for one in chosen:
         known = {**one.facts, **one.scores}
         accuracy = f"{known['accuracy']:.2%}" if "accuracy" in known else "-"
         drawn = [value_text(one.found[key]) if key in one.found else "-" for key in keys]
         rows.append([one.number, accuracy, f"{known['num_params']:,.0f}", f"{known['seconds']:.1f}", *drawn])
     return f"{title}:\n{columns(rows)}"
+
+
+def _short(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each dotted key where no other key has the same.
+
+    >>> _short(["model.width", "clients.name", "model.name"])
+    ['width', 'clients.name', 'model.name']
+    """
+    last = [key.rpartition(".")[2] for key in keys]
+    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
 def counted(trials: Sequence[Trial]) -> str:
@@ -84,6 +94,7 @@ def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | Non
         "epsilon": [one if math.isfinite(one) else None for one in totals],
         "delta": list(map(math.fsum, columns_of["delta"])),
         "caveats": list(dict.fromkeys(words for cost in costs for words in cost.get("caveats", ()))),
+        "names": list(costs[0].get("names", ())),
     }
 
 
@@ -94,18 +105,18 @@ def _bound(spent: float | None) -> float:
 def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
     """Describe the cost of the search for its clients in text and a table. The caveats follow the first epsilon."""
     numbers = list(map(_bound, cost["epsilon"]))
-    most = numbers.index(max(numbers))
+    most, names = numbers.index(max(numbers)), cost.get("names") or range(len(numbers))
     delta = delta_text(max(cost["delta"]))
     words = (
         f"PRIVATE: {trials} trials on the clients' records, each of them a separate release. Together with the choice "
         f"made from them, they cost a record of a client at most epsilon {epsilon(numbers[most])} at delta "
-        f"{delta} (client {most} has the largest epsilon; the whole budgets of all trials are added up). A later run "
-        "on the same clients adds its epsilon and delta."
+        f"{delta} (client {names[most]} has the largest epsilon; the whole budgets of all trials are added up). A "
+        "later run on the same clients adds its epsilon and delta."
     )
     words = " ".join([words, *(f"Caveat: {caveat.rstrip('.')}." for caveat in cost["caveats"])])
     if len(numbers) > _MOST_CLIENTS:
         return words
-    rows = [[client, epsilon(value), delta_text(cost["delta"][client])] for client, value in enumerate(numbers)]
+    rows = zip(names, map(epsilon, numbers), map(delta_text, cost["delta"]), strict=True)
     return f"{words}\n{columns([['client', 'epsilon', 'delta'], *rows])}"
 
 

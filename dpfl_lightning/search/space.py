@@ -20,7 +20,7 @@ SEARCHED = {
 }
 _NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "privacy.signing_keys")
 _WHY = {
-    "set": "Other keys do not affect nets that the server trains on a set. Objective public searches the whole run.",
+    "set": "Other keys do not affect models that the server trains on a set. Objective public searches the whole run.",
     "public": "A search cannot choose the data, nor how the run is executed and reported.",
     "private": "The cost of every trial must be known before the first one.",
 }

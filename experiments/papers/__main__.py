@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ _FLAG_OF = {"seed": "--seeds", "output_dir": "--runs"}
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status: 1 if a cell could not be made, else 0."""
     set_by_user, words = split(sys.argv[1:] if argv is None else argv)
     options = _parse(words)
     require(launched().size == 1, "reproduce", "be one process", launched().size, "--jobs makes several cells at once.")
@@ -42,9 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides, free = _sorted_out(set_by_user)
     for experiment in chosen:
         _check_overrides(experiment, overrides)
+    if not options.json:
+        return _made_and_shown(chosen, options, overrides, free)
+    with contextlib.redirect_stdout(sys.stderr):  # so that the JSON is alone on standard output
+        status = _made_and_shown(chosen, options, overrides, free)
+    tables = [as_dict(one, one.scale(options.scale), options.results, overrides) for one in chosen]
+    print(json.dumps(tables[0] if len(tables) == 1 else tables))
+    return status
+
+
+def _made_and_shown(
+    chosen: Sequence[Experiment], options: argparse.Namespace, overrides: Overrides, free: Sequence[str]
+) -> int:
     if options.page:
         page(options.page, options.results)
-    runner = RunnerOptions(fit, options.results, options.runs, free, options.again)
+    runner = RunnerOptions(fit, options.results, options.runs, tuple(free), options.again)
     complete = options.show or _make_missing(chosen, options, overrides, runner)
     if not options.no_table:
         _report(chosen, options, overrides, free)
@@ -87,7 +101,7 @@ def _make_all(cells: Sequence[Cell], runner: RunnerOptions, jobs: int | None) ->
 def _report(
     chosen: Sequence[Experiment], options: argparse.Namespace, overrides: Overrides, free: Sequence[str]
 ) -> None:
-    """Print tables, and write figures, the page, JSON and MLflow runs."""
+    """Print tables, and write figures, the page and MLflow runs."""
     for experiment in chosen:
         scale = experiment.scale(options.scale)
         figure = _draw(experiments()[experiment.name], scale, options.results, overrides)  # with all rows
@@ -97,9 +111,6 @@ def _report(
             _track(experiment, scale, text, figure, overrides, free)
     if options.page:
         options.page.write_text(page(options.page, options.results), encoding="utf-8")
-    if options.json:
-        tables = [as_dict(one, one.scale(options.scale), options.results, overrides) for one in chosen]
-        print(json.dumps(tables[0] if len(tables) == 1 else tables))
 
 
 def _draw(experiment: Experiment, scale: str, results: Path, overrides: Overrides) -> Figure | None:
@@ -179,7 +190,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--again", action="store_true", help="make finished cells again")
     add("--show", action="store_true", help="run nothing: only show finished cells")
     add("--jobs", type=int, metavar="N", help="trained cells at once (as many as keep all cores busy)")
-    add("--json", action="store_true", help="print one JSON object on the last line")
+    add("--json", action="store_true", help="print one JSON object, or a list of several tables; text goes to stderr")
     add("--page", type=Path, metavar="FILE", help="write the tables between this Markdown page's marks")
     add("--no_table", action="store_true", help="only make cells: show no table, track no figure")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"finished cells ({RESULTS})")

@@ -1,5 +1,7 @@
 """Records that are whole numbers, tuples or dictionaries of tensors, and records that are read when they are drawn."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -210,3 +212,30 @@ def test_lazy_inputs_are_read_once_before_the_run_and_checked_again(tmp_path):
     values[3] = np.nan
     with pytest.raises(UserError, match="`client 0: x` must be finite"):
         lazy.x[torch.tensor([3])]
+
+
+@pytest.mark.parametrize("token", [20, -1])
+def test_tokens_beyond_the_embedding_are_refused_before_anything_is_charged(token, make_loop, tmp_path):
+    clients = clients_of("words")
+    clients["rome"][0][5, 2] = token
+    people = Population.from_datasets(clients, num_classes=2, held_out=0)
+    with pytest.raises(UserError, match=r"got a record of client rome that it cannot.*num_embeddings"):
+        make_loop(people, ClientModule(Words()))
+    assert not list(tmp_path.iterdir())
+    test = clients.pop("rome")
+    with pytest.raises(UserError, match="a record of the test set"):
+        make_loop(Population.from_datasets(clients, test, num_classes=2, held_out=0), ClientModule(Words()))
+
+
+@pytest.mark.parametrize(("records", "words"), [(["a b", "c"], "Tokenise text"), ([[1, 2], [3]], "pad or cut")])
+def test_text_and_ragged_tokens_say_what_to_do(records, words):
+    with pytest.raises(UserError, match=f"`client berlin` must hold numbers.*{words}"):
+        Population.from_datasets({"berlin": (records, [0, 1])}, num_classes=2)
+
+
+def test_torch_does_not_warn_of_slow_layers(make_loop):
+    bag = nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_loop(population_of("words"), ClientModule(bag), private(), rounds=1, engine="serial").run()
+    assert not [one for one in caught if "performance drop" in str(one.message)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
@@ -64,7 +64,11 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
 @pytest.mark.parametrize(
     "changes, choices, message",
     [
-        ({}, {"client": "clinic"}, r"`client` must name columns of the table \(hospital, age, sex, outcome\), got 'cl"),
+        (
+            {},
+            {"client": "clinic"},
+            r"`client` must name a column of the table \(hospital, age, sex, outcome\), got 'cl",
+        ),
         ({}, {"features": ["age", "sex", "bmi"]}, "`features` must name columns of the table .*got 'bmi'"),
         ({}, {"categories": {}}, r"`client berlin: sex` must hold numbers, got .*categories=\{\"sex\": "),
         ({}, {"categories": {"sex": ["f"]}}, "`client berlin: sex` must hold the given categories only, .*got 'm'"),
@@ -75,7 +79,9 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
         ({"hospital": [None, *["rome"] * 59]}, {}, "`df: hospital` must name a client in every row"),
         ({}, {"scale": {"age": (50, 0)}}, "`scale: age` must be the public mean and standard deviation"),
         ({}, {"scale": {"bmi": (50, 1)}}, r"`scale` must be of columns of features \(age, sex\), got \['bmi'\]"),
-        ({}, {"test": "nowhere.csv"}, "`df` must be a DataFrame or the path of a file, got 'nowhere.csv'"),
+        ({}, {"test": "nowhere.csv"}, "`df` must be .* the path of a file, got 'nowhere.csv'. There is no such file"),
+        ({}, {"label": "Outcome"}, "`label` must name a column .*got 'Outcome'. Did you mean `outcome`?"),
+        ({}, {"features": ["Age"]}, "`features` must name columns .*got 'Age'. Did you mean `age`?"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused_by_column_and_client(changes, choices, message):
@@ -119,7 +125,9 @@ class Data(L.LightningDataModule):
         self.test = numbers(5)
 
     def train_dataloader(self):
-        return self.loaders({name: DataLoader(numbers(n), 3) for name, n in (("rome", 6), ("berlin", 4))})
+        return self.loaders(
+            {name: DataLoader(numbers(n), 32, shuffle=True) for name, n in (("rome", 6), ("berlin", 4))}
+        )
 
     def val_dataloader(self):
         return DataLoader(numbers(3))
@@ -131,7 +139,8 @@ class WithTestSet(Data):
 
 
 def made(datamodule, **options) -> Population:
-    with pytest.warns(UserNotice, match="batch size, sampler and collate_fn of the loaders are ignored"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserNotice)  # nothing of these loaders is lost
         return Population.from_datamodule(datamodule, num_classes=2, held_out=0, **options)
 
 
@@ -158,6 +167,19 @@ def test_the_records_of_one_loader_are_divided_by_client():
         ):
             with pytest.raises(UserError, match=f"`client` must .*{message}"):
                 Population.from_datamodule(one, client=client)
+
+
+def test_what_is_lost_of_a_loader_is_said_at_the_users_line():
+    sampler = WeightedRandomSampler([1.0] * 6, 6)
+    for options, words in (
+        ({"batch_size": 64}, "batch_size 64 of"),
+        ({"sampler": sampler, "collate_fn": list}, "collate_fn, sampler of"),
+        ({"batch_sampler": [[0], [1]]}, "batch_sampler of"),
+    ):
+        module = Data(lambda loaders, given=options: {"rome": DataLoader(numbers(6), **given)})
+        with pytest.warns(UserNotice, match=f"{words} the loaders are ignored") as caught:
+            Population.from_datamodule(module, num_classes=2)
+        assert caught[0].filename == __file__
 
 
 # ---- folders of images

@@ -199,7 +199,7 @@ def test_counts_stay_with_the_client(make_loop):
         assert all(client["epsilon_spent"] > 0 for client in result.clients)
         lines = watcher._text.replace(str(loop.output_dir), "FOLDER").splitlines()
         shown.append([line for line in lines if "finite" in line])
-    assert shown[0] == shown[1] and len(shown[0]) == 1 and "FOLDER/private.json" in shown[0][0]
+    assert shown[0] == shown[1] and len(shown[0]) == 1 and "private.json: how many" in shown[0][0]
 
 
 # ---- `privacy.diagnostics`

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
 
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
@@ -21,6 +23,30 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 def a_strategy(**members):
     return type("Odd", (Strategy,), members)()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clients": {"batch_size": 32}}, "}. Write ClientOptions(batch_size=32)."),
+        (
+            {"privacy": {"epsilon": 2.0}},
+            "`privacy` must be PrivacyOptions, got {'epsilon': 2.0}. Write PrivacyOptions(",
+        ),
+        (
+            {"strategies": ["fedprox"]},
+            "Strategy, got 'fedprox'. Write strategies=dpfl_lightning.strategies.build({\"fed",
+        ),
+        ({"strategies": [Uniform]}, "Write Uniform(...)."),
+        ({"strategies": Uniform()}, "`strategies` must be a list of strategies"),
+        ({"engine": "quick"}, "`engine` must be one of fast, serial"),
+        ({"population": [1]}, "`population` must be a Population, got 'list'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_with_the_way_out(options, words):
+    usual = {"population": blobs(), "module": small_net(), "rounds": 1, "privacy": None}
+    with pytest.raises(UserError, match=re.escape(words)):
+        FederatedLoop(**{**usual, **options})
 
 
 @pytest.fixture
@@ -43,6 +69,10 @@ def test_a_run_learns_and_leaves_its_record(learnt):
     accuracies = torch.tensor([client["accuracy"] for client in result.clients], dtype=torch.float64)
     assert bool((accuracies >= 0).all()) and bool((accuracies <= 1).all())
     assert result.accuracy_mean == pytest.approx(float(accuracies.mean()))
+    history = result.history()
+    assert [one["round"] for one in history] == [1, 2, 3, 4, 5]
+    assert history[-1]["test_accuracy"] == result.test_accuracy
+    assert history[-1]["clients"]["epsilon"]["0"] == result.clients[0]["epsilon_spent"]
     assert result.accuracy_std == pytest.approx(float(accuracies.std(correction=0)))
     assert result.accuracy_worst == float(accuracies.min()) == written["accuracy_worst"]
     for words in ("record", "add or remove", "Poisson", "0.001", "Not covered"):

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import warnings
 
 import lightning as L
 import pytest
@@ -115,7 +116,10 @@ def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, o
 
 def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
     for kind, *expected in ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False)):
-        adapted = make_loop(module=kind()).module.adapted
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = make_loop(module=kind()).module.adapted
+        assert any("runs for each record alone" in str(one.message) for one in caught) == (kind is OfInputs)
         assert [adapted.part, adapted.unreduced] == expected and adapted.whole == (kind is OfInputs)
 
 
@@ -290,7 +294,7 @@ def test_a_loss_that_fails_for_one_record_is_refused(make_loop):
 
 def test_metrics_of_forward_beside_the_loss_of_a_child_are_said(make_loop):
     module = step(lambda self, x, y: F.cross_entropy(self.net(x), y), forward=lambda self, x: -self.net(x))
-    with pytest.warns(UserNotice, match="does not call forward"):
+    with pytest.warns(UserNotice, match="does not call forward, whose outputs give accuracy"):
         loop = make_loop(module=module, rounds=1)
     result = loop.run()
     x, y = (part[loop.population.test] for part in (loop.population.x, loop.population.y))

@@ -275,6 +275,8 @@ def test_what_does_not_fit_is_refused_before_a_run():
     wrong = ClientModule(nn.Linear(4, 1), metrics=["auroc", "mae"])
     with pytest.raises(UserError, match=r"`evaluation.metrics` must name metrics of task binary \(auroc.*got 'mae'"):
         check_fits(wrong, population("binary"))
+    with pytest.raises(UserError, match=r"`evaluation.metrics` .* got 'AUC'. Did you mean `auroc`?"):
+        check_fits(ClientModule(nn.Linear(4, 1), metrics=["AUC"]), population("binary"))
     people = population("multilabel")
     people.y[0, 0] = 2
     with pytest.raises(UserError, match="`y` must hold 0 or 1 for each label of task multilabel"):

@@ -64,8 +64,8 @@ def test_a_table_is_made_shown_and_skipped_the_next_time(capsys, places, tmp_pat
     page.write_text("<!-- papers example.digits small -->\n<!-- /papers -->\n")
     argv = ["example.digits", "--columns", "epsilon4", *places]
     assert main([*argv, *QUIET, "--json", "--page", str(page)]) == 0
-    printed = capsys.readouterr().out
-    shown = json.loads(printed.splitlines()[-1])
+    out, printed = capsys.readouterr()
+    shown = json.loads(out)
     assert shown["missing"] == 0 and len(shown["numbers"]) == 2 and all(one["ours"] for one in shown["numbers"])
     assert "cell 1 of 2, example.digits: epsilon4, uniform, seed 0: about" in printed and "round 2/2" in printed
     assert "| uniform weights " in printed and "| uniform weights " in page.read_text()

@@ -144,7 +144,7 @@ def test_the_summary(show, tmp_path):
     for name in ("model.pt", "distilled.pt", "distilled.json"):
         (tmp_path / name).touch()
     built_in_python = " ".join(show([], {}).split())
-    assert f"in Python: net.load_state_dict(torch.load('{tmp_path}/model.pt'))" in built_in_python
+    assert f"net.load_state_dict(torch.load('{tmp_path}/model.pt')) (in Python)" in built_in_python
     assert "evaluate" not in built_in_python
     text = show([{}] * 3, {}, next_steps=["mlflow ui [here]"], options={"rounds": 10})
     summary = text[text.index("epsilon spent") :]
@@ -155,9 +155,10 @@ def test_the_summary(show, tmp_path):
         "Test accuracy 50.00% after 10 rounds in 1 min 01 s, 1 min 00 s of it in rounds (2,000 records/s); all 10 "
         "rounds are done.",
         "Guarantee: (3, 0.001)-differential privacy per record.",
-        f"{tmp_path}/result.json",
-        f"{tmp_path}/model.pt",
-        f"{tmp_path}/distilled.pt and distilled.json: the distilled set, and how it was made",
+        f"Where to look next, in {tmp_path}: guarantee.html:",
+        "result.json: results of every client model.pt: the trained parameters",
+        "distilled.pt and distilled.json: the distilled set, and how it was made",
+        f"python -m dpfl_lightning.report {tmp_path}",
         f"--sweep.distilled {tmp_path}: search on the set",
         f"python -m dpfl_lightning.evaluate {tmp_path}",
         "mlflow ui [here]",

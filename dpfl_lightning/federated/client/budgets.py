@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages.facts import ClientSettings
@@ -27,6 +27,7 @@ from dpfl_lightning.privacy.ledger.results import FILTER
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
+NameOf = Callable[[int], str]  # the name of a client, for messages
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
 _FOREIGN = (
     "Lines were appended while the run was interrupted, or another version chose the noise. Restore the run's ledger, "
@@ -34,11 +35,11 @@ _FOREIGN = (
 )
 
 
-def check_budgets(schedule: RunSchedule, settings: Sequence[ClientSettings]) -> None:
+def check_budgets(schedule: RunSchedule, settings: Sequence[ClientSettings], name_of: NameOf = str) -> None:
     """Raise UserError if the schedule of a run plans more than the budget of a client: strategies may only lower it."""
     for client, (client_settings, planned) in enumerate(zip(settings, schedule.clients, strict=True)):
         budget, target = (client_settings.epsilon, client_settings.delta), (planned.target_epsilon, planned.delta)
-        must = f"plan at most the budget of client {client}, (epsilon, delta) = {budget}"
+        must = f"plan at most the budget of client {name_of(client)}, (epsilon, delta) = {budget}"
         within = target[0] <= budget[0] and target[1] <= budget[1]
         require(within, "plan_run", must, target, "A strategy may lower a budget, not raise it.")
 
@@ -67,7 +68,9 @@ class Budgets:
         simulated: bool,
         caveats: Sequence[str],
         unprotected: Sequence[str],
+        name_of: NameOf = str,
     ) -> None:
+        self.name_of = name_of
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
@@ -111,8 +114,9 @@ class Budgets:
         planned = self.schedule.planned(charge.client, charge.purpose)
         if charge.event != planned.event:
             raise RuntimeError(
-                f"client {charge.client} was to release {charge.event} in round {charge.round}, but its schedule plans "
-                f"{planned.event} for {charge.purpose!r}: a strategy that changes mechanisms declares it in `plan_run`"
+                f"client {self.name_of(charge.client)} was to release {charge.event} in round {charge.round}, but its "
+                f"schedule plans {planned.event} for {charge.purpose!r}: a strategy that changes mechanisms declares "
+                "it in `plan_run`"
             )
         return self._is_charged(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
 
@@ -120,7 +124,8 @@ class Budgets:
         """Whether a simulation repeats a release that was charged before an interruption. UserError if by another."""
         known = self.ledger.charges(charge.client, charge.round)
         if charge.number < len(known) and known[charge.number] != charge:
-            whose = f"charge {charge.number} of client {charge.client} in round {charge.round} pays for, {charge.event}"
+            client = self.name_of(charge.client)
+            whose = f"charge {charge.number} of client {client} in round {charge.round} pays for, {charge.event}"
             raise UserError(f"`{self.ledger.path}` must hold what {whose}, got {known[charge.number]}. {_FOREIGN}")
         return charge.number < len(known)
 
@@ -143,7 +148,7 @@ class Budgets:
         self._check_ledger(schedule)
         for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
-                raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
+                raise RuntimeError(f"client {self.name_of(client)} has a budget, which its new schedule changes")
             _check_filter(after)
         self._check_fits(schedule)
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
@@ -156,7 +161,8 @@ class Budgets:
         costs = dict(zip(plans, epsilons.tolist(), strict=True))
         for client, (cost, plan) in enumerate(zip(once_each(costs.__getitem__, protected), protected, strict=True)):
             if not cost <= plan.target_epsilon * (1 + 1e-6) + 2e-6:  # the last digit is rounded
-                must = f"plan releases of client {client} that cost at most its budget {plan.target_epsilon:g}"
+                budget = f"its budget {plan.target_epsilon:g}"
+                must = f"plan releases of client {self.name_of(client)} that cost at most {budget}"
                 require(False, "plan_run", must, cost, "Solve the noise with `view.solve`.")
 
     def _check_ledger(self, schedule: RunSchedule) -> None:
@@ -170,8 +176,8 @@ class Budgets:
                 known, most = allowed.get(purpose, ((), 0))
                 if len(events) > most or not {*events} <= {*known}:
                     raise UserError(
-                        f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got "
-                        f"{len(events)} releases for {purpose!r} of other noise or number. {_FOREIGN}"
+                        f"`{self.ledger.path}` must hold what the schedule of client {self.name_of(client)} "
+                        f"plans now, got {len(events)} releases for {purpose!r} of other noise or number. {_FOREIGN}"
                     )
         self.ledger.accept()
         self._checked = True

@@ -1,15 +1,18 @@
-"""Random data of the public shape of a population, for checks and timing without private records."""
+"""Checks before a run that a module fits the records, and timing, on random data of their public shape."""
 
 import copy
 import time
+import warnings
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
+from dpfl_lightning.federated.client.draws import drawing_alike as _drawing_alike
+from dpfl_lightning.federated.client.draws import generator_states as _generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.metrics import check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
@@ -17,6 +20,8 @@ from dpfl_lightning.models.tasks import described
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
+
+_SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 
 
 def dummy_batch(population: Population, records: int, device: torch.device) -> Batch:
@@ -58,15 +63,20 @@ def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
     Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
-    record, gives a record another loss among other records, with dropout and without, or changes its buffers.
+    record, gives a record another loss among other records, with dropout and without, or changes its buffers; and if
+    it cannot take the smallest and the largest whole numbers of the records, such as tokens beyond an embedding.
+
+    From here on torch does not warn that `vmap` is slow for a layer, which no user can change.
     """
+    if not any(one[1] is not None and one[1].pattern == _SLOW_VMAP for one in warnings.filters):
+        warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
     module.check_optimizer(learning_rate=0.1)
     records = min(max(8, population.num_classes), 32)  # most classes
     module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
     x, y = dummy_batch(population, records=2, device=module.device)
     try:
         with torch.no_grad():
-            with drawing_alike(module.device):
+            with _drawing_alike(module.device):
                 output = module.output(module.named_trainable, x)
             module.task = task = module.infer_task(output, y, population.num_classes)
             if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
@@ -87,6 +97,46 @@ def check_fits(module: ClientModule, population: Population) -> None:
     task.check(population.y)
     check_metrics(module.metrics, task)
     _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
+    _check_whole_numbers(module, population)
+
+
+@torch.no_grad()
+def _check_whole_numbers(module: ClientModule, population: Population) -> None:
+    """Refuse whole numbers in the records that the net cannot take: run it on the extremes of each position.
+
+    It runs on the CPU, because on a GPU a number beyond a table would be no error but the end of the process. Records
+    that are read lazily are not checked.
+
+    **Privacy** The error names the client whose record does not fit, and no value.
+    """
+    x, y = population.x, population.y
+    if isinstance(x, LazyInputs):
+        return
+    whole = [leaf.flatten(1) for leaf in tree_leaves(x) if leaf.dtype == torch.long]
+    if not whole or not len(y):
+        return
+    rows = torch.cat([end for leaf in whole for end in (leaf.argmin(dim=0), leaf.argmax(dim=0))]).unique()
+    module = copy.deepcopy(module).cpu()
+
+    def fits(rows: torch.Tensor) -> bool:
+        try:
+            inputs = tree_map(lambda part: part.cpu(), take(x, rows))
+            module.sample_loss(module.named_trainable, inputs, y[rows].cpu())
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return True
+
+    with evaluating(module.net), _drawing_alike(module.device):
+        row = next((row for some in rows.split(64) if not fits(some) for row in some if not fits(row[None])), None)
+    if row is not None:
+        owned = zip(population.train_of, population.held_out_of, strict=True)
+        owner = next((i for i, parts in enumerate(owned) if any((part == row).any() for part in parts)), None)
+        whose = "the test set" if owner is None else f"client {population.name_of(owner)}"
+        raise UserError(
+            f"`data` must hold whole numbers that the model can take, got a record of {whose} that it cannot. Tokens "
+            "are from 0 to below the num_embeddings of nn.Embedding, the public size of the vocabulary: enlarge it, or "
+            "map other tokens into this range."
+        )
 
 
 @torch.no_grad()
@@ -94,7 +144,7 @@ def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
     """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
     with evaluating(module.net):
         before = _copied_buffers(module)
-        with drawing_alike(module.device):
+        with _drawing_alike(module.device):
             module.sample_loss(module.named_trainable, x, y)
         changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
         isolated = _isolated(module, x, y)
@@ -117,17 +167,17 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     def losses(x: Inputs, y: Tensor) -> Tensor:
         buffers = _copied_buffers(module)
         try:
-            with drawing_alike(module.device):
+            with _drawing_alike(module.device):
                 return module.sample_loss(module.named_trainable, x, y)
         finally:  # some layers update buffers in training that have nothing to do with records
             for name, value in module.net.named_buffers():
                 value.copy_(buffers[name])
 
     def same(x: Inputs, tolerance: float) -> bool:
-        with drawing_alike(module.device):
-            before = generator_states(module.device)
+        with _drawing_alike(module.device):
+            before = _generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
-            draws = generator_states(module.device) != before
+            draws = _generator_states(module.device) != before
         alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
         def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:

@@ -44,6 +44,7 @@ class LightningLoss:
         self.part: str | None = None  # name of the child whose outputs `loss` takes; "" is the module itself
         self.example: Any = None
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
+        self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
 
     def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int) -> None:
@@ -64,21 +65,21 @@ class LightningLoss:
                     for p, some_x, some_y in _trials(params, x, y, num_classes):
                         self._require_mean_of_records(p, some_x, some_y)
                         ways = [way for way in ways if self._agrees(output, *way, p, some_x, some_y)]
+            self.calls_forward = self._calls_forward(x, y)
         changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
         must = "not keep anything of a batch for the next call"
         require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
         self.whole = not ways
         self.part, self.unreduced = ways[0] if ways else (None, False)
 
-    def calls_forward(self, x: Any, y: Tensor) -> bool:
-        """Whether `training_step` calls the module itself, on whose outputs metrics are computed."""
+    def _calls_forward(self, x: Any, y: Tensor) -> bool:
         called, forward = [], self.module.forward
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             called.append(True)
             return forward(*args, **kwargs)
 
-        with torch.no_grad(), self._silent(), _replaced([(self.module, {"forward": noted})]):
+        with self._silent(), _replaced([(self.module, {"forward": noted})]):
             _step(self.module, x, y)
         return bool(called)
 
@@ -220,13 +221,13 @@ def of_one_refused(method: str, reason: str) -> UserError:
 def _trials(params: Params, x: Any, y: Tensor, num_classes: int) -> Iterator[tuple[Params, Any, Tensor]]:
     """Yield parameters, records and labels of several classes, on which ways to compute a loss are compared."""
     generator = torch.Generator().manual_seed(0)
-    for scale in (1.0, 5.0):
-        labels = y.roll(int(scale), 0)
+    for number, scale in enumerate((1.0, 5.0)):
+        labels = y.roll(number, 0)
         if not y.is_floating_point():
             known = num_classes if y.dim() == 1 else 2  # labels of several positions may all be 0 or 1
-            spread = torch.arange(len(y), device=y.device) * max(1, known // len(y)) % known
+            spread = torch.arange(len(y), device=y.device) * max(1, known // len(y)) + number
             labels = labels.clone()
-            labels.view(len(y), -1)[:, 0] = spread.roll(int(scale) - 1).to(y.dtype)
+            labels.view(len(y), -1)[:, 0] = (spread % known).to(y.dtype)
         moved = {
             name: 0.9 * p + 0.05 * torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
             for name, p in params.items()

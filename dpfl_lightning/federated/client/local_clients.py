@@ -41,7 +41,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     """What the server may know about a population; `extra` are further fields of `Facts`."""
     truth = None if population.groups is None else {"groups": population.groups}
     shape = population.num_records, population.num_classes, population.input_shape
-    return Facts(*shape, truth=truth, names=population.names, **extra)
+    return Facts(*shape, truth=truth, names=population.names, empty_x=population.empty_batch[0], **extra)
 
 
 class LocalClients:
@@ -82,7 +82,7 @@ class LocalClients:
         return 0 if header is None else int(header.identity.get("rounds", 0))
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
-        check_budgets(plan.schedule, plan.settings)
+        check_budgets(plan.schedule, plan.settings, self.population.name_of)
         for rate in sorted({client.learning_rate for client in plan.settings}):
             self.module.check_optimizer(rate, plan.rounds, max(client.steps for client in plan.settings))
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
@@ -106,7 +106,8 @@ class LocalClients:
         checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, keys)
         drawn, simulated = SAMPLINGS[self.sampling], self.simulated or self.privacy is None
-        self.budgets = Budgets(plan.schedule, self.ledger, accountant, drawn, simulated, plan.caveats, self.unprotected)
+        terms = (accountant, drawn, simulated, plan.caveats, self.unprotected, self.population.name_of)
+        self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
             missing = f"{folder / 'checkpoint.pt'} is missing, so the run starts again"

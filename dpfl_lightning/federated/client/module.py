@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.lightning_loss import (
     LightningLoss,
@@ -143,11 +143,6 @@ class ClientModule(Model, L.LightningModule):
             output = self.output(self.named_trainable, x)
         advice = "Return logits or real numbers, and take the argmax in predict_step."
         require(output.is_floating_point(), "forward", "return floating outputs to evaluate", output.dtype, advice)
-        if self.adapted.whole and not self.adapted.calls_forward(take(x, slice(1)), y[:1]):
-            name = type(self.net).__name__
-            warn_user(
-                f"training_step of {name} does not call forward: metrics are of forward, not of the outputs trained"
-            )
 
     def _check_loss_of_one(self, x: Inputs, y: Tensor) -> None:
         """Raise UserError if `loss` of a subclass works for several records, but not for one."""

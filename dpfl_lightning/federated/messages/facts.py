@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -19,6 +19,7 @@ class Facts:
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.
         names: of the clients, for reports; empty if they have only numbers.
+        empty_x: records [0, *X], a tensor or a tuple or dictionary of tensors: their shapes and dtypes without values.
     """
 
     num_records: tuple[int, ...]
@@ -28,6 +29,7 @@ class Facts:
     reported_epsilon: tuple[float, ...] = ()
     truth: Mapping[str, object] | None = None
     names: tuple[str, ...] = ()
+    empty_x: Any = field(default=None, compare=False, repr=False)
 
     def name_of(self, client: int) -> str:
         """Return the name of a client for reports; its number if it has none."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates, WeightedSum
 from dpfl_lightning.federated.server.callback import answer_of
@@ -64,14 +65,13 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 
 
 def without_lost(
-    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None
+    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts
 ) -> tuple[RoundPlan, Tensor | None]:
     """The plan and the raw weights `[K, C]` without the clients whose release is not finite; warns of them."""
     if not updates.lost:
         return plan, raw_weights
-    warn_user(
-        f"round {plan.round}: the updates of clients {updates.lost} are not finite; they are left out of this round"
-    )
+    names = ", ".join(map(facts.name_of, updates.lost))
+    warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
     return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 

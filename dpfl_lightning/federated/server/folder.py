@@ -15,6 +15,8 @@ from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.runtime.files import write_atomically, write_json
 
+HISTORY = "metrics.jsonl"  # the curves of the run: one line for each round
+
 
 class RunFolder:
     """`options.yaml` and `checkpoint.pt`, after the run also `result.json`, `guarantees.json` and `model.pt`.

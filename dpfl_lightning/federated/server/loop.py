@@ -25,7 +25,8 @@ class ServerLoop(Run):
     """The rounds of a run. See `Run` for its arguments."""
 
     def run(self, resume: bool = False) -> RunResult:
-        """Train all rounds, or (`resume`) those that are left. Under a launcher all ranks call it, and return the same.
+        """Train all rounds, or (`resume`) those that are left. Under a launcher all ranks call it, and return the same;
+        the module is then the trained model on every rank.
 
         Raises UserError if the folder is taken, has nothing to resume, or some clients were lost.
         """
@@ -88,7 +89,7 @@ class ServerLoop(Run):
             return self._unmoved(state, plan)
         raw_weights = aggregate.raw_weights_from_facts(self.strategies, plan, view)  # None: single updates must be seen
         updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights))
-        arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights)
+        arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts)
         if not arrived.clients:
             return self._unmoved(state, plan)
         plan = arrived

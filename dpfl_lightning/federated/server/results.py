@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
+from dpfl_lightning.federated.server.folder import HISTORY
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 
@@ -121,7 +123,7 @@ class RunResult:
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
         model: the trained net, as in `model.pt`, with personal parameters at their initial values. None if the run did
-            not finish, if clients have several models (see `FederatedLoop.client_model`), and on other ranks than 0.
+            not finish, or if clients have several models (see `FederatedLoop.client_model`).
             Not in `result.json`.
     """
 
@@ -154,6 +156,18 @@ class RunResult:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "model": None}  # for other ranks: a user's net may not be picklable
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return one mapping for each round: `round`, the curves by name, and `clients`: curve -> client -> value.
+
+        Names are those of MLflow, such as `test_accuracy`, `test_auroc` and `train_epsilon_max`; values that were not
+        measured are None. `pandas.DataFrame(result.history())` is a table. Empty if the folder of the run is not on
+        this machine. More than 100 clients have no curves each.
+        """
+        path = Path(self.output_dir) / HISTORY
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        rounds = [json.loads(line) for line in lines]
+        return [{"round": one["round"], **one["values"], "clients": one["clients"]} for one in rounds]
 
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}

@@ -93,7 +93,7 @@ class Run:
         caveats = [one for strategy in self.strategies for one in strategy.caveats]
         self.caveats = (*clients.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ()))
         self.accountant = accountant_of(privacy)
-        self.traffic = Traffic(Network.of(network, len(settings), seed))
+        self.traffic = Traffic(Network.of(network, len(settings), seed, facts.names))
         self.totals, self.strategy_notes = RunTotals.start(len(settings)), tuple[str, ...]()
         self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
         self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only

@@ -31,7 +31,7 @@ def client_settings(
 ) -> tuple[ClientSettings, ...]:
     """The settings of all clients; `privacy` None is a run without clipping, noise or guarantee.
 
-    `names` of the clients are for messages; empty if they have only numbers.
+    `names` of the clients are for messages and options by name; empty if they have only numbers.
 
     Raises UserError for a value out of range, or a batch larger than the client's data.
     """
@@ -55,18 +55,20 @@ def client_settings(
         name = key.partition(".")[2]
         if value is not None or name not in columns:
             kind = int if name in ("batch_size", "local_epochs") else float
-            columns[name] = resolve(key, value, count, seed, kind)
+            columns[name] = resolve(key, value, count, seed, kind, names)
     rows = list(zip(*columns.values(), strict=True))
     settings = tuple(once_each(lambda row: ClientSettings(**dict(zip(columns, row, strict=True))), rows))
     _check(settings, privacy, names or range(count))
     return settings
 
 
-def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings], seed: int) -> tuple[float, ...]:
+def reported_epsilons(
+    clients: ClientOptions, settings: Sequence[ClientSettings], seed: int, names: Sequence[str] = ()
+) -> tuple[float, ...]:
     """The budget that each client reports: the true one, unless `clients.reported_epsilon` is set."""
     if clients.reported_epsilon is None:
         return tuple(client.epsilon for client in settings)
-    return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
+    return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed, names=names)
 
 
 def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, names: Sequence[str | int]) -> None:

@@ -123,12 +123,21 @@ _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"
 _REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state_dict", "load_state_dict"}
 
 
+def _way_out(given: object) -> str:
+    """Return what to write instead of something in `strategies` that is no strategy."""
+    if isinstance(given, str):
+        return f'Write strategies=dpfl_lightning.strategies.build({{"{given}": {{}}}}), or import its class.'
+    return f"Write {given.__name__}(...)." if isinstance(given, type) else "Pass callbacks as `callbacks`."
+
+
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
     """Return strategies and callbacks as lists, after checking names of methods, roles, and that they fit together."""
     strategies, callbacks = list(strategies), list(callbacks)
     for strategy in strategies:
-        kind, advice = type(strategy).__name__, "Pass callbacks as `callbacks`."
-        require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", kind, advice)
+        kind = type(strategy).__name__
+        require(
+            isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", strategy, _way_out(strategy)
+        )
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
         require_one_of(("base", "correction", "mask", "route"), f"{kind}.role", strategy.role)
         declared = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")

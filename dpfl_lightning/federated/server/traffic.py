@@ -25,13 +25,13 @@ class Network:
     latency: Sequence[float]
 
     @classmethod
-    def of(cls, options: NetworkOptions, num_clients: int, seed: int) -> Network | None:
+    def of(cls, options: NetworkOptions, num_clients: int, seed: int, names: Sequence[str] = ()) -> Network | None:
         """Return the network of a configuration; None if it simulates none."""
         if options == NetworkOptions():
             return None
 
         def column(name: str) -> Sequence[float]:
-            return resolve(f"network.{name}", getattr(options, name), num_clients, seed)
+            return resolve(f"network.{name}", getattr(options, name), num_clients, seed, names=names)
 
         def seconds(name: str) -> Sequence[float]:
             if getattr(options, name) is None:

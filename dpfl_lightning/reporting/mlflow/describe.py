@@ -12,9 +12,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map
+
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.reporting.mlflow.store import loggable, shown
 from dpfl_lightning.runtime.text import counted, flattened, span
 
@@ -98,6 +102,13 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
         "source": json.dumps(loggable(data), default=str),
         "profile": json.dumps(profile),
     }
+
+
+def example(facts: Facts) -> Inputs:
+    """Return two records of zeros, of the public shapes and dtypes of the clients' records."""
+    if facts.empty_x is None:
+        return torch.zeros(2, *facts.input_shape)
+    return tree_map(lambda part: torch.zeros(2, *part.shape[1:], dtype=part.dtype), facts.empty_x)
 
 
 def program() -> dict[str, str]:

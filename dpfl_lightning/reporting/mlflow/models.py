@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from mlflow.entities import LoggedModelOutput, Metric
@@ -13,6 +14,7 @@ from mlflow.models import Model as ModelFile
 from mlflow.models import infer_signature
 from torch import Tensor, nn
 
+from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.reporting.mlflow.store import Store
 
 _LIBRARIES = ("mlflow", "torch", "numpy", "cloudpickle")
@@ -20,18 +22,23 @@ _CHATTER = ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlfl
 
 
 def log_model(
-    store: Store, run_id: str, name: str, net: nn.Module, example: Tensor, scores: Sequence[Metric], step: int
+    store: Store, run_id: str, name: str, net: nn.Module, example: Inputs, scores: Sequence[Metric], step: int
 ) -> None:
     """Log a net as the model `runs:/<run_id>/<name>`, and its scores, which the run has already.
 
     `example` is an input of the net that is made up: no record of a client may be in it. Loading needs the class of
-    the net: dpfl_lightning, or the user's module, must be installed.
+    the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc` predicts from one tensor to one
+    tensor; other nets are logged without a signature, for `mlflow.pytorch.load_model`.
     """
     import mlflow.pytorch  # takes seconds
 
+    positional, named = arguments(example)
     with torch.no_grad():
-        output = net.eval()(example)
-    arrays = example.numpy(), output.numpy()
+        output = net.eval()(*positional, **named)
+    usage: dict[str, Any] = {}
+    if isinstance(example, Tensor) and isinstance(output, Tensor):
+        arrays = example.numpy(), output.numpy()
+        usage = {"signature": infer_signature(*arrays), "input_example": arrays[0]}
     model = store.client.create_logged_model(store.experiment_id, name, run_id)
     store.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
     file = ModelFile(model.artifact_location, run_id, model_uuid=model.model_id, model_id=model.model_id)
@@ -41,8 +48,7 @@ def log_model(
             net,
             path,
             mlflow_model=file,
-            signature=infer_signature(*arrays),
-            input_example=arrays[0],
+            **usage,
             pip_requirements=[f"{library}=={version(library)}" for library in _LIBRARIES],
             serialization_format="pickle",  # load_model then returns the net itself, for any size of a batch
         )

@@ -153,7 +153,7 @@ class Tracking(Callback):
                 net.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
                 from dpfl_lightning.reporting.mlflow.models import log_model  # takes seconds
 
-                example, of_one = torch.zeros(2, *view.facts.input_shape), scores if len(files) == 1 else ()
+                example, of_one = describe.example(view.facts), scores if len(files) == 1 else ()
                 log_model(self.store, self._run_id, file.stem, net, example, of_one, result.rounds)
         except Exception as error:  # a net may not be picklable, or a server may fail
             why = (str(error).splitlines() or [""])[0][:200].rstrip(".")

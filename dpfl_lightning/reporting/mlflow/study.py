@@ -78,6 +78,7 @@ class SeedsTracking:
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
         self.store, self._tags = Store(experiment, uri), dict(tags or {})
+        self.how_to_open = self.store.how_to_open
 
     def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float] | None) -> str:
         """Start the parent run, or resume that of the same folder, and return its id."""

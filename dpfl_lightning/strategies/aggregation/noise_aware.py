@@ -176,7 +176,7 @@ class NoiseAware(Strategy):
             if self._rule["objective"] == "max_snr":
                 records = [view.facts.num_records[client] for client in clients]
                 self._scale[model_of[rows[0]]] = step_scale(share[rows], steps, records)
-            self._warn_of_few(share[rows], clients)
+            self._warn_of_few(share[rows], clients, view)
         return share
 
     def scale(self, combined: Tensor, view: View) -> Tensor:
@@ -214,14 +214,15 @@ class NoiseAware(Strategy):
         self._diagnostics = estimated.diagnostics
         return _Known(view.round, noise_var, steps, group, mechanism)
 
-    def _warn_of_few(self, share: Tensor, clients: Sequence[int]) -> None:
+    def _warn_of_few(self, share: Tensor, clients: Sequence[int], view: View) -> None:
         effective = float(share.sum() ** 2 / share.square().sum().clamp_min(1e-300))
         if self._warned or len(clients) <= _FEW or effective >= _FEW:
             return
         self._warned = True
         heaviest = int(share.argmax())
+        heaviest_name = view.facts.name_of(clients[heaviest])
         warn_user(
-            f"strategy noise_aware: {effective:.1f} of {len(clients)} clients count (client {clients[heaviest]} has "
+            f"strategy noise_aware: {effective:.1f} of {len(clients)} clients count (client {heaviest_name} has "
             f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. Set max_weight to bound it."
         )
 

@@ -45,12 +45,12 @@ class Clustered(GroupingStrategy):
     mixture to the updates. Up to `switch_round` each client's model is drawn from its memberships. After that each
     client chooses a model by its loss.
 
-    The base rule works within each group. Name this strategy before selections (`uniform_selection`), whose quotas are
-    for the later rounds, and before strategies that pull towards the round's model. In later rounds, clients that do
-    not take part are asked to choose, too.
+    The aggregation rule works within each group. Name this strategy before selections (`uniform_selection`), whose
+    quotas are for the later rounds, and before strategies that pull towards the round's model. In later rounds, clients
+    that do not take part are asked to choose, too.
 
     Args:
-        num_clusters: number M of groups, or `auto`, which estimates it. 1 is the base rule alone.
+        num_clusters: number M of groups, or `auto`, which estimates it. 1 is the aggregation rule alone.
         mixture: `robust` finds only groups that noise does not explain; `paper` works in two dimensions and never
             reports that it is uncertain.
         choose_m: `robust` with `auto`: `split` finds groups within groups, `mss` finds only the coarsest level.
@@ -74,7 +74,7 @@ class Clustered(GroupingStrategy):
 
     While all models are the same, clients are not asked to choose; the models of such a round are drawn. Models that no
     client trains are not changed. A client that missed round 1 has equal memberships in all groups. If `auto`
-    finds M = 1, training continues as under the base rule, and the budget planned for choices is not spent.
+    finds M = 1, training continues as under the aggregation rule, and the budget planned for choices is not spent.
 
     **Guarantees** The whole run fits each budget: the full batch, later rounds and choices are solved together.
 
@@ -249,8 +249,8 @@ class Clustered(GroupingStrategy):
                     quota = max(0, line.count - schedule.reserve)
                     raise UserError(
                         f"`{_KEY}` must be named before strategies that limit how often clients train "
-                        f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} "
-                        f"of {schedule.rounds} rounds."
+                        f"(uniform_selection, biased_selection), got it after one: client "
+                        f"{view.facts.name_of(client)} trains in {quota} of {schedule.rounds} rounds."
                     )
 
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:

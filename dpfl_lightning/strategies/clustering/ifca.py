@@ -15,7 +15,7 @@ from dpfl_lightning.strategies.clustering.model_selection import ModelSelection
 
 
 class Ifca(GroupingStrategy):
-    """f-CDPFL (IFCA): each client trains the one of M models with its lowest loss; the base rule works within a group.
+    """f-CDPFL (IFCA): each client trains that of M models with its lowest loss; aggregation is within each group.
 
     It suits clients of several kinds whose number is known. The result depends strongly on the models of the first
     choices: from distinct random models the clients may concentrate on few of them. Name the strategy after those that
@@ -24,7 +24,7 @@ class Ifca(GroupingStrategy):
     changed.
 
     Args:
-        num_clusters: M, >= 1; 1 is the base rule alone.
+        num_clusters: M, >= 1; 1 is the aggregation rule alone.
         init: `distinct` uses M independent random initialisations. `random_assignment` uses one initialisation for all
             M models, which become different in the first round, because their clients are drawn at random.
         selection: how clients choose: `exponential_frozen` (the exponential mechanism in the first `selection_rounds`

@@ -31,8 +31,8 @@ class KMeansClusters(GroupingStrategy, Local):
     """KM-CDPFL: every client has a separate model, to which the mean update of its cluster is added in each round.
 
     The clusters are found anew in each round by k-means on the updates. The method is simple and myopic: it compares
-    updates from different models as if they came from one model. It is combined with a base rule, which gives the
-    weights within the cluster; the paper's mean is `uniform`.
+    updates from different models as if they came from one model. It is combined with an aggregation rule, which gives
+    the weights within the cluster; the paper's mean is `uniform`.
 
     Args:
         num_clusters: M, >= 1; a round with fewer clients has as many clusters as clients.

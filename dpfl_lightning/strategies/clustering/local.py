@@ -9,7 +9,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 class Local(Strategy):
     """Every client trains a separate model, and nothing is shared; all models start from the same parameters.
 
-    This is the baseline without a federation. It is combined with a base rule, which has no effect here.
+    This is the baseline without a federation. It is combined with an aggregation rule, which has no effect here.
 
     **Privacy** Nothing is released beyond the updates, which are planned, noised and charged as in any run.
 

@@ -13,7 +13,7 @@ class MrMtl(Local):
     """MR-MTL: every client trains a separate model, which is pulled towards the mean of all clients' models.
 
     Every step adds `pull * (parameters - mean of all clients' models)`. The result lies between `local` (pull 0) and
-    one model for all clients (a large pull). The base rule has no effect, because all clients have the same weight.
+    one model for all clients (a large pull). The aggregation rule has no effect, as all clients have the same weight.
 
     Args:
         pull: strength lambda, >= 0. A step reduces the distance to the mean by the share `pull * learning_rate`, so at

@@ -10,7 +10,7 @@ from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrateg
 
 
 class OracleClusters(GroupingStrategy):
-    """O-CDPFL: applies the base rule (DPFedAvg) within each true group of a simulation.
+    """O-CDPFL: applies the aggregation rule (DPFedAvg) within each true group of a simulation.
 
     It shows what clustering could gain at best. All models start from the same parameters. Every guarantee of such a
     run states that it is a simulation, because only there true groups are known.

@@ -44,12 +44,12 @@ def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], 
 def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
     """Describe what a run sends in total, and from how many trainings it sends less.
 
-    `training_round` is sent in one round of federated training of the same net with this number of clients.
+    `training_round` is sent in one round of federated training of the same model with this number of clients.
     """
     rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
     down, up = (data_size(BYTES * floats) for floats in distillation)
     return (
-        f"The run sends {down} to clients and {up} back, as much as {rounds} rounds of training this net with "
+        f"The run sends {down} to clients and {up} back, as much as {rounds} rounds of training this model with "
         f"{clients} clients. One distilled set and one training after it therefore send less than n trainings of R "
         f"rounds each if n is above 1 + {rounds} / R."
     )

@@ -1,4 +1,4 @@
-"""Data distillation: the server learns a small synthetic set from class gradients, and trains nets on it."""
+"""Data distillation: the server learns a small synthetic set from class gradients, and trains models on it."""
 
 import dataclasses
 from collections import Counter
@@ -52,9 +52,9 @@ def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
 class Distillation(Strategy, Callback):
     """DistDD: learns synthetic images whose gradients match those of the clients' records, class by class.
 
-    In every round clients send one noised sum of clipped gradients for each class, computed on the server's net. The
-    server moves its images until the net's gradient on them is similar to the released one, and then trains the net on
-    the images. The results of a run are the set (`distilled.pt`) and a new net trained on it. Distillation pays if many
+    In every round clients send one noised sum of clipped gradients for each class, computed on the server's model. The
+    server moves its images until the model's gradient on them is similar to the released one, and then trains the model
+    on the images. The results of a run are the set (`distilled.pt`) and a new model trained on it. It pays if many
     trainings follow, such as a search for hyperparameters: they use the set without clients or privacy loss.
 
     Args:
@@ -69,15 +69,15 @@ class Distillation(Strategy, Callback):
         row_weights: `noise_aware` gives rows of the target less weight the more noise they contain; `equal` does not.
         augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`. One operation is drawn for each class and round,
             and is applied to records and images.
-        net_update: how the net changes between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
+        net_update: how the model changes between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
             the released gradients).
-        reinit_every: rounds between two initialisations of the net; 0 is never; null is the condensation paper's.
+        reinit_every: rounds between two initialisations of the model; 0 is never; null is the condensation paper's.
         net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number.
-        net_learning_rate: learning rate of the net's SGD, > 0.
+        net_learning_rate: learning rate of the model's SGD, > 0.
         aggregation: `sampled` (the sum over clients: each drawn record has the same weight), `uniform` (each client's
             mean has the same weight), `class_count` (each client's mean is weighted by its number of records; only
             without noise), `median` (of every coordinate, over the clients that have the class; over all clients if
-            there is noise), or `by_base_rule` (weights of a base rule that is combined with this strategy).
+            there is noise), or `by_base_rule` (weights of an aggregation rule that is combined with this strategy).
         participation_fraction: fraction of the clients that is drawn in every round, in (0, 1]; no privacy
             amplification is claimed for it.
         sampling: `full` (all records of a client), `poisson` (with its batch_size), or `fixed` (`records_per_class`
@@ -88,14 +88,14 @@ class Distillation(Strategy, Callback):
         min_participants: minimum number of clients in a round, >= 1. The run is refused if cohorts are smaller. A round
             in which fewer clients are present or have budget left is skipped; the run ends if all later rounds are.
         min_records_per_target: without noise, a class with fewer drawn records in a round is left out of it, >= 1.
-        evaluation_epochs: epochs on the set with which the final net is trained, >= 1.
+        evaluation_epochs: epochs on the set with which the final model is trained, >= 1.
 
     **Guarantees** A client makes one release in a round, with one block for each class, including classes that it does
     not have: the stack of all blocks has the sensitivity of one gradient. The divisor is the public expected batch
     size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn before the first
     one, so a client's budget is divided among the rounds in which it takes part.
 
-    **Privacy** Each round of a client is one step of the mechanism. Images, nets and everything derived from them are
+    **Privacy** Each round of a client is one step of the mechanism. Images, models and everything derived from them are
     post-processing; images are initialised as noise. A run without noise also sends exact counts, and gradients of few
     records, from which these can be reconstructed.
 
@@ -318,7 +318,7 @@ class Distillation(Strategy, Callback):
         self._records_of_sum = float(divisors.sum()) if single else _records_of_sum(weights[0].double().cpu(), divisors)
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
         if not self._private and self.role != "base":
-            counts = updates.released[..., -_COUNTS].cpu().double()  # the base rule weights means of drawn records
+            counts = updates.released[..., -_COUNTS].cpu().double()  # the rule weights means of drawn records
             self._drawn = torch.einsum("cg,c->g", counts, divisors * (weights[0].cpu() > 0)).round()
         if not single:
             return None

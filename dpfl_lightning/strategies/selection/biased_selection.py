@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
@@ -80,15 +81,15 @@ def update_noise(schedule: RunSchedule, purpose: str, view: View) -> Vector:
     return np.array(noise)
 
 
-def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
+def check_free_noise(schedule: RunSchedule, strategy: str, facts: Facts) -> None:
     """Raise UserError if noise multipliers are given, which no quota could change."""
     for client in range(len(schedule.clients)):
         event = schedule.planned(client, PURPOSE).event
         if isinstance(event, NoisedEvent) and event.noise_multiplier:
             raise UserError(
                 f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {event.noise_multiplier} for "
-                f"client {client}: quotas change the noise that is solved from a budget, but not noise that is given. "
-                "Set only privacy.epsilon, or use uniform_selection."
+                f"client {facts.name_of(client)}: quotas change the noise that is solved from a budget, but not noise "
+                "that is given. Set only privacy.epsilon, or use uniform_selection."
             )
 
 
@@ -138,7 +139,7 @@ class BiasedSelection(QuotaSelection):
         if total == 0:  # other strategies use all rounds
             self._noise = ParticipationNoise(np.zeros(len(upper)), 1.0)
             return np.zeros(len(upper), dtype=np.int64)
-        check_free_noise(schedule, self.key.rpartition(".")[2])
+        check_free_noise(schedule, self.key.rpartition(".")[2], view.facts)
         claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf).tolist()
         claims = schedule.replan(lambda client, one: dataclasses.replace(one, target_epsilon=claimed[client]))
         self._noise = participation_noise(claims, view, total / len(upper))

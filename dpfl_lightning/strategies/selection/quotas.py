@@ -50,7 +50,7 @@ def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSche
 class QuotaSelection(Strategy, Callback):
     """Selects K clients in each round; client n trains in T_n rounds, and its noise is solved for T_n releases.
 
-    A subclass defines the quotas T_n. The strategy is combined with a base rule; the default is `uniform`.
+    A subclass defines the quotas T_n. The strategy is combined with an aggregation rule; the default is `uniform`.
 
     Args:
         clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.

@@ -1,4 +1,4 @@
-"""DPFL-BCS as in the paper: in a first stage clients report noised losses; then quotas avoid dissimilar clients."""
+"""DPFL-BCS as in the paper: in a first stage clients report noisy losses; then quotas avoid dissimilar clients."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ from dpfl_lightning.strategies.selection import biased_selection
 from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, with_quotas
 
 FILTER = (
-    "the noise of later rounds was chosen from noised losses of the first ones: what holds is the client's whole "
+    "the noise of later rounds was chosen from noisy losses of the first ones: what holds is the client's whole "
     "budget, and any smaller epsilon is a reading"
 )
 UNSOUND = (
@@ -61,9 +61,9 @@ class TwoStageSelection(QuotaSelection):
             `fit_constants`.
         loss_share: share of each participation's part of the budget that is spent on the loss, in (0, 1).
         loss_bound: losses are clipped to [0, loss_bound], > 0; null is log(classes).
-        estimates: `shrunken` uses the mean noised loss, shrunk towards the mean of all clients as far as noise explains
+        estimates: `shrunken` uses the mean noisy loss, shrunk towards the mean of all clients as far as noise explains
             the differences. `least_difference` (the paper's) uses the smallest difference between a client's losses
-            before and after its noised update, which costs a second report.
+            before and after its noisy update, which costs a second report.
         allow_unsound: with `least_difference`, losses as the paper's clients report them: not clipped, and at the
             client's own model before noise. Noise is added, but no bound on one record's influence is known, and every
             epsilon is infinite. For comparison only.
@@ -117,7 +117,7 @@ class TwoStageSelection(QuotaSelection):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         name = self.key.rpartition(".")[2]
-        biased_selection.check_free_noise(schedule, name)
+        biased_selection.check_free_noise(schedule, name, view.facts)
         must = f"be below the {schedule.rounds} rounds"
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
         must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
@@ -181,7 +181,7 @@ class TwoStageSelection(QuotaSelection):
         return self._asks_after(view)
 
     def _asks_after(self, view: View) -> bool:
-        """Whether clients are asked for their losses at their noised updates, too."""
+        """Whether clients are asked for their losses at their noisy updates, too."""
         return self._paper and not self._unsound and view.round <= self._warmup
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
