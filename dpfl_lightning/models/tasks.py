@@ -39,7 +39,7 @@ def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _class_loss(output: Tensor, y: Tensor) -> Tensor:
-    return _cross_entropy(class_logits(output, y), y)
+    return _cross_entropy(class_logits(output, y), (y > 0).long() if y.is_floating_point() else y)
 
 
 def _token_loss(output: Tensor, y: Tensor) -> Tensor:
@@ -82,6 +82,7 @@ class Task:
         metrics: names of the default metrics.
         real: whether labels are real numbers.
         one_class: whether a record has one class.
+        probabilities: whether outputs are probabilities of label 1, or of classes, and not logits.
     """
 
     name: str
@@ -92,6 +93,19 @@ class Task:
     metrics: tuple[str, ...] = ()
     real: bool = False
     one_class: bool = False
+    probabilities: bool = False
+
+    @property
+    def zero_or_one(self) -> bool:
+        """Whether labels are 0 or 1, and may be floating if the task is named."""
+        return self.name in ("binary", "multilabel")
+
+    def as_logits(self, output: Tensor) -> Tensor:
+        """Return outputs `[B, ...]` as logits: log-odds of probabilities, or logarithms if each class has one."""
+        if not self.probabilities:
+            return output
+        several = not self.zero_or_one or (self.name == "binary" and output.shape[1:] == (2,))
+        return output.clamp(min=1e-30).log() if several else output.logit(eps=1e-7)
 
     def hits(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many predictions of each record are right, and how many count, `[B]` float64 each."""
@@ -99,7 +113,7 @@ class Task:
             nothing = output.new_zeros(len(y), dtype=torch.float64)
             return nothing, nothing
         counted = y != IGNORED
-        right = self.right(output, y) & counted
+        right = self.right(self.as_logits(output), y) & counted
         return right.view(len(y), -1).sum(dim=1).double(), counted.view(len(y), -1).sum(dim=1).double()
 
     def check(self, y: Tensor) -> None:
@@ -108,8 +122,8 @@ class Task:
             return
         advice = "Pass y.long() for classes." if y.is_floating_point() else "Pass y.float() for a regression."
         must = f"be {'floating' if self.real else 'integer'} for task {self.name}"
-        require(y.is_floating_point() == self.real, "y", must, y.dtype, advice)
-        if self.name in ("binary", "multilabel"):
+        require(y.is_floating_point() == self.real or self.zero_or_one, "y", must, y.dtype, advice)
+        if self.zero_or_one:
             valid = bool(((y == 0) | (y == 1)).all())
             require(valid, "y", f"hold 0 or 1 for each label of task {self.name}", "other numbers")
 
@@ -185,7 +199,7 @@ def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None,
     if named is not None:
         require_one_of(TASKS, "task", named)
         task = TASKS[named]
-        fits = task.real == real and task.fits(output, y)
+        fits = (task.real == real or task.zero_or_one) and task.fits(output, y)
         advice = "Pass y.long() for classes." if real and not task.real else ""
         require(fits, "task", f"fit the data and the model: {named} needs {task.expects}", kinds, advice)
         return task
@@ -211,7 +225,11 @@ def described(task: Task, output: Shape, y: Shape, named: bool) -> str:
     """Return the task in words for reports, with where it comes from."""
     if task is CUSTOM:
         return "custom (the loss of the module)"
+    probabilities = "; outputs are probabilities" * task.probabilities
     if named:
-        return f"{task.name} (named)"
+        return f"{task.name} (named{probabilities})"
     kind = "floating" if task.real else "integer"
-    return f"{task.name} (inferred from outputs [{_shown(output)}] and {kind} labels [{_shown(y)}])"
+    others = [one.name for one in TASKS.values() if task.real and one.zero_or_one and one.fits(output, y)]
+    advice = f"; for labels 0 and 1 set task: {' or '.join(others)}" if others else ""
+    shapes = f"outputs [{_shown(output)}] and {kind} labels [{_shown(y)}]"
+    return f"{task.name} (inferred from {shapes}{advice}{probabilities})"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,13 @@ def test_without_a_test_set_the_clients_stand_in():
     population = Population.from_datasets([(x, y), (x, 1 - y)], held_out=0.5, num_classes=2)
     scores = evaluate(ClientModule(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)))
     assert accuracies(scores) == [1.0, 0.0] and scores.test.accuracy == 0.5
+
+
+def test_scores_do_not_depend_on_a_finite_loss(population):
+    module = type("Broken", (ClientModule,), {"loss": lambda self, output, y: y / 0.0 * 0.0})(nn.Linear(3, 2))
+    population = replace(population, test=None)
+    scores = evaluate(module, population, ClientModels(torch.stack([always(0), always(1)]), (0, 1)))
+    assert scores.test.accuracy == 0.875 and math.isnan(scores.test.loss)
 
 
 def test_shares_of_the_test_set_are_seen_once():

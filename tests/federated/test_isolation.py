@@ -1,7 +1,9 @@
 """Nets that mix or remember records are refused, even where only many records, or strange ones, show it."""
 
 import copy
+import math
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dpfl_lightning.federated.client.dummy_data import _check_alone
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 
 
 class Small(nn.Module):
@@ -122,25 +125,108 @@ def test_nets_that_mix_records_are_refused(make_loop):
 
 
 class Remembering(Small):
-    def __init__(self):
+    """Keeps something of the records, in the way of its subclass; `after` says from which pass on."""
+
+    def __init__(self, training=True, after=0):
         super().__init__()
+        self.when, self.after, self.calls = training, after, 0
         self.register_buffer("seen", torch.zeros(4))
+        self.kept = {"list": [], "queue": deque(maxlen=2), "sum": 0.0}
 
     def mixed(self, x):
-        if len(x) > 1:
-            self.seen += x.detach().mean(dim=0)
+        self.calls += 1
+        if self.training == self.when and self.calls > self.after and x.numel():
+            self.keep(x.detach().mean(dim=0))
+        return x - self.seen.detach()
+
+    def keep(self, mean):
+        self.seen = 0.9 * self.seen + 0.1 * mean
+
+
+class InPlace(Remembering):
+    def keep(self, mean):
+        self.seen.mul_(0.9).add_(0.1 * mean)
+
+
+class InData(Remembering):
+    def keep(self, mean):
+        self.seen.data.add_(mean)
+
+
+class InAttribute(Remembering):
+    def keep(self, mean):
+        self.mean = mean
+
+
+class InList(Remembering):
+    def keep(self, mean):
+        self.kept["list"].append(mean)
+
+
+class InQueue(Remembering):
+    def keep(self, mean):
+        self.kept["queue"].append(mean)
+
+
+class InNumber(Remembering):
+    def keep(self, mean):
+        self.kept["sum"] += float(mean[0])
+
+
+REMEMBERING = [Remembering, InPlace, InData, InAttribute, InList, InQueue, InNumber]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_nets_that_remember_records_are_refused(kind, training):
+    with pytest.raises(UserError, match=r"must not remember records, got `net\.(seen|mean|kept)`"):
+        check(kind(training))
+
+
+@pytest.mark.parametrize("kind", [InPlace, InList])
+def test_a_run_refuses_a_net_that_remembers_records(kind, make_loop, tmp_path):
+    with pytest.raises(UserError, match=r"must not remember records, got `net\.1\.(seen|kept)`"):
+        make_loop(module=ClientModule(nn.Sequential(nn.Linear(6, 4), kind())))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_gradients_that_a_hook_keeps_are_noticed():
+    net = Small()
+    net.layer.register_full_backward_hook(lambda layer, inner, outer: setattr(layer, "slope", outer[0].detach()))
+    with pytest.raises(UserError, match=r"`net\.layer\.slope`"):
+        check(net)
+
+
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_what_begins_to_remember_after_the_check_leaves_nothing_in_the_trained_model(engine, make_loop):
+    net = nn.Sequential(nn.Linear(6, 4), InAttribute(after=math.inf))
+    loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1)
+    net[1].after, before = 0, list(vars(net[1]))
+    loop.run()
+    assert list(vars(net[1])) == before
+
+
+@pytest.mark.parametrize("kind", [Remembering, InPlace, InData, InAttribute])
+def test_tensors_that_a_pass_changes_are_restored(kind):
+    net = kind()
+    before, attributes = net.seen, list(vars(net))
+    with pytest.raises(KeyError), tensors_restored(net):
+        net(torch.randn(4, 4))
+        assert net.seen.any() or net.mean.any()
+        raise KeyError
+    assert net.seen is before and not net.seen.any() and list(vars(net)) == attributes
+
+
+class Counting(Small):
+    def mixed(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
         return x
-
-
-def test_a_net_that_remembers_records_is_refused(make_loop):
-    with pytest.raises(UserError, match=r"a buffer `1\.seen`"):
-        make_loop(module=ClientModule(nn.Sequential(nn.Linear(6, 4), Remembering())))
 
 
 def test_other_nets_are_let_through():
     layers = [nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.GroupNorm(2, 8), nn.Linear(8, 3)]
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
-    for net in (Small(), Dropping(), Refusing(), nn.Sequential(*layers), spectral):
+    for net in (Small(), Dropping(), Refusing(), Counting(), nn.Sequential(*layers), spectral):
         before, drawn = torch.get_rng_state(), random.getstate()
         check(net)
         assert torch.equal(torch.get_rng_state(), before) and random.getstate() == drawn, net

@@ -1,5 +1,6 @@
 """Tasks: loss, accuracy and metrics of each, how they are inferred, and one short run of each."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -230,6 +231,64 @@ def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
         check_fits(module, people)
         scores = evaluation.evaluate(module, people, ClientModels(model[None], (0, 0, 0)), engine)
         assert scores.test.accuracy == 1.0 and module.task is TASKS["binary"]
+
+
+class Probabilities(ClientModule):
+    def loss(self, output, y):
+        return F.binary_cross_entropy(output.flatten(1), y.to(output).reshape(len(y), -1), reduction="none").mean(dim=1)
+
+
+@pytest.mark.parametrize("name", ["binary", "multilabel"])
+def test_probabilities_are_recognised_and_scored_as_such(name):
+    people = population(name)
+    outputs = people.y[0].numel()
+    net = nn.Sequential(nn.Linear(4, outputs), nn.Sigmoid())
+    module, logits = Probabilities(net, metrics=["auroc", "f1"]), ClientModule(net[0], metrics=["auroc", "f1"])
+    scores = []
+    for one in (module, logits):
+        engine = SerialEngine()
+        engine.setup(one, people, Streams(), "poisson")
+        check_fits(one, people)
+        scores.append(evaluation.evaluate(one, people, ClientModels(logits.flat[None], (0, 0, 0)), engine).test)
+    assert scores[0].accuracy == scores[1].accuracy
+    assert scores[0].metrics == pytest.approx(scores[1].metrics, abs=1e-6)
+    assert "outputs are probabilities" in module.task_note and "probabilities" not in logits.task_note
+    with pytest.raises(
+        UserError, match=r"`model` must give logits for the default loss, got .*Remove its last Sigmoid"
+    ):
+        check_fits(ClientModule(net), people)
+    kind = type("Stated", (Probabilities,), {"probabilities": False})
+    stated = kind(net)
+    check_fits(stated, people)
+    assert stated.task is TASKS[name]
+
+
+def test_floating_labels_of_0_and_1_fit_a_named_task():
+    for name in ("binary", "multilabel"):
+        people = population(name)
+        net = nn.Linear(4, people.y[0].numel())
+        expected = ClientModule(net)
+        check_fits(expected, people)
+        loss = expected.sample_loss(expected.named_trainable, people.x, people.y)
+        people = dataclasses.replace(people, y=people.y.float())
+        named = ClientModule(net, task=name, metrics=["auroc"])
+        check_fits(named, people)
+        assert torch.equal(named.sample_loss(named.named_trainable, people.x, people.y), loss)
+        inferred = ClientModule(net)
+        check_fits(inferred, people)
+        assert f"for labels 0 and 1 set task: {name}" in inferred.task_note
+        people.y[0] = 0.5
+        with pytest.raises(UserError, match="`y` must hold 0 or 1 for each label"):
+            check_fits(named, people)
+
+
+def test_a_segmentation_may_have_more_outputs_than_classes():
+    people = population("segmentation")
+    module, engine = ClientModule(nn.Conv2d(1, 9, 1)), SerialEngine()
+    engine.setup(module, people, Streams(), "poisson")
+    check_fits(module, people)
+    scores = evaluation.evaluate(module, people, ClientModels(module.flat[None], (0, 0, 0)), engine)
+    assert scores.test.metrics["iou"] is not None
 
 
 class Reconstruction(ClientModule):

@@ -1,27 +1,29 @@
-"""Checks before a run that a module fits the records, and timing, on random data of their public shape."""
+"""Random data of the public shape of a population, for checks and timing without private records."""
 
 import copy
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.lazy import LazyInputs
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.draws import drawing_alike as _drawing_alike
-from dpfl_lightning.federated.client.draws import generator_states as _generator_states
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
-from dpfl_lightning.federated.client.metrics import check_metrics
+from dpfl_lightning.federated.client.evaluation import of_records
+from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.models.tasks import described
+from dpfl_lightning.models.tasks import Task, described
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
-
-_SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
+from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
 
 
 def dummy_batch(population: Population, records: int, device: torch.device) -> Batch:
@@ -54,7 +56,8 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
     params, times = module.unflatten(module.flat), []
     for _ in range(3):
         begun = time.perf_counter()
-        float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
+        with tensors_restored(module.net):
+            float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
     return min(times) / len(y) / (engine.workers or 1)
 
@@ -63,22 +66,23 @@ def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
     Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
-    record, gives a record another loss among other records, with dropout and without, or changes its buffers; and if
-    it cannot take the smallest and the largest whole numbers of the records, such as tokens beyond an embedding.
-
-    From here on torch does not warn that `vmap` is slow for a layer, which no user can change.
+    record, gives a record another loss among other records, with dropout and without, or keeps something of records.
     """
-    if not any(one[1] is not None and one[1].pattern == _SLOW_VMAP for one in warnings.filters):
-        warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
     module.check_optimizer(learning_rate=0.1)
     records = min(max(8, population.num_classes), 32)  # most classes
-    module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
+    with tensors_restored(module.net):
+        module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
     x, y = dummy_batch(population, records=2, device=module.device)
     try:
         with torch.no_grad():
-            with _drawing_alike(module.device):
+            with drawing_alike(module.device):
                 output = module.output(module.named_trainable, x)
-            module.task = task = module.infer_task(output, y, population.num_classes)
+            task = module.infer_task(output, y, population.num_classes)
+            module.task = task = (
+                replace(task, probabilities=True) if _gives_probabilities(module, task, population) else task
+            )
+            if task.zero_or_one and y.is_floating_point():
+                y = (y > 0).to(y.dtype)
             if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
                 y = torch.full_like(y, population.num_classes - 1)
             losses = module.sample_loss(module.named_trainable, x, y)
@@ -96,65 +100,97 @@ def check_fits(module: ClientModule, population: Population) -> None:
     module.task_note = described(task, tuple(output.shape[1:]), tuple(y.shape[1:]), module.named_task is not None)
     task.check(population.y)
     check_metrics(module.metrics, task)
+    _check_scores(module, task, x, output, y, population.num_classes)
     _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
-    _check_whole_numbers(module, population)
+
+
+def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
+    """Compute all that an evaluation computes, before anything is charged."""
+    metrics = Metrics(module.metrics or task.metrics, task, num_classes)
+    try:
+        with torch.no_grad():
+            rows = torch.arange(len(y), device=y.device)
+            of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
+        metrics.update(output, y)
+        metrics.values()
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        problem = str(error).strip().splitlines()[0]
+        must = f"give outputs that an evaluation of task {task.name} can score"
+        raise UserError(f"`model` must {must}, got: {problem}. Change its loss or `evaluation.metrics`.") from error
 
 
 @torch.no_grad()
-def _check_whole_numbers(module: ClientModule, population: Population) -> None:
-    """Refuse whole numbers in the records that the net cannot take: run it on the extremes of each position.
+def _gives_probabilities(module: ClientModule, task: Task, population: Population) -> bool:
+    """Whether outputs stay in [0, 1] for random records and parameters of several sizes (classes: and sum to 1).
 
-    It runs on the CPU, because on a GPU a number beyond a table would be no error but the end of the process. Records
-    that are read lazily are not checked.
-
-    **Privacy** The error names the client whose record does not fit, and no value.
+    Raises UserError if a default loss, which takes logits, gets them for labels of 0 and 1.
     """
-    x, y = population.x, population.y
-    if isinstance(x, LazyInputs):
-        return
-    whole = [leaf.flatten(1) for leaf in tree_leaves(x) if leaf.dtype == torch.long]
-    if not whole or not len(y):
-        return
-    rows = torch.cat([end for leaf in whole for end in (leaf.argmin(dim=0), leaf.argmax(dim=0))]).unique()
-    module = copy.deepcopy(module).cpu()
-
-    def fits(rows: torch.Tensor) -> bool:
-        try:
-            inputs = tree_map(lambda part: part.cpu(), take(x, rows))
-            module.sample_loss(module.named_trainable, inputs, y[rows].cpu())
-        except (RuntimeError, ValueError, IndexError):
-            return False
-        return True
-
-    with evaluating(module.net), _drawing_alike(module.device):
-        row = next((row for some in rows.split(64) if not fits(some) for row in some if not fits(row[None])), None)
-    if row is not None:
-        owned = zip(population.train_of, population.held_out_of, strict=True)
-        owner = next((i for i, parts in enumerate(owned) if any((part == row).any() for part in parts)), None)
-        whose = "the test set" if owner is None else f"client {population.name_of(owner)}"
-        raise UserError(
-            f"`data` must hold whole numbers that the model can take, got a record of {whose} that it cannot. Tokens "
-            "are from 0 to below the num_embeddings of nn.Embedding, the public size of the vocabulary: enlarge it, or "
-            "map other tokens into this range."
-        )
+    if module.probabilities is not None:
+        return module.probabilities
+    if task.name not in ("binary", "multilabel", "multiclass", "segmentation"):
+        return False
+    x, _ = dummy_batch(population, records=8, device=module.device)
+    outputs, generator = [], torch.Generator().manual_seed(0)
+    with evaluating(module.net):
+        for size in (1.0, 30.0):
+            params = {
+                name: size * (p + 0.1 * torch.randn(p.shape, generator=generator).to(p))
+                for name, p in module.named_trainable.items()
+            }
+            large = tree_map(lambda one, size=size: one * size if one.is_floating_point() else one, x)
+            outputs.append(module.output(params, large))
+    finite = torch.cat(outputs)
+    finite = finite[finite.isfinite().flatten(1).all(dim=1)]
+    if not len(finite) or finite.min() < 0 or finite.max() > 1 or finite.min() == finite.max():
+        return False
+    if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):
+        sums = finite.sum(dim=1)
+        return module.users_loss and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+    advice = "Remove its last Sigmoid, or override ClientModule.loss."
+    require(module.users_loss, "model", "give logits for the default loss", "outputs in [0, 1]", advice)
+    return True
 
 
 @torch.no_grad()
 def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
-    """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
-    with evaluating(module.net):
-        before = _copied_buffers(module)
-        with _drawing_alike(module.device):
-            module.sample_loss(module.named_trainable, x, y)
-        changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
-        isolated = _isolated(module, x, y)
-    if not isolated or (module.net.training and not _isolated(module, x, y)):
-        raise UserError(
-            "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
-            "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
-        )
-    if changed:
-        raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
+    """Refuse a net that keeps something of records or in which one moves another's loss: clipping bounds neither."""
+    modes: list[Callable[[], AbstractContextManager[None]]] = [partial(evaluating, module.net)]
+    modes += [nullcontext] if module.net.training else []
+    for mode in modes:
+        with mode():
+            kept = _kept(module, x, y)
+        if kept:
+            raise UserError(
+                f"`model` must not remember records, got `{kept[0]}`, which a pass fills with something of them or of "
+                "their number. Remove it: such a state would leave the client without noise."
+            )
+    for mode in modes:
+        with mode():
+            isolated = _isolated(module, x, y)
+        if not isolated:
+            raise UserError(
+                "`model` must see one record at a time, got losses that change with the other records of a batch. Look "
+                "for means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
+            )
+
+
+def _kept(module: ClientModule, x: Inputs, y: Tensor) -> list[str]:
+    """Names of what differs after passes of different records, or of fewer.
+
+    What changes alike whatever the records are, such as a count of passes or an estimate from weights, is none of them.
+    """
+    left = []
+    for rows in (*([row] * len(y) for row in range(len(y))), range(len(y)), range(1)):
+        copied, index = copy.deepcopy(module), torch.tensor(rows, device=y.device)
+        with drawing_alike(module.device):
+            copied.sample_loss(copied.named_trainable, take(x, index), y[index])
+            with suppress(RuntimeError), warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")  # hooks of the backward pass may keep something, too
+                copied.sample_loss(copied.named_trainable, take(x, index), y[index]).sum().backward()
+        left.append(contents(copied))
+    return [
+        name for name in dict.fromkeys(key for one in left for key in one) if len({one.get(name) for one in left}) > 1
+    ]
 
 
 def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
@@ -165,19 +201,14 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     """
 
     def losses(x: Inputs, y: Tensor) -> Tensor:
-        buffers = _copied_buffers(module)
-        try:
-            with _drawing_alike(module.device):
-                return module.sample_loss(module.named_trainable, x, y)
-        finally:  # some layers update buffers in training that have nothing to do with records
-            for name, value in module.net.named_buffers():
-                value.copy_(buffers[name])
+        with drawing_alike(module.device), tensors_restored(module.net):  # such as a count of passes
+            return module.sample_loss(module.named_trainable, x, y)
 
     def same(x: Inputs, tolerance: float) -> bool:
-        with _drawing_alike(module.device):
-            before = _generator_states(module.device)
+        with drawing_alike(module.device):
+            before = generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
-            draws = _generator_states(module.device) != before
+            draws = generator_states(module.device) != before
         alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
         def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
@@ -193,7 +224,3 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     except (RuntimeError, TypeError):
         module.float()
         return same(x, 1e-3)
-
-
-def _copied_buffers(module: ClientModule) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.net.named_buffers()}

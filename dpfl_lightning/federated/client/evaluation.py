@@ -14,6 +14,7 @@ from dpfl_lightning.federated.client.metrics import Metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
+from dpfl_lightning.models.tasks import Task
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 MOST_NUMBERS = 1 << 25  # of the outputs of a batch: language models have one for each token and word
@@ -42,6 +43,11 @@ def evaluate(module: ClientModule, population: Population, final_models: ClientM
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
 
 
+def of_records(losses: Tensor, task: Task, output: Tensor, y: Tensor) -> Tensor:
+    """Return for each record its loss, how many of its predictions are right, and how many count, `[3, B]` float64."""
+    return torch.stack([losses.double(), *task.hits(output, y)])
+
+
 def _scores(
     module: ClientModule, model: Tensor, population: Population, sets: Sequence[Tensor], engine: Engine
 ) -> list[Score]:
@@ -58,8 +64,8 @@ def _scores(
         names = module.metrics or task.metrics
         metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
         with torch.inference_mode():
-            loss = module.reported_loss(model, population.x, some_rows, output, y)
-            values.append(torch.stack([loss.double(), *task.hits(output, y)]))
+            of_each = module.reported_loss(model, population.x, some_rows, output, y)
+            values.append(of_records(of_each, task, output, y))
             for metric, in_set in zip(metrics, places, strict=True) if names else ():
                 inside = in_set[(in_set >= first) & (in_set < first + len(some_rows))] - first
                 if len(inside):
@@ -82,9 +88,10 @@ def _batches(rows: Tensor, population: Population, engine: Engine) -> Iterator[t
 
 
 def _mean(scores: Sequence[Score]) -> Score:
-    scored = [one for one in scores if not math.isnan(one.loss)]
+    scored = [one for one in scores if one is not _NOTHING]
     if not scored:
         return _NOTHING
     accuracies = [one.accuracy for one in scored if one.accuracy is not None]
     metrics = mean_metrics(one.metrics for one in scored)
-    return Score(fmean(accuracies) if accuracies else None, fmean(one.loss for one in scored), metrics)
+    losses = [one.loss for one in scored if not math.isnan(one.loss)] or [math.nan]
+    return Score(fmean(accuracies) if accuracies else None, fmean(losses), metrics)

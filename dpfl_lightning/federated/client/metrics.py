@@ -85,11 +85,12 @@ class Metrics:
         if not self._names:
             return
         self._finite = self._finite and bool(output.isfinite().all())
-        scores, targets = _inputs(self._task, output, y)
+        output = self._task.as_logits(output)
+        scores, targets = _inputs(self._task, output, y.long() if self._task.zero_or_one else y)
+        outputs = class_logits(output, y).shape[1] if self._task.name in ("multiclass", "segmentation") else 0
         for name in self._names:
             if name not in self._metrics:
-                num = max(self._num_classes, scores.shape[1] if scores.dim() > 1 else 0)
-                num = scores.shape[1] if self._task.name == "multilabel" else num
+                num = scores.shape[1] if self._task.name == "multilabel" else max(self._num_classes, outputs)
                 self._metrics[name] = METRICS[name].create(self._task.name, num).to(output.device)
             self._metrics[name].update(scores, targets)
 

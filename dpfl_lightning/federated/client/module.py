@@ -78,6 +78,9 @@ class ClientModule(Model, L.LightningModule):
     change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
     `stacked`), or set `personal` to the names of parameters that stay with each client.
 
+    With a loss of the user, outputs that stay in [0, 1] on random records (a last Sigmoid or Softmax) are scored as
+    probabilities; set `probabilities` to True or False to state it.
+
     `configure_optimizers` may return a learning rate schedule in Lightning's forms. The optimiser is new in every round
     of a client, but its schedule goes on: an epoch of the schedule is a round of the run, and a step is a local step.
 
@@ -87,6 +90,8 @@ class ClientModule(Model, L.LightningModule):
     noise before any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger
     and is refused.
     """
+
+    probabilities: bool | None = None
 
     def __init__(self, net: nn.Module, task: str | None = None, metrics: Sequence[str] = ()) -> None:
         require(not isinstance(net, ClientModule), "net", "be the net of one ClientModule", type(net).__name__)
@@ -113,6 +118,11 @@ class ClientModule(Model, L.LightningModule):
         return self.overrides("configure_optimizers") or (
             isinstance(net, L.LightningModule) and overrides(net, "configure_optimizers")
         )
+
+    @property
+    def users_loss(self) -> bool:
+        """Whether the loss is that of a subclass or of a wrapped LightningModule."""
+        return self.adapted is not None or self.overrides("loss") or self.overrides("sample_loss")
 
     @property
     def unused(self) -> list[str]:
@@ -184,11 +194,10 @@ class ClientModule(Model, L.LightningModule):
 
     def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
         """Return the task as `Model`, and `CUSTOM` if none fits but the loss is the user's."""
-        users_loss = self.adapted is not None or self.overrides("loss") or self.overrides("sample_loss")
         try:
             return super().infer_task(output, y, num_classes)
         except UserError:
-            if self.named_task is None and users_loss:
+            if self.named_task is None and self.users_loss:
                 return CUSTOM
             raise
 

@@ -12,6 +12,7 @@ from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.runtime.devices import sent
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
@@ -55,7 +56,8 @@ def releases(
     if isinstance(job, ClassGradients):
         x, group, parameters = job.augmented(x, y), owner * num_rows + y, job.parameters
     request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)
-    sums, norms = engine.clipped_sum(params, x, y, request)
+    with tensors_restored(engine.module.net):
+        sums, norms = engine.clipped_sum(params, x, y, request)
     clients = [plan.clients[row] for row in rows]
     engine.counts.index_add_(0, sent(torch.tensor(clients), y.device)[owner], count_outcomes(norms, clip_norm))
     parts = zip(tasks, starts, sums.split(num_rows), ys, clients, strict=True)

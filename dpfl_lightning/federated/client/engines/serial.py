@@ -20,6 +20,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, VmapClippedSum, evaluating
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 from dpfl_lightning.runtime.devices import sent, use_exact_products
@@ -37,7 +38,8 @@ class SerialEngine:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
         if module.device.type == "cuda":
             use_exact_products()
-        self.clipped_sum = self.choose_clipped_sum()
+        with tensors_restored(module.net):
+            self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
@@ -66,12 +68,13 @@ class SerialEngine:
     def answer(self, query: ChargedQuery, client: int, round: int, charge_number: int) -> object:
         x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
         generator = self.streams.generator(f"query {query.purpose}", round, client, charge_number)
-        return answers.answer(query, client, self.module, self.clipped_sum.enter(x), y, generator)
+        with tensors_restored(self.module.net):
+            return answers.answer(query, client, self.module, self.clipped_sum.enter(x), y, generator)
 
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         params, parts = self.module.unflatten(model), []
-        with evaluating(self.module.net):
+        with evaluating(self.module.net), tensors_restored(self.module.net):
             for chunk in rows.split(forward_chunk(model.device)):
                 x = self.clipped_sum.enter(take(self.population.x, chunk))
                 parts.append(self.module.output(params, x))
@@ -108,10 +111,13 @@ class SerialEngine:
             x, y = batches[0]
             clip_norm, order = job.clip_norm(task.mechanism), task.mechanism.clip_order
             request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
-            sums = task.sum_of(self.module.unflatten(start), job.augmented(x, y), y, request)
+            with tensors_restored(self.module.net):
+                sums = task.sum_of(self.module.unflatten(start), job.augmented(x, y), y, request)
             released = task.class_gradients(job, sums, start.dtype, y, self.labels(client))
         else:
-            released = self.change(client, start, self.local_training(task, start, batches))
+            with tensors_restored(self.module.net):
+                end = self.local_training(task, start, batches)
+            released = self.change(client, start, end)
         if task.norms:
             self.counts[client] += count_outcomes(torch.cat(task.norms), plan.clip_norm(row)).sum(dim=0)
         return released

@@ -27,6 +27,7 @@ from dpfl_lightning.models.optimizers import PLAIN_SGD
 from dpfl_lightning.privacy.clipping.layer_rules import CUDA_GRID
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, summing_dtype
 from dpfl_lightning.privacy.clipping.stacked import StackedSums, stacked_clipped_sums
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.mechanism import Mechanism, MechanismRows
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import sent
@@ -107,7 +108,8 @@ class StackedEngine(SerialEngine):
         parts = (self.local_task(plan, row, models, charge_numbers[row]) for row in layout.rows)
         tasks, starts, batches = zip(*parts, strict=True)
         stack = Stack(self, clients, tasks, layout)
-        ends = stack.local_training(torch.stack(starts), [drawn.draws for drawn in batches])
+        with tensors_restored(self.module.net):
+            ends = stack.local_training(torch.stack(starts), [drawn.draws for drawn in batches])
         changes = list(map(self.change, clients, starts, ends))
         self.counts.index_add_(0, sent(torch.tensor(clients), self.counts.device), stack.counts())
         return changes
