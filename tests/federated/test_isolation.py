@@ -185,7 +185,7 @@ def test_nets_that_remember_records_are_refused(kind, training):
 
 @pytest.mark.parametrize("kind", [InPlace, InList])
 def test_a_run_refuses_a_net_that_remembers_records(kind, make_loop, tmp_path):
-    with pytest.raises(UserError, match=r"must not remember records, got `net\.1\.(seen|kept)`"):
+    with pytest.raises(UserError, match=r"^`model` must not remember records, got `net\.1\.(seen|kept)`"):
         make_loop(module=ClientModule(nn.Sequential(nn.Linear(6, 4), kind())))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -215,6 +215,12 @@ def test_tensors_that_a_pass_changes_are_restored(kind):
         assert net.seen.any() or net.mean.any()
         raise KeyError
     assert net.seen is before and not net.seen.any() and list(vars(net)) == attributes
+
+
+def test_a_loss_that_fails_for_one_record_is_refused(make_loop):
+    loss = {"loss": lambda self, output, y: nn.functional.cross_entropy(output.squeeze(), y, reduction="none")}
+    with pytest.raises(UserError, match="`model` must take one record, and many, got"):
+        make_loop(module=type("Squeezed", (ClientModule,), loss)(small_net()))
 
 
 class Counting(Small):

@@ -283,15 +283,6 @@ def test_a_training_step_that_needs_more_than_its_records_is_refused(module, wor
         make_loop(module=module())
 
 
-def test_a_loss_that_fails_for_one_record_is_refused(make_loop):
-    class Squeezed(ClientModule):
-        def loss(self, output, y):
-            return F.binary_cross_entropy_with_logits(output[:, :1].squeeze(), y.float(), reduction="none")
-
-    with pytest.raises(UserError, match="`loss` must also work for a batch of one record"):
-        make_loop(module=Squeezed(small_net()))
-
-
 def test_metrics_of_forward_beside_the_loss_of_a_child_are_said(make_loop):
     module = step(lambda self, x, y: F.cross_entropy(self.net(x), y), forward=lambda self, x: -self.net(x))
     with pytest.warns(UserNotice, match="does not call forward, whose outputs give accuracy"):

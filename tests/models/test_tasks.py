@@ -235,14 +235,15 @@ def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
 
 class Probabilities(ClientModule):
     def loss(self, output, y):
-        return F.binary_cross_entropy(output.flatten(1), y.to(output).reshape(len(y), -1), reduction="none").mean(dim=1)
+        output, y = output.reshape(len(y), -1), y.to(output).reshape(len(y), -1)
+        return F.binary_cross_entropy(output, y, reduction="none").mean(dim=1)
 
 
-@pytest.mark.parametrize("name", ["binary", "multilabel"])
-def test_probabilities_are_recognised_and_scored_as_such(name):
+@pytest.mark.parametrize(("name", "last"), [("binary", ()), ("binary", (nn.Flatten(0),)), ("multilabel", ())])
+def test_probabilities_are_recognised_and_scored_as_such(name, last):
     people = population(name)
     outputs = people.y[0].numel()
-    net = nn.Sequential(nn.Linear(4, outputs), nn.Sigmoid())
+    net = nn.Sequential(nn.Linear(4, outputs), nn.Sigmoid(), *last)
     module, logits = Probabilities(net, metrics=["auroc", "f1"]), ClientModule(net[0], metrics=["auroc", "f1"])
     scores = []
     for one in (module, logits):

@@ -101,7 +101,13 @@ def check_fits(module: ClientModule, population: Population) -> None:
     task.check(population.y)
     check_metrics(module.metrics, task)
     _check_scores(module, task, x, output, y, population.num_classes)
-    _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
+    try:
+        _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        problem, advice = str(error).strip().splitlines()[0], "Look for squeeze() without a dimension."
+        raise UserError(f"`model` must take one record, and many, got: {problem}. {advice}") from error
 
 
 def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
@@ -113,6 +119,8 @@ def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y
             of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
         metrics.update(output, y)
         metrics.values()
+    except UserError:
+        raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         problem = str(error).strip().splitlines()[0]
         must = f"give outputs that an evaluation of task {task.name} can score"
@@ -140,7 +148,7 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
             large = tree_map(lambda one, size=size: one * size if one.is_floating_point() else one, x)
             outputs.append(module.output(params, large))
     finite = torch.cat(outputs)
-    finite = finite[finite.isfinite().flatten(1).all(dim=1)]
+    finite = finite[finite.isfinite().reshape(len(finite), -1).all(dim=1)]
     if not len(finite) or finite.min() < 0 or finite.max() > 1 or finite.min() == finite.max():
         return False
     if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):

@@ -136,7 +136,10 @@ class LightningLoss:
             try:
                 self._of_all(params, take(x, slice(1)), y[:1])
             except Exception:
-                return of_one_refused("training_step", reason)
+                return UserError(
+                    f"`training_step` must also work for a batch of one record, got: {reason} Write squeeze(-1) for "
+                    "squeeze(), which removes the dimension of records, too."
+                )
         return UserError(
             "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
             f"loggers or functional metrics), got {type(error).__name__}: {reason} Move other work to "
@@ -208,14 +211,6 @@ def configured_by(module: L.LightningModule, rounds: int, steps: int) -> Any:
     trainer = _Trainer("configure_optimizers", max_epochs=rounds, estimated_stepping_batches=rounds * steps)
     with _replaced([(module, {"_trainer": trainer})]):
         return module.configure_optimizers()
-
-
-def of_one_refused(method: str, reason: str) -> UserError:
-    """The error for a method that fails only on a batch of one record."""
-    return UserError(
-        f"`{method}` must also work for a batch of one record, got: {reason} Write squeeze(-1) for squeeze(), which "
-        "removes the dimension of records, too."
-    )
 
 
 def _trials(params: Params, x: Any, y: Tensor, num_classes: int) -> Iterator[tuple[Params, Any, Tensor]]:

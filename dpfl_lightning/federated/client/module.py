@@ -13,7 +13,6 @@ from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, Grou
 from dpfl_lightning.federated.client.lightning_loss import (
     LightningLoss,
     configured_by,
-    of_one_refused,
     overrides,
     unused,
 )
@@ -138,11 +137,9 @@ class ClientModule(Model, L.LightningModule):
     def prepare(self, x: Inputs, y: Tensor, num_classes: int) -> None:
         """Look at random records `x [B, *X]`, `y [B]`, before any private record is read. See `LightningLoss`.
 
-        Raises UserError as `LightningLoss.prepare`, and if a loss fails for a batch of one record or an evaluation
-        cannot use the outputs of a LightningModule.
+        Raises UserError as `LightningLoss.prepare`, and if an evaluation cannot use the outputs of a LightningModule.
         """
         if not isinstance(self.net, L.LightningModule):
-            self._check_loss_of_one(x, y)
             return
         advice = "Define it, such as `def forward(self, x): return self.net(x)`: evaluations need its outputs."
         require(overrides(self.net, "forward"), "forward", "be a method of a LightningModule", "none", advice)
@@ -153,22 +150,6 @@ class ClientModule(Model, L.LightningModule):
             output = self.output(self.named_trainable, x)
         advice = "Return logits or real numbers, and take the argmax in predict_step."
         require(output.is_floating_point(), "forward", "return floating outputs to evaluate", output.dtype, advice)
-
-    def _check_loss_of_one(self, x: Inputs, y: Tensor) -> None:
-        """Raise UserError if `loss` of a subclass works for several records, but not for one."""
-        if not self.overrides("loss"):
-            return
-        try:
-            output = self.output(self.named_trainable, x)
-            self.loss(output, y)
-        except Exception:  # a user's code may raise anything; the checks that follow say what is wrong
-            return
-        try:
-            shape = tuple(self.loss(output[:1], y[:1]).shape)
-        except Exception as error:
-            raise of_one_refused("loss", str(error).strip().split("\n")[0]) from error
-        if shape != (1,):
-            raise of_one_refused("loss", f"losses of shape {shape}.")
 
     def reported_loss(self, model: Tensor, x: Inputs, rows: Tensor, output: Tensor, y: Tensor) -> Tensor:
         """The loss of each record `[B]` in evaluation mode, for parameters `model` `[P]` and `rows` `[B]` of all `x`.
