@@ -253,8 +253,9 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
     if module.unused:
         lines.append(f"not used of {name}: {', '.join(module.unused)}")
     if module.adapted is not None and module.adapted.whole:
-        slow = f"training_step of {name} runs for each record alone, which is slower than a loss of the outputs"
-        lines.append(f"{slow}; test and client losses are those of the task, not of training_step")
+        lines.append(f"training_step of {name} runs for each record alone, which is slower than a loss of the outputs")
+        if not module.adapted.calls_forward:
+            lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
     if module.brings_optimizer:
         owner = type(module).__name__ if module.overrides("configure_optimizers") else name
         usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")

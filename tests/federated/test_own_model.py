@@ -1,5 +1,6 @@
 """A user's own model and training: LightningModules, optimisers and schedules, and the trained model after a run."""
 
+import random
 import sys
 import warnings
 
@@ -7,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from conftest import FIXED_KEY, break_off, small_net
+from conftest import FIXED_KEY, blobs, break_off, private, small_net
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -167,6 +168,157 @@ def test_a_training_step_without_losses_of_single_records_is_refused(kind, words
         make_loop(module=kind())
 
 
+class Step(Lit):
+    """A module for each case: `of(self, x, y)` is its loss."""
+
+    def training_step(self, batch, batch_idx):
+        return self.of(*batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def step(of, kind=Step, **methods) -> L.LightningModule:
+    return type("Own", (kind,), {"of": of, **methods})()
+
+
+def augmented(self, x, y):
+    return F.cross_entropy(self(0 * x if self.training else x), y)
+
+
+def penalised(self, x, y):
+    return F.cross_entropy(self(x), y) + (5 * (self.net[0].weight ** 2).sum() if self.training else 0)
+
+
+def noisy(self, x, y):
+    return F.cross_entropy(self(x + torch.randn_like(x) * self.training), y)
+
+
+def seldom(self, x, y):
+    return F.cross_entropy(self(x.flip(1) if self.training and random.random() < 1e-9 else x), y)
+
+
+def dropped(self, x, y):
+    return F.cross_entropy(self.net(F.dropout(x, 0.9, self.training)), y)
+
+
+@pytest.mark.parametrize("of", [augmented, penalised, noisy, seldom, dropped])
+def test_what_a_training_step_does_only_in_training_is_trained(of, make_loop):
+    loop = make_loop(module=step(of), rounds=1)
+    module, batch = loop.module, (torch.ones(3, 6), torch.arange(3))
+    assert module.adapted.whole
+    with torch.no_grad():
+        plain = F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
+        moved = not torch.allclose(module.sample_loss(module.named_trainable, *batch), plain, rtol=1e-2)
+        assert moved == (of is not seldom)
+        rows = torch.arange(5)
+        x, y = loop.population.x[rows], loop.population.y[rows]
+        reported = module.reported_loss(module.flat, loop.population.x, rows, module.net(x), y)
+        torch.testing.assert_close(reported, F.cross_entropy(module.net(x), y, reduction="none"))
+    if of in (augmented, penalised):
+        ours, reference = (trained(make_loop, step(of), name, rounds=1) for name in ("fast", "serial"))
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_random_draws_of_forward_leave_the_layer_rules(make_loop):
+    class Dropout(Lit):
+        def __init__(self):
+            super().__init__()
+            self.net.append(nn.Dropout(0.5))
+
+    module = make_loop(module=Dropout()).module
+    assert not module.adapted.whole
+
+
+def weighted(self, x, y):
+    return F.cross_entropy(self(x), y, weight=torch.tensor([1.0, 1.0, 50.0], device=x.device))
+
+
+def of_epoch(self, x, y):
+    return F.cross_entropy(self(x), y) * (1 + self.current_epoch)
+
+
+def of_step(self, x, y):
+    return F.cross_entropy(self(x), y) * min(1.0, self.global_step / 2)
+
+
+def squeezed(self, x, y):
+    return F.binary_cross_entropy_with_logits(self(x)[:, :1].squeeze(), (y > 0).float())
+
+
+class Indexed(Step):
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self(batch[0]), batch[1]) * (1 + batch_idx)
+
+
+class NoForward(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (lambda: step(weighted), "weighs classes"),
+        (lambda: step(of_epoch), "trainer.current_epoch"),
+        (lambda: step(of_step), "trainer.global_step"),
+        (lambda: step(lambda self, x, y: self.optimizers()), "trainer.strategy"),
+        (lambda: step(squeezed), "batch of one record.*squeeze"),
+        (lambda: Indexed(), "batch_idx"),
+        (lambda: NoForward(), "`forward` must be a method"),
+        (
+            lambda: step(
+                lambda self, x, y: F.cross_entropy(self.net(x), y), forward=lambda self, x: self.net(x).argmax(dim=1)
+            ),
+            "floating outputs.*argmax",
+        ),
+    ],
+)
+def test_a_training_step_that_needs_more_than_its_records_is_refused(module, words, make_loop):
+    with pytest.raises(UserError, match=words):
+        make_loop(module=module())
+
+
+def test_metrics_of_forward_beside_the_loss_of_a_child_are_said(make_loop):
+    module = step(lambda self, x, y: F.cross_entropy(self.net(x), y), forward=lambda self, x: -self.net(x))
+    with pytest.warns(UserNotice, match="does not call forward, whose outputs give accuracy"):
+        loop = make_loop(module=module, rounds=1)
+    result = loop.run()
+    x, y = (part[loop.population.test] for part in (loop.population.x, loop.population.y))
+    assert result.test_loss == pytest.approx(F.cross_entropy(result.model.net(x), y).item(), rel=1e-4)
+
+
+def test_each_record_has_the_mean_over_its_labels_that_count():
+    module = step(lambda self, x, y: F.cross_entropy(self(x).movedim(-1, 1), y), forward=lambda self, x: self.net(x))
+    own, x, y = ClientModule(module), torch.randn(8, 4, 6), torch.randint(3, (8, 4))
+    own.prepare(x, y, 3)
+    y[:, 1:3] = -100
+    expected = [F.cross_entropy(one, labels) for one, labels in zip(module.net(x), y, strict=True)]
+    torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), torch.stack(expected))
+    assert not own.adapted.whole and not own.adapted.unreduced
+
+
+def test_a_schedule_over_the_steps_that_a_trainer_estimates(make_loop, one_noise):
+    def of_steps(steps):
+        def configure(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            total = steps or self.trainer.estimated_stepping_batches
+            cycle = OneCycleLR(optimizer, max_lr=0.1, total_steps=total)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+        return step(lambda self, x, y: F.cross_entropy(self(x), y), configure_optimizers=configure)
+
+    # 60 records and batches of 16: 4 local steps of the only client in each of 2 rounds
+    options = {"rounds": 2, "clients": ClientOptions(1, batch_size=16), "privacy": private(8.0), "population": blobs(1)}
+    ours, expected = (trained(make_loop, of_steps(steps), **options) for steps in (None, 8))
+    torch.testing.assert_close(ours, expected)
+    assert not torch.allclose(ours, trained(make_loop, of_steps(60), **options))
+
+
 def configured(answer) -> type[ClientModule]:
     """A module whose `configure_optimizers` returns `answer(optimizer)`."""
     sgd = lambda module: torch.optim.SGD(module.trainable, lr=module.local_task.learning_rate)  # noqa: E731
@@ -200,7 +352,7 @@ def test_schedules_go_on_from_round_to_round(answer, make_loop, one_noise):
     [
         (lambda one: {"optimizer": one, "lr_scheduler": ReduceLROnPlateau(one)}, "ReduceLROnPlateau"),
         (lambda one: [one, one], "2 optimizers"),
-        (lambda one: None, "no optimizer"),
+        (lambda one: None, "no optimizer.*remove"),
         (lambda one: torch.optim.LBFGS(one.param_groups[0]["params"]), "LBFGS"),
         (lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": StepLR(one, 1), "interval": "hour"}}, "hour"),
         (lambda one: ([one], [OneCycleLR(one, 0.1, total_steps=2)]), "ends after 2 steps"),

@@ -41,7 +41,8 @@ class ConfiguredOptimizer:
         else:
             optimizer, schedule = answer, None
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-            raise _refused(f"{type(optimizer).__name__}" if optimizer is not None else "no optimizer")
+            none = "no optimizer (remove the method to train with clients.optimizer)"
+            raise _refused(none if optimizer is None else type(optimizer).__name__)
         if schedule is None:
             return cls(optimizer)
         settings = dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}

@@ -1,15 +1,13 @@
 """Checks before a run that a module fits the records, and timing, on random data of their public shape."""
 
 import copy
-import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.evaluation import of_records
 from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
@@ -80,11 +79,13 @@ def check_fits(module: ClientModule, population: Population) -> None:
     if not any(one[1] is not None and one[1].pattern == _SLOW_VMAP for one in warnings.filters):
         warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
     module.check_optimizer(learning_rate=0.1)
-    module.prepare(*dummy_batch(population, records=4, device=module.device))
+    records = min(max(8, population.num_classes), 32)  # most classes
+    with tensors_restored(module.net):
+        module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
     x, y = dummy_batch(population, records=2, device=module.device)
     try:
         with torch.no_grad():
-            with _drawing_alike(module.device):
+            with drawing_alike(module.device):
                 output = module.output(module.named_trainable, x)
             task = module.infer_task(output, y, population.num_classes)
             module.task = task = (
@@ -109,7 +110,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     module.task_note = described(task, tuple(output.shape[1:]), tuple(y.shape[1:]), module.named_task is not None)
     task.check(population.y)
     check_metrics(module.metrics, task)
-    _check_scores(module, task, output, y, population.num_classes)
+    _check_scores(module, task, x, output, y, population.num_classes)
     try:
         _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
     except UserError:
@@ -146,7 +147,7 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
             return False
         return True
 
-    with evaluating(module.net), _drawing_alike(module.device):
+    with evaluating(module.net), drawing_alike(module.device):
         row = next((row for some in rows.split(64) if not fits(some) for row in some if not fits(row[None])), None)
     if row is not None:
         owned = zip(population.train_of, population.held_out_of, strict=True)
@@ -159,11 +160,13 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
         )
 
 
-def _check_scores(module: ClientModule, task: Task, output: Tensor, y: Tensor, num_classes: int) -> None:
+def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
     """Compute all that an evaluation computes, before anything is charged."""
     metrics = Metrics(module.metrics or task.metrics, task, num_classes)
     try:
-        of_records(module, task, output, y)
+        with torch.no_grad():
+            rows = torch.arange(len(y), device=y.device)
+            of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
         metrics.update(output, y)
         metrics.values()
     except UserError:
@@ -237,7 +240,7 @@ def _kept(module: ClientModule, x: Inputs, y: Tensor) -> list[str]:
     left = []
     for rows in (*([row] * len(y) for row in range(len(y))), range(len(y)), range(1)):
         copied, index = copy.deepcopy(module), torch.tensor(rows, device=y.device)
-        with _drawing_alike(module.device):
+        with drawing_alike(module.device):
             copied.sample_loss(copied.named_trainable, take(x, index), y[index])
             with suppress(RuntimeError), warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")  # hooks of the backward pass may keep something, too
@@ -256,14 +259,14 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     """
 
     def losses(x: Inputs, y: Tensor) -> Tensor:
-        with _drawing_alike(module.device), tensors_restored(module.net):  # such as a count of passes
+        with drawing_alike(module.device), tensors_restored(module.net):  # such as a count of passes
             return module.sample_loss(module.named_trainable, x, y)
 
     def same(x: Inputs, tolerance: float) -> bool:
-        with _drawing_alike(module.device):
-            before = _generator_states(module.device)
+        with drawing_alike(module.device):
+            before = generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
-            draws = _generator_states(module.device) != before
+            draws = generator_states(module.device) != before
         alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
         def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
@@ -279,23 +282,3 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     except (RuntimeError, TypeError):
         module.float()
         return same(x, 1e-3)
-
-
-def _generator_states(device: torch.device) -> list[object]:
-    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
-    return [torch.get_rng_state().tolist(), on_device, repr(np.random.get_state()), random.getstate()]
-
-
-@contextmanager
-def _drawing_alike(device: torch.device) -> Iterator[None]:
-    """Set all generators to the same state, and restore them afterwards."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)

@@ -43,9 +43,9 @@ def evaluate(module: ClientModule, population: Population, final_models: ClientM
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
 
 
-def of_records(module: ClientModule, task: Task, output: Tensor, y: Tensor) -> Tensor:
+def of_records(losses: Tensor, task: Task, output: Tensor, y: Tensor) -> Tensor:
     """Return for each record its loss, how many of its predictions are right, and how many count, `[3, B]` float64."""
-    return torch.stack([module.loss(output, y).double(), *task.hits(output, y)])
+    return torch.stack([losses.double(), *task.hits(output, y)])
 
 
 def _scores(
@@ -64,7 +64,8 @@ def _scores(
         names = module.metrics or task.metrics
         metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
         with torch.inference_mode():
-            values.append(of_records(module, task, output, y))
+            of_each = module.reported_loss(model, population.x, some_rows, output, y)
+            values.append(of_records(of_each, task, output, y))
             for metric, in_set in zip(metrics, places, strict=True) if names else ():
                 inside = in_set[(in_set >= first) & (in_set < first + len(some_rows))] - first
                 if len(inside):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -18,8 +18,11 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.clipping.inputs import arguments
+from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
+
+Output = Callable[[Params, Any], Tensor]
 
 #: what a run uses of a LightningModule, or what changes nothing in it
 _USED = {"forward", "training_step", "configure_optimizers", "configure_model"}
@@ -29,9 +32,9 @@ class LightningLoss:
     """`training_step` of a LightningModule as a loss for each record; its metrics and `log` are silent meanwhile.
 
     The loss of a record is what `training_step((x, y), 0)` returns for a batch of this record alone. If it depends on
-    the records only by the outputs of `forward` (or of one child module) and by y, these are computed for all records
-    of a batch at once, so that engines can use layer rules. Otherwise the whole `training_step` runs under `vmap`, and
-    an evaluation reports the loss of `Model.loss`.
+    the records only by the outputs of `forward` (or of one child module) and by y, in training and in evaluation mode,
+    these are computed for all records of a batch at once, so that engines can use layer rules. Otherwise the whole
+    `training_step` runs under `vmap`.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -41,43 +44,44 @@ class LightningLoss:
         self.part: str | None = None  # name of the child whose outputs `loss` takes; "" is the module itself
         self.example: Any = None
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
+        self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
 
-    def prepare(self, params: Params, x: Any, y: Tensor) -> None:
+    def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int) -> None:
         """Find out, on random records `x [B, *X]`, `y [B]`, how losses are computed; before any private record is read.
 
-        Raises UserError if `training_step` cannot run on one record, is no mean or sum of losses of single records, or
-        keeps something for the next call.
+        `output(params, x)` are the outputs that `loss` takes.
+
+        Raises UserError if `training_step` cannot run on one record, is no mean or sum of losses of single records,
+        depends on `batch_idx` or the trainer, or keeps something for the next call.
         """
         before = _kept(self.module)
         self.example = tree_map(lambda one: one[:1].clone(), x)
-        with torch.no_grad(), evaluating(self.module):
-            params = {name: 0.9 * p + 0.01 for name, p in params.items()}  # so that a loss from others is noticed
-            try:
-                together = self._of_all(params, x, y)
-                alone = self._of_each(params, x, y)
-            except Exception as error:  # a user's code may raise anything
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise UserError(
-                    "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
-                    f"loggers or functional metrics), got {type(error).__name__}: {reason} Move other work to "
-                    "validation_step, or wrap the net alone by ClientModule(net)."
-                ) from error
-            if not any(_close(together, total) for total in (alone.mean(), alone.sum())):
-                raise UserError(
-                    "`training_step` must return the mean of the losses of single records, got a loss that depends on "
-                    "other records of the batch (or weighs classes by a mean). Override `loss` of a ClientModule."
-                )
-            changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
-            must = "not keep anything of a batch for the next call"
-            require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
-            self.whole = False
-            for name in ("", *(name for name, _ in self.module.named_children())):
-                for self.unreduced in (True, False):
-                    self.part = name
-                    if self._agrees(params, x, y, alone):
-                        return
-        self.part, self.whole = None, True
+        parts = ("", *(name for name, _ in self.module.named_children()))
+        ways = [(part, unreduced) for part in parts for unreduced in (True, False)]
+        with torch.no_grad():
+            for mode in (evaluating(self.module), nullcontext()):
+                with mode:
+                    for p, some_x, some_y in _trials(params, x, y, num_classes):
+                        self._require_mean_of_records(p, some_x, some_y)
+                        ways = [way for way in ways if self._agrees(output, *way, p, some_x, some_y)]
+            self.calls_forward = self._calls_forward(x, y)
+        changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
+        must = "not keep anything of a batch for the next call"
+        require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
+        self.whole = not ways
+        self.part, self.unreduced = ways[0] if ways else (None, False)
+
+    def _calls_forward(self, x: Any, y: Tensor) -> bool:
+        called, forward = [], self.module.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called.append(True)
+            return forward(*args, **kwargs)
+
+        with self._silent(), _replaced([(self.module, {"forward": noted})]):
+            _step(self.module, x, y)
+        return bool(called)
 
     def sample_loss(self, params: Params, x: Any, y: Tensor) -> Tensor:
         """The loss of each record, `[B]`, by the whole `training_step`."""
@@ -98,13 +102,66 @@ class LightningLoss:
             if not self.unreduced:
                 return vmap(of_one, randomness="different")(output, y)
             with _Unreduced():
-                losses = of(output, y)
-            return losses.flatten(1).mean(dim=1) if losses.ndim > 1 else losses
+                return of(output, y)
 
-    def _agrees(self, params: Params, x: Any, y: Tensor, expected: Tensor) -> bool:
+    def _require_mean_of_records(self, params: Params, x: Any, y: Tensor) -> None:
+        one = take(x, slice(1)), y[:1]
         try:
-            output = functional_call(self.module, dict(params), *arguments(x))
-            return _close(self.loss(output, y), expected)
+            together, drawn = _drawn(y.device, lambda: self._of_all(params, x, y))
+            one_alone, _ = _drawn(y.device, lambda: self._of_all(params, *one))
+            others = [_drawn(y.device, lambda: self._of_all(params, *one, index))[0] for index in (1, 7)]  # noqa: B023
+            alone = self._of_each(params, x, y)
+        except UserError:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            raise self._failed(params, x, y, error) from error
+        later = "A client draws its batches at random: remove what depends on it."
+        same = all(_close(other, one_alone) for other in others)
+        require(same, "training_step", "give the same loss for every batch_idx", "another one", later)
+        if drawn == _drawn(y.device, lambda: None)[1] and not any(
+            _close(together, total) for total in (alone.mean(), alone.sum())
+        ):
+            raise UserError(
+                "`training_step` must return the mean of the losses of single records, got a loss that depends on "
+                "other records of the batch (or weighs classes by a mean). Override `loss` of a ClientModule."
+            )
+
+    def _failed(self, params: Params, x: Any, y: Tensor, error: Exception) -> UserError:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        try:
+            self._of_all(params, x, y)
+        except Exception:  # the cause is not that a batch has one record
+            pass
+        else:
+            try:
+                self._of_all(params, take(x, slice(1)), y[:1])
+            except Exception:
+                return UserError(
+                    f"`training_step` must also work for a batch of one record, got: {reason} Write squeeze(-1) for "
+                    "squeeze(), which removes the dimension of records, too."
+                )
+        return UserError(
+            "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
+            f"loggers or functional metrics), got {type(error).__name__}: {reason} Move other work to "
+            "validation_step, or wrap the net alone by ClientModule(net)."
+        )
+
+    def _agrees(self, output: Output, part: str, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
+        """Whether outputs of `forward` give, by this way, the loss of each record alone, with the same random draws.
+
+        False if `training_step` draws random numbers outside `forward`.
+        """
+        self.part, self.unreduced = part, unreduced
+        try:
+            for row in range(min(4, len(y))):
+                one_x, one_y = take(x, slice(row, row + 1)), y[row : row + 1]
+                expected, drawn = _drawn(y.device, lambda: self._of_all(params, one_x, one_y))  # noqa: B023
+                of_one, drawn_by_forward = _drawn(y.device, lambda: output(params, one_x))  # noqa: B023
+                if drawn != drawn_by_forward or not _close(self.loss(of_one, one_y), expected[None]):
+                    return False
+            outputs = output(params, x)
+            alone = [self.loss(outputs[row : row + 1], y[row : row + 1]) for row in range(len(y))]
+            return _close(self.loss(outputs, y), torch.cat(alone))
         except Exception:  # a user's code may raise anything for an unexpected output
             return False
 
@@ -114,17 +171,69 @@ class LightningLoss:
 
         return vmap(of_one, randomness="different")(x, y)
 
-    def _of_all(self, params: Params, x: Any, y: Tensor) -> Tensor:
+    def _of_all(self, params: Params, x: Any, y: Tensor, index: int = 0) -> Tensor:
         named = {f"module.{name}": value for name, value in params.items()}
         with self._silent():
-            return functional_call(_TrainingStep(self.module), named, (x, y)).reshape(())
+            return functional_call(_TrainingStep(self.module), named, (x, y, index)).reshape(())
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
         metrics = [one for one in self.module.modules() if isinstance(one, Metric | MetricCollection)]
         quiet = [(one, {"forward": _no_metric, "update": _nothing}) for one in metrics]
-        with _replaced([(self.module, {"log": _nothing, "log_dict": _nothing, "print": _nothing}), *quiet]):
+        silent = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "_trainer": _Trainer("training_step")}
+        with _replaced([(self.module, silent), *quiet]):
             yield
+
+
+class _Trainer:
+    """What a LightningModule sees as its trainer; UserError for all that a run does not know."""
+
+    logger, loggers, global_rank, local_rank = None, (), 0, 0
+
+    def __init__(self, reader: str, **known: int) -> None:
+        self._reader, self._known = reader, known
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._known:
+            return self._known[name]
+        raise UserError(
+            f"`{self._reader}` must not read the trainer (nor current_epoch, global_step, optimizers() or "
+            f"lr_schedulers()), got `trainer.{name}`. A client has no Trainer: let a learning rate schedule in "
+            "configure_optimizers change what changes with time; it may read trainer.max_epochs (rounds) and "
+            "trainer.estimated_stepping_batches (rounds x local steps)."
+        )
+
+
+def configured_by(module: L.LightningModule, rounds: int, steps: int) -> Any:
+    """Return what `configure_optimizers` of a module returns for a run of so many rounds and local steps in each."""
+    trainer = _Trainer("configure_optimizers", max_epochs=rounds, estimated_stepping_batches=rounds * steps)
+    with _replaced([(module, {"_trainer": trainer})]):
+        return module.configure_optimizers()
+
+
+def _trials(params: Params, x: Any, y: Tensor, num_classes: int) -> Iterator[tuple[Params, Any, Tensor]]:
+    """Yield parameters, records and labels of several classes, on which ways to compute a loss are compared."""
+    generator = torch.Generator().manual_seed(0)
+    for number, scale in enumerate((1.0, 5.0)):
+        labels = y.roll(number, 0)
+        if not y.is_floating_point():
+            known = num_classes if y.dim() == 1 else 2  # labels of several positions may all be 0 or 1
+            spread = torch.arange(len(y), device=y.device) * max(1, known // len(y)) + number
+            labels = labels.clone()
+            labels.view(len(y), -1)[:, 0] = (spread % known).to(y.dtype)
+        moved = {
+            name: 0.9 * p + 0.05 * torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+            for name, p in params.items()
+        }
+        yield moved, tree_map(lambda one: scale * one if one.is_floating_point() else one, x), labels  # noqa: B023
+
+
+def _drawn(device: torch.device, work: Callable[[], Any]) -> tuple[Any, list[object]]:
+    """Return the result of `work`, whose random draws are always the same, and the generators' states after it."""
+    with drawing_alike(device):
+        return work(), generator_states(device)
 
 
 class _TrainingStep(nn.Module):
@@ -134,8 +243,8 @@ class _TrainingStep(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Any, y: Tensor) -> Tensor:
-        return _step(self.module, x, y)
+    def forward(self, x: Any, y: Tensor, index: int) -> Tensor:
+        return _step(self.module, x, y, index)
 
 
 class _Unreduced(TorchFunctionMode):
@@ -149,10 +258,10 @@ _FUNCTIONS = (one for name, one in vars(F).items() if inspect.isfunction(one) an
 _LOSSES = {one for one in _FUNCTIONS if "reduction" in inspect.signature(one).parameters}
 
 
-def _step(module: L.LightningModule, x: Any, y: Tensor) -> Tensor:
+def _step(module: L.LightningModule, x: Any, y: Tensor, index: int = 0) -> Tensor:
     """The loss that `training_step` returns for a batch."""
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    answer = module.training_step((x, y), 0) if takes_index else module.training_step((x, y))
+    answer = module.training_step((x, y), index) if takes_index else module.training_step((x, y))
     loss = answer.get("loss") if isinstance(answer, Mapping) else answer
     if not isinstance(loss, Tensor):
         raise TypeError(f"training_step must return a loss, got {type(loss).__name__}.")
@@ -175,7 +284,7 @@ def unused(module: L.LightningModule) -> list[str]:
 def _kept(module: nn.Module) -> dict[str, int]:
     """What tells whether attributes of a module or of its parts were set, or filled."""
     return {
-        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict | set) else id(value)
+        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict | set | deque) else id(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if not key.startswith("_") and key != "training" and not isinstance(part, Metric | MetricCollection)
@@ -183,7 +292,7 @@ def _kept(module: nn.Module) -> dict[str, int]:
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-3, atol=1e-5)
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -195,17 +304,15 @@ def _no_metric(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _replaced(attributes: list[tuple[nn.Module, dict[str, Callable[..., Any]]]]) -> Iterator[None]:
+def _replaced(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
     """Replace attributes of objects for a while."""
-    before = [(vars(one), {name: vars(one).get(name) for name in new}) for one, new in attributes]
+    before = [{name: vars(one)[name] for name in new if name in vars(one)} for one, new in attributes]
     try:
         for one, new in attributes:
             vars(one).update(new)
         yield
     finally:
-        for space, old in before:
-            for name, value in old.items():
-                if value is None:
-                    del space[name]
-                else:
-                    space[name] = value
+        for (one, new), old in zip(attributes, before, strict=True):
+            for name in new.keys() - old.keys():
+                del vars(one)[name]
+            vars(one).update(old)

@@ -10,13 +10,18 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
-from dpfl_lightning.federated.client.lightning_loss import LightningLoss, overrides, unused
+from dpfl_lightning.federated.client.lightning_loss import (
+    LightningLoss,
+    configured_by,
+    overrides,
+    unused,
+)
 from dpfl_lightning.federated.messages.plan import ClassGradients
-from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.model import Model, forward_chunk
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.models.tasks import CUSTOM, Task
-from dpfl_lightning.privacy.clipping.inputs import Inputs
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum
+from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
@@ -98,7 +103,8 @@ class ClientModule(Model, L.LightningModule):
         self.automatic_optimization = False
         self.metrics = tuple(metrics)
         self.local_task: LocalTask | None = None
-        self._settings_of: dict[float, GroupSettings] = {}  # of a schedule, by the learning rate of the task
+        self._settings_of: dict[tuple[float, int], GroupSettings] = {}  # of a schedule, by learning rate and steps
+        self._rounds = 1  # of the run
 
     def overrides(self, hook: str) -> bool:
         """Return whether a subclass overrides a method of this class."""
@@ -127,10 +133,35 @@ class ClientModule(Model, L.LightningModule):
         plain = optimizer is not None and optimizer.plain
         return plain and not self.brings_optimizer and not self.overrides("training_step")
 
-    def prepare(self, x: Inputs, y: Tensor) -> None:
-        """Look at random records `x [B, *X]`, `y [B]`, before any private record is read. See `LightningLoss`."""
-        if self.adapted is not None:
-            self.adapted.prepare(self.named_trainable, x, y)
+    @torch.no_grad()
+    def prepare(self, x: Inputs, y: Tensor, num_classes: int) -> None:
+        """Look at random records `x [B, *X]`, `y [B]`, before any private record is read. See `LightningLoss`.
+
+        Raises UserError as `LightningLoss.prepare`, and if an evaluation cannot use the outputs of a LightningModule.
+        """
+        if not isinstance(self.net, L.LightningModule):
+            return
+        advice = "Define it, such as `def forward(self, x): return self.net(x)`: evaluations need its outputs."
+        require(overrides(self.net, "forward"), "forward", "be a method of a LightningModule", "none", advice)
+        if self.adapted is None:
+            return
+        self.adapted.prepare(self.output, self.named_trainable, x, y, num_classes)
+        with evaluating(self.net):
+            output = self.output(self.named_trainable, x)
+        advice = "Return logits or real numbers, and take the argmax in predict_step."
+        require(output.is_floating_point(), "forward", "return floating outputs to evaluate", output.dtype, advice)
+
+    def reported_loss(self, model: Tensor, x: Inputs, rows: Tensor, output: Tensor, y: Tensor) -> Tensor:
+        """The loss of each record `[B]` in evaluation mode, for parameters `model` `[P]` and `rows` `[B]` of all `x`.
+
+        `output` and `y` are those of the rows.
+        """
+        with evaluating(self.net):
+            if self.adapted is None or not self.adapted.whole:
+                return self.loss(output, y)
+            params, chunk = self.unflatten(model), forward_chunk(model.device)
+            parts = zip(rows.split(chunk), y.split(chunk), strict=True)
+            return torch.cat([self.adapted.sample_loss(params, take(x, some), labels) for some, labels in parts])
 
     def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
         if self.adapted is not None and self.adapted.whole:
@@ -154,7 +185,8 @@ class ClientModule(Model, L.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimiser of the task, or of a wrapped LightningModule. It sees noised gradients only."""
         if self.brings_optimizer:
-            return self.net.configure_optimizers()  # type: ignore[operator]
+            assert isinstance(self.net, L.LightningModule)  # for mypy
+            return configured_by(self.net, self._rounds, self._require_task().steps)
         task = self._require_task()
         return (task.optimizer or PLAIN_SGD).over(self.trainable, task.learning_rate)
 
@@ -162,6 +194,8 @@ class ClientModule(Model, L.LightningModule):
         """Raise UserError unless `configure_optimizers` fits a run of so many rounds and local steps in each."""
         if not self.brings_optimizer:
             return
+        self._rounds = rounds
+        self._settings_of.clear()
         mechanism, noise = Gaussian(1.0, 0.0, 1.0, 1.0), Streams().generator("none", 0, 0)
         task = LocalTask(VmapClippedSum(self.sample_loss), mechanism, noise, learning_rate, optimizer=None)
         try:
@@ -208,10 +242,10 @@ class StepOptimizer:
         self._configured = ConfiguredOptimizer.of(module.configure_optimizers())
         self._settings: GroupSettings | None = None
         if self._configured.scheduler is not None:
-            known = module._settings_of
-            if task.learning_rate not in known:
-                known[task.learning_rate] = GroupSettings(ConfiguredOptimizer.of(module.configure_optimizers()))
-            self._settings = known[task.learning_rate]
+            known, key = module._settings_of, (task.learning_rate, task.steps)
+            if key not in known:
+                known[key] = GroupSettings(ConfiguredOptimizer.of(module.configure_optimizers()))
+            self._settings = known[key]
             self._schedule()
         if flat is not None:
             self._unflatten, parts = module.unflatten, module.unflatten(flat).values()
