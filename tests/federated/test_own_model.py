@@ -104,6 +104,7 @@ def trained(make_loop, module, engine="fast", **options) -> torch.Tensor:
     return loop.state.models[0]
 
 
+@pytest.mark.e2e
 def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, one_noise):
     options = {"rounds": 2, "clients": ClientOptions(4, batch_size=16)}
     expected = trained(make_loop, ByHand(small_net()), "serial", **options)
@@ -202,6 +203,7 @@ def dropped(self, x, y):
     return F.cross_entropy(self.net(F.dropout(x, 0.9, self.training)), y)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("of", [augmented, penalised, noisy, seldom, dropped])
 def test_what_a_training_step_does_only_in_training_is_trained(of, make_loop):
     loop = make_loop(module=step(of), rounds=1)
@@ -302,6 +304,7 @@ def test_each_record_has_the_mean_over_its_labels_that_count():
     assert not own.adapted.whole and not own.adapted.unreduced
 
 
+@pytest.mark.e2e
 def test_a_schedule_over_the_steps_that_a_trainer_estimates(make_loop, one_noise):
     def of_steps(steps):
         def configure(self):

@@ -98,7 +98,7 @@ def test_a_bad_key_is_one_sentence_before_anything_is_charged(make_loop, tmp_pat
         assert words in str(error.value) and "\n" not in str(error.value)
         assert not (loop.output_dir / "ledger.jsonl").exists()
     again = make_loop(privacy=signed_by(make_keys(tmp_path / "good") / "private"), output_dir=loop.output_dir, rounds=1)
-    assert again.run(resume=True).finished, "with good keys, it begins"
+    assert again.run().finished, "with good keys, it begins"
 
 
 def test_a_key_that_others_may_read_is_a_warning(keys):
