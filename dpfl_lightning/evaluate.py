@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,16 +74,27 @@ def evaluate_run(options: Options, run: Path) -> dict:
     result = run / "result.json"
     advice = f"Finish it with {invocation('fit')} --resume {run}."
     require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
-    model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
+    try:
+        model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
+    except (ValueError, TypeError, KeyError):
+        raise UserError(
+            f"`{result}` must be the result of a run, got a file that cannot be read. Restore it."
+        ) from None
     single = (run / "model.pt").is_file()
-    files = [run / "model.pt"] if single else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
+    several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
+    files = several if several[0].is_file() and not single else [run / "model.pt"]
     population = build_population(options)
     module = build_module(options, population)
     check_fits(module, population)
     models = []
     for file in files:
+        require(file.is_file(), "RUN", "contain its models", str(run), f"{file.name} is gone: restore it.")
         try:
-            module.net.load_state_dict(torch.load(file, weights_only=True))
+            state = torch.load(file, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError):
+            raise UserError(f"`{file}` must be a saved model, got a file that cannot be read. Restore it.") from None
+        try:
+            module.net.load_state_dict(state)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             data = options.data.class_path or options.data.name

@@ -9,6 +9,7 @@ import pytest
 from dpfl_lightning.audit import main as audit_command
 from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
+from dpfl_lightning.config.options import DataOptions, Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import main as evaluate_command
@@ -304,3 +305,25 @@ def test_a_search_on_public_records_refuses_a_users_clients(place, capsys):
 def test_an_audit_takes_a_users_clients(place, capsys):
     assert audit_command(["--config", "own.yaml", "--for_clients", "rome", "--releases", "50"]) == 0
     assert "refuted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("result.json", '{"clients": [', "result.json` must be the result of a run"),
+        ("result.json", "[]", "result.json` must be the result of a run"),
+        ("model.pt", "garbage", "model.pt` must be a saved model"),
+        ("model.pt", None, "model.pt is gone"),
+    ],
+)
+def test_a_damaged_run_is_one_sentence(file, content, words, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    options = Options(data=DataOptions(name="digits"), model={"name": "logistic"}, privacy=None)
+    (run / "options.yaml").write_text(to_yaml(options))
+    (run / "result.json").write_text(json.dumps({"clients": [{"model": 0}]}))
+    (run / "model.pt").write_text("garbage")
+    (run / file).unlink() if content is None else (run / file).write_text(content)
+    assert evaluate_command([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error

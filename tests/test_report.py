@@ -160,3 +160,21 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     assert parent.data.metrics["test_accuracy_std"] == pytest.approx(summary["test_accuracy_std"])
     assert fit_seeds(options, [0, 1])["seeds"] == [0, 1]
     assert len(client.search_runs([parent.info.experiment_id])) == 3, "the same parent, and no run again"
+
+
+def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
+    plain = a_folder(tmp_path / "plain", test_accuracy=0.5)
+    scored = a_folder(tmp_path / "scored", test_accuracy=None, test_metrics={"mae": 0.25})
+    for seed in (0, 2):
+        a_folder(tmp_path / "seeds" / f"seed_{seed}")
+    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1, 2], "guarantee": "All seeds."}))
+    stopped = a_folder(tmp_path / "stopped", rounds=2, finished=False)
+    page = report([plain, scored, tmp_path / "seeds", stopped])
+    (table,) = re.findall(r"<h2>Results</h2>.*?</table>", page, re.DOTALL)
+    titles = re.findall(r"<th[^>]*>(.*?)</th>", table)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
+    cells = {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
+    assert cells["plain"]["mae"] == "" and cells["plain"]["test accuracy"] == "50.00%"
+    assert cells["scored"]["mae"] == "0.25" and cells["scored"]["test accuracy"] == ""
+    assert cells["seeds"]["state"] == "2 of 3 seeds finished, 1 folder missing"
+    assert cells["stopped"]["largest epsilon"].startswith("at least ") and "plan --ledger" in page

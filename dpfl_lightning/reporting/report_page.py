@@ -18,7 +18,7 @@ from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_tex
 from dpfl_lightning.reporting.curves import history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
-from dpfl_lightning.runtime.text import flattened
+from dpfl_lightning.runtime.text import counted, flattened
 
 _COLOURS = (
     "#2f6fde",
@@ -34,6 +34,9 @@ _COLOURS = (
 )
 _MOST_ROWS = 200  # clients in a table, and trials
 _NOT_COMPARED = ("tracking", "output_dir")
+_UNFINISHED = (
+    "Unfinished: no guarantee is stated yet. `dpfl plan --ledger {}` states what every client has spent so far."
+)
 _DRAWN_HERE = ("accuracy_over_rounds",)  # figures that the page has as charts
 
 Rows = list[dict[str, str]]
@@ -51,7 +54,7 @@ def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str
     return _TEMPLATES.get_template("report_page.html").render(
         title=", ".join(part.name for part in parts),
         runs=[_run(name, group, ledgers) for name, group in zip(names, groups, strict=True)],
-        summary=[_summary(name, group, ledgers) for name, group in zip(names, groups, strict=True)],
+        summary=_aligned([_summary(name, group, ledgers) for name, group in zip(names, groups, strict=True)]),
         options=_options(names, groups),
         charts=[
             *_charts(names, groups),
@@ -81,7 +84,7 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
         "name": name,
         "badges": _badges(group),
         "ledger": bad,
-        "guarantee": group.guarantee or "The run is unfinished, so its guarantee is not stated yet.",
+        "guarantee": group.guarantee or _UNFINISHED.format(group.runs[0].folder),
         "clients": _clients(results),
         "more": max(0, max((len(result["clients"]) for result in results), default=0) - _MOST_ROWS),
         "figures": _figures(group.runs[0]) if len(group.runs) == 1 else {},
@@ -109,7 +112,8 @@ def _summary(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str
     finished = [run for run in group.runs if run.result is not None]
     results = [run.result for run in finished if run.result is not None]
     done = [run.rounds[-1].round if run.rounds else 0 for run in group.runs]
-    seeds = f"{len(finished)} of {len(group.runs)} seeds finished" if len(group.runs) > 1 else ""
+    seeds = f"{len(finished)} of {len(group.runs) + group.missing} seeds finished" if len(group.runs) > 1 else ""
+    seeds += f", {counted(group.missing, 'folder')} missing" if group.missing else ""
     state = seeds or (
         "finished" if finished else f"unfinished after {done[0]} of {group.runs[0].options.get('rounds', '?')} rounds"
     )
@@ -123,7 +127,7 @@ def _summary(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str
         "test accuracy": _spread(accuracy, percent=True),
         **{key: _spread([result["test_metrics"].get(key) for result in results]) for key in metrics},
         "worst client": _spread([result.get("accuracy_worst") for result in results], percent=True),
-        "largest epsilon": _largest(results),
+        "largest epsilon": _largest(results) if len(finished) == len(group.runs) else _largest_so_far(group),
         "clients": f"{len(results[0]['clients']):,}" if results else "",
         "ledger": "verified" if verified == len(group.runs) else "not verified",
     }
@@ -142,6 +146,12 @@ def _largest(results: Sequence[Mapping[str, Any]]) -> str:
     if worst["epsilon_spent"] is None:
         return "\N{INFINITY}"
     return f"{epsilon_text(worst['epsilon_spent'])} at delta {delta_text(worst['delta'])}"
+
+
+def _largest_so_far(group: RunGroup) -> str:
+    """Return the largest epsilon after the finished rounds; a round that was charged and not finished adds to it."""
+    known = [epsilon for run in group.runs if (epsilon := _last(run, "train_epsilon_max")) is not None]
+    return f"at least {epsilon_text(max(known))} so far" if known else "see the ledger"
 
 
 def _spread(values: Sequence[float | None], percent: bool = False) -> str:
@@ -196,6 +206,11 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
                 for part in parts
             }
             rows.append({"run": name, **values, **of_groups})
+    return _aligned(rows)
+
+
+def _aligned(rows: Rows) -> Rows:
+    """Give all rows the same columns; a cell that a row does not have is empty."""
     columns = list(dict.fromkeys(title for row in rows for title in row))
     return [{title: row.get(title, "") for title in columns} for row in rows]
 
@@ -215,9 +230,10 @@ def _clients(results: Sequence[Mapping[str, Any]]) -> Rows:
                 "budget": _number(first["epsilon_budget"], "none"),
                 "delta": f"{first['delta']:g}",
                 "accuracy": _spread([one["accuracy"] for one in same], percent=True),
+                **{key: _spread([one["metrics"].get(key) for one in same]) for key in first.get("metrics") or {}},
             }
         )
-    return rows
+    return _aligned(rows)
 
 
 def _number(value: float | None, missing: str) -> str:

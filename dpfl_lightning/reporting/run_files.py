@@ -24,11 +24,15 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """One run, or the same run for several seeds. `guarantee` is that of all seeds together."""
+    """One run, or the same run for several seeds. `guarantee` is that of all seeds together.
+
+    `missing` is the number of seeds whose folders are gone.
+    """
 
     name: str
     runs: tuple[RunFiles, ...]
     guarantee: str
+    missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
     seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
     if seeds:
         runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
-        return [RunGroup(path.resolve().name, runs, str(summary.get("guarantee", "")))]
+        missing = max(0, len(summary.get("seeds", ())) - len(runs))
+        return [RunGroup(path.resolve().name, runs, str(summary.get("guarantee", "")), missing)]
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
 

@@ -215,15 +215,26 @@ def _values(one: curves.Round, per_client: bool) -> curves.Values:
     """Return the curves of a round, with `per_client` also those of each client, by its name."""
     if not per_client:
         return one.values
-    columns = one.clients.items()
     return {
         **one.values,
         **{
-            f"{curves.over_clients(curve)}_of_{_chart(name)}": value
-            for curve, column in columns
-            for name, value in column.items()
+            f"{curves.over_clients(curve)}_of_{chart}": value
+            for curve, column in one.clients.items()
+            for chart, value in zip(_charts(list(column)), column.values(), strict=True)
         },
     }
+
+
+def _charts(clients: Sequence[str]) -> list[str]:
+    """Return different ends of curves' names; clients whose names become the same are numbered.
+
+    >>> _charts(["a+b", "a*b", "c"])
+    ['a_b (1)', 'a_b (2)', 'c']
+    """
+    given = list(map(_chart, clients))
+    return [
+        name if given.count(name) == 1 else f"{name} ({given[: i + 1].count(name)})" for i, name in enumerate(given)
+    ]
 
 
 def _chart(client: str) -> str:
