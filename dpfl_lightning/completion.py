@@ -4,7 +4,7 @@ import argparse
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import Literal, get_origin
+from typing import Literal, get_args, get_origin
 
 from dpfl_lightning.__main__ import COMMANDS, purpose
 from dpfl_lightning.config.command_line import CommandParser
@@ -77,7 +77,8 @@ def _values() -> dict[str, list[str]]:
     keys = all_keys(_SWEEP)
     words = {"--config": sorted(presets()), "--help": ["all"]}
     for key in (*NAMES, *REGISTRIES):
-        chosen = key if get_origin(keys[key].hint) is Literal else f"{key}.name"
+        hint = keys[key].hint
+        chosen = key if any(get_origin(one) is Literal for one in (hint, *get_args(hint))) else f"{key}.name"
         words |= {f"--{chosen}": names_of(key)} if key != "strategies" else {}
         words |= {f"--{key}.help": names_of(key)} if key in REGISTRIES else {}
     return words
@@ -90,12 +91,16 @@ def _flags(name: str) -> list[str]:
     parser = argparse.ArgumentParser()
     if (add_flags := getattr(importlib.import_module(f"dpfl_lightning.{name}"), "_flags", None)) is not None:
         add_flags(parser)
-    flags = [one for action in parser._actions for one in action.option_strings if one.startswith("--")]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = [one for action in shown for one in action.option_strings if one.startswith("--")] + ["--version"]
+    if name == "report":
+        return flags
     keys = [f"--{key}" for key in all_keys(_SWEEP if name == "sweep" else None)]
     keys = [key for key in keys if name != "evaluate" or key.startswith("--data.")]
     sections = {key.partition(".")[0] for key in keys}
     named = [flag for flag in _values() if flag.partition(".")[0] in sections]
-    return [*flags, "--version", "--config", "--print_config", *dict.fromkeys([*keys, *named])]
+    flags += [] if name == "evaluate" else ["--config"]
+    return [*flags, "--print_config", *dict.fromkeys([*keys, *named])]
 
 
 if __name__ == "__main__":

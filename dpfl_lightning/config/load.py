@@ -307,6 +307,8 @@ class _Values:
 
 def _how_to_choose(key: str, value: str, keys: Mapping[str, Any]) -> str:
     """Return how to write the choice `value`, where a key that takes a mapping got a text."""
+    if "." not in value and (near := nearest(value, names_of(key))) and value not in names_of(key):
+        return near
     if key == "strategies":
         return f"Write {{{value}: {{}}}}, or --strategies.{value} {{}} on the command line."
     own = "." in value and (key == "model" or f"{key}.class_path" in keys)
