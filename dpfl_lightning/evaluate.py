@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.json:
         print(json.dumps(report))
         return 0
-    print(f"Test set: {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
+    print(f"Test {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
     print("Held-out records of each client:")
     width = max(3, *(len(row["name"]) for row in report["clients"]))
     for row in report["clients"]:

@@ -147,7 +147,7 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     arguments = ["--config", "digits", "--rounds", "2", "--output_dir", str(tmp_path / "seeds")]
     options, _ = load(arguments)
     summary = fit_seeds(options, [0, 1])
-    group = read(tmp_path / "seeds")
+    (group,) = read(tmp_path / "seeds")
     assert isinstance(group, RunGroup) and len(group.runs) == 2 and len(read_run(group.runs[0].folder).rounds) == 2
     page = report([tmp_path / "seeds", tmp_path / "seeds" / "seed_0"])
     assert "not verified" not in page and words(page).count("The ledger is verified.") == 2
