@@ -18,7 +18,7 @@ from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_tex
 from dpfl_lightning.reporting.curves import history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
-from dpfl_lightning.runtime.text import counted, flattened
+from dpfl_lightning.runtime.text import counted, distinct, flattened
 
 _COLOURS = (
     "#2f6fde",
@@ -50,7 +50,7 @@ def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str
     **Privacy** Shows the content of `result.json`, `options.yaml` and `metrics.jsonl`.
     """
     groups = [part for part in parts if isinstance(part, RunGroup)]
-    names = _different([group.name for group in groups])
+    names = distinct([group.name for group in groups])
     return _TEMPLATES.get_template("report_page.html").render(
         title=", ".join(part.name for part in parts),
         runs=[_run(name, group, ledgers) for name, group in zip(names, groups, strict=True)],
@@ -65,13 +65,6 @@ def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str
         tables=[_table(part) for part in parts if isinstance(part, Table)],
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
     )
-
-
-def _different(names: Sequence[str]) -> list[str]:
-    """Number names that occur twice."""
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
-    ]
 
 
 # ---- runs

@@ -48,6 +48,17 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
+def distinct(names: Sequence[str]) -> list[str]:
+    """Number the names that occur more than once.
+
+    >>> distinct(["a", "b", "a"])
+    ['a (1)', 'b', 'a (2)']
+    """
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
+    ]
+
+
 def counted(count: int, noun: str) -> str:
     """Format a number of things.
 

@@ -20,7 +20,7 @@ from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported, shown
-from dpfl_lightning.runtime.text import span
+from dpfl_lightning.runtime.text import distinct, span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
@@ -231,10 +231,7 @@ def _charts(clients: Sequence[str]) -> list[str]:
     >>> _charts(["a+b", "a*b", "c"])
     ['a_b (1)', 'a_b (2)', 'c']
     """
-    given = list(map(_chart, clients))
-    return [
-        name if given.count(name) == 1 else f"{name} ({given[: i + 1].count(name)})" for i, name in enumerate(given)
-    ]
+    return distinct(list(map(_chart, clients)))
 
 
 def _chart(client: str) -> str:
