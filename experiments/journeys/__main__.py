@@ -8,9 +8,11 @@ runs once in each turn, and the medians are written to a page of the docs.
 
 import argparse
 import ast
+import contextlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,8 @@ JOURNEYS = {
     "lightning_module": "a LightningModule with Adam and a schedule",
     "text_lora": "text with LoRA on a frozen transformer",
 }
+#: seconds after which a script is stopped
+LIMIT = 600
 CONTESTANTS = ("dpfl_lightning", "Opacus", "Flower")
 
 
@@ -75,15 +79,36 @@ def user_lines(path: Path) -> int:
 
 
 def run(python: str, path: Path) -> tuple[float, float]:
-    """Return the seconds of a script, from its start to its end, and the accuracy that it prints."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+    """Return the seconds of a script, from its start to its end, and the accuracy that it prints.
+
+    Nothing that an earlier run has cached is used.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": folder,
+        }
         began = time.perf_counter()
-        done = subprocess.run([python, str(path)], cwd=folder, env=environment, capture_output=True, text=True)
-        seconds = time.perf_counter() - began
-    found = re.findall(r"final accuracy (\d\.\d+)", done.stdout)
-    if done.returncode or not found:
-        raise RuntimeError(f"{path.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        process = subprocess.Popen(
+            [python, str(path)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, errors = process.communicate(timeout=LIMIT)
+            seconds = time.perf_counter() - began
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what a script has left running would slow the next one
+    found = re.findall(r"final accuracy (\d\.\d+)", out)
+    if process.returncode or not found:
+        raise RuntimeError(f"{path.name} failed:\n{out[-2000:]}\n{errors[-2000:]}")
     return seconds, float(found[-1])
 
 

@@ -1,6 +1,7 @@
 """Optimisers and tasks beside Opacus: a client's round with each optimiser, and a clipped sum of a net of each task."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -90,13 +91,14 @@ def _task_times(
     module, x, y = ClientModule(net, name).to(device), x.to(device), y.to(device)
     clipped_sum = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0]
     params = {key: p.detach() for key, p in module.named_trainable.items()}
-    theirs = clipped_by_opacus(GradSampleModule(net, loss_reduction="sum"), lambda net: module.loss(net(x), y))
+    rival = GradSampleModule(deepcopy(module.net), loss_reduction="sum")
+    theirs = clipped_by_opacus(rival, lambda net: module.loss(net(x), y))
     return in_turns(
         name,
         lambda: clipped_sum(params, x, y, ClipRequest(CLIP_NORM))[0],
         theirs,
         repeats,
-        steps=5,
+        steps=20,
         say=say,
         rival="opacus",
     )
