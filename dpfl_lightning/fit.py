@@ -59,11 +59,8 @@ def fit(
     """
     from dpfl_lightning.build import build_loop
 
-    try:
-        callbacks = [*more, *_callbacks(options, detail)] if launched().rank == 0 else []
-        return build_loop(options, callbacks).run(resume)
-    finally:
-        gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
+    callbacks = [*more, *_callbacks(options, detail)] if launched().rank == 0 else []
+    return build_loop(options, callbacks).run(resume)
 
 
 def _callbacks(options: Options, detail: Detail) -> list[Callback]:
@@ -102,6 +99,7 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
                     f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True
                 )
             results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
+            gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
     except BaseException:
         if tracking is not None and parent_run is not None:
             tracking.stopped(parent_run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import functools
+import gc
 import math
 import shlex
 import time
@@ -75,7 +76,10 @@ class CellContext:
     def run(self, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of the cell, resumed if it was interrupted."""
         folder, resume = run_folder(self.cell, self.runner)
-        return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
+        try:
+            return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
+        finally:
+            gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next cell
 
     def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of another cell with this seed and these overrides, which one process makes while others wait."""

@@ -10,8 +10,11 @@ import torch
 
 def generator_states(device: torch.device) -> list[object]:
     """Return the states of all generators, which tell whether something drew random numbers."""
-    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
-    return [torch.get_rng_state().tolist(), on_device, repr(np.random.get_state()), random.getstate()]
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    name, keys, *rest = np.random.get_state()
+    return [*(one.numpy().tobytes() for one in states), name, np.asarray(keys).tobytes(), rest, random.getstate()]
 
 
 @contextmanager
@@ -19,7 +22,9 @@ def drawing_alike(device: torch.device) -> Iterator[None]:
     """Set all generators to the same state, and restore them afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would format a traceback for each kind of device
+        if device.type == "cuda":
+            torch.cuda.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         try:
