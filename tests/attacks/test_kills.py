@@ -8,7 +8,7 @@ from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of
 
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
-KILLS = [pytest.param(2, 8), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
+KILLS = [pytest.param(2, 8, marks=pytest.mark.e2e), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
 
 
 @pytest.mark.parametrize("kills, rounds", KILLS)

@@ -79,7 +79,7 @@ def test_calibration_is_safe_and_tight(epsilon, delta, rate, steps, count, first
     assert RDP.epsilon(schedule.with_noise(0.999 * noise).events(), delta) > epsilon
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     accountant=st.sampled_from([RDP, PLD, get_accountant("paper_ma")]),
     log_epsilon=st.floats(-7, 13),

@@ -111,9 +111,11 @@ def sums_of(engine: str, net: nn.Module, loss):
     return VmapClippedSum(loss, chunk=9) if engine == "vmap" else FastClippedSum(net, loss, chunk=9, sparse=["0", "2"])
 
 
-@pytest.mark.parametrize("engine", ["fast", "vmap"])
+VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
+
+
 @pytest.mark.parametrize("order", [2, 1])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "engine"), [*((name, "fast") for name in NETS), *VMAP])
 def test_no_record_adds_more_than_the_clip_norm(name, order, engine):
     net, shape = NETS[name]
     clipped_sum, each, added_something = sums_of(engine, net, loss_of(net)), torch.arange(RECORDS), 0
