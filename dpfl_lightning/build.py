@@ -242,7 +242,7 @@ class FederatedLoop(ServerLoop):
         """
         final_models = self.final_models(self.state)
         model = final_models.models[final_models.model_of[client]]
-        module = copy.deepcopy(self.module)
+        module = copy.deepcopy(self.model)  # through which no record has passed
         module.load(self.clients.engine.personalised(model, client))
         return module.net
 

@@ -3,10 +3,11 @@
 import copy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from dpfl_lightning.federated.client.evaluation import of_records
 from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
-from dpfl_lightning.models.tasks import Task, described
+from dpfl_lightning.models.tasks import IGNORED, Task, described
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
@@ -30,10 +31,34 @@ from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
 _SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 
 
-def dummy_batch(population: Population, records: int, device: torch.device) -> Batch:
-    generator = torch.Generator().manual_seed(0)
+@dataclass(frozen=True)
+class Numbers:
+    """Whole numbers that a module takes: from `low` to below `high`; the `special` ones may stand for padding."""
+
+    low: int
+    high: int
+    special: tuple[int, ...]
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return random numbers `[records, ...]`, each record of which ends in runs of some of the special ones."""
+        values = torch.randint(self.high, shape, generator=generator)
+        special = list(dict.fromkeys((self.low, self.high - 1, *(one for one in self.special if one < self.high))))
+        for row, record in enumerate(values.view(len(values), -1)):
+            runs = special[row :: len(values)]
+            for number, run in zip(runs, record.tensor_split(len(runs) + 1)[1:], strict=True):
+                run.fill_(number)
+        return values
+
+
+def dummy_batch(
+    population: Population, records: int, device: torch.device, numbers: Sequence[Numbers | None] = ()
+) -> Batch:
+    """Return random `[records, *X]`, `[records, ...]`; whole numbers are 0 or 1 where `whole_numbers` gave none."""
+    generator, ranges = torch.Generator().manual_seed(0), iter(numbers)
 
     def like(example: Tensor) -> Tensor:
+        if known := next(ranges, None):
+            return known.draw((records, *example.shape[1:]), generator).to(device, example.dtype)
         values = torch.randn(records, *example.shape[1:], generator=generator)
         if not example.is_floating_point():
             values = (values > 0).float()  # whole numbers may be rows of a table
@@ -42,6 +67,8 @@ def dummy_batch(population: Population, records: int, device: torch.device) -> B
         return values.to(device, example.dtype)
 
     x = tree_map(like, population.empty_batch[0])
+    if known := next(ranges, None):
+        return x, known.draw((records, *population.y.shape[1:]), generator).to(device, population.y.dtype)
     return x, dummy_labels(population, records, generator).to(device)
 
 
@@ -51,6 +78,33 @@ def dummy_labels(population: Population, records: int, generator: torch.Generato
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(2 if len(shape) > 1 else population.num_classes, shape, generator=generator).to(dtype)
+
+
+@torch.no_grad()
+def whole_numbers(module: ClientModule, population: Population) -> list[Numbers | None]:
+    """Return the whole numbers that a module takes in each tensor of x, and in y if a record has several labels.
+
+    It tries public numbers, such as the rows of tables of tokens, on random records, and takes the largest for which
+    the losses are finite. It runs on the CPU, as `_check_whole_numbers`. Elsewhere there is None.
+    """
+    inputs, y = tree_leaves(population.empty_batch[0]), population.y
+    whole = [part.dtype == torch.long for part in inputs] + [y.dtype == torch.long and y.dim() > 1]
+    found: list[Numbers | None] = [None] * len(whole)
+    if not any(whole):
+        return found
+    module, cpu = copy.deepcopy(module).cpu(), torch.device("cpu")
+    rows = {len(parameter) for parameter in module.net.parameters() if parameter.dim()}
+    attributes = {value for part in module.net.modules() for value in vars(part).values() if type(value) is int}
+    special = tuple(sorted({0, 1, *(number for number in attributes if number > 1)}))
+    for place in (place for place, is_whole in enumerate(whole) if is_whole):
+        lows = (IGNORED, 0) if place == len(inputs) else (0,)
+        for high, low in product(sorted({*rows, 256, population.num_classes}, reverse=True), lows):
+            tried = [*found[:place], Numbers(low, high, special), *found[place + 1 :]]
+            with suppress(Exception), evaluating(module.net), drawing_alike(cpu):  # a user's code may raise anything
+                if module.sample_loss(module.named_trainable, *dummy_batch(population, 4, cpu, tried)).isfinite().all():
+                    found = tried
+                    break
+    return found
 
 
 @torch.no_grad()
@@ -112,7 +166,9 @@ def check_fits(module: ClientModule, population: Population) -> None:
     check_metrics(module.metrics, task)
     _check_scores(module, task, x, output, y, population.num_classes)
     try:
-        _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
+        x, y = dummy_batch(population, 4, module.device, whole_numbers(module, population))
+        _check_finite(module, x, y)
+        _check_alone(_copied(module), x, y)
     except UserError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -158,6 +214,30 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
             "are from 0 to below the num_embeddings of nn.Embedding, the public size of the vocabulary: enlarge it, or "
             "map other tokens into this range."
         )
+
+
+def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
+    """Refuse a module that gives no record a finite loss and gradient, also if all numbers are positive, or below 1."""
+
+    def finite(x: Inputs, y: Tensor) -> bool:
+        params = {name: p.detach().requires_grad_() for name, p in module.named_trainable.items()}
+        try:
+            with drawing_alike(module.device), tensors_restored(module.net), torch.enable_grad():
+                losses = module.sample_loss(params, x, y)
+                grads = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
+            return all(part is None or bool(part.isfinite().all()) for part in (losses, *grads))
+        except RuntimeError:  # another check names the cause
+            return True
+
+    for change in (torch.clone, torch.abs, torch.sigmoid, torch.exp):
+        changed_x, changed_y = tree_map(lambda part, to=change: to(part) if part.is_floating_point() else part, (x, y))
+        rows = (slice(row, row + 1) for row in range(len(y)))
+        if any(finite(take(changed_x, row), changed_y[row]) for row in rows):
+            return
+    raise UserError(
+        "`model` must give finite losses and gradients, got none on random records, so nothing would be learned. Look "
+        "for logarithms and roots of negative numbers, and for divisions by zero."
+    )
 
 
 def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
@@ -207,6 +287,16 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     advice = "Remove its last Sigmoid, or override ClientModule.loss."
     require(module.users_loss, "model", "give logits for the default loss", "outputs in [0, 1]", advice)
     return True
+
+
+def _copied(module: ClientModule) -> ClientModule:
+    try:
+        return copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        problem = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"`model` must allow copy.deepcopy, got: {problem}. Remove attributes that keep tensors of a pass."
+        ) from error
 
 
 @torch.no_grad()

@@ -140,8 +140,8 @@ def module_digest(module: ClientModule) -> str:
 
 
 def _settings(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a module other than parameters, buffers and modules."""
-    skipped = (*_OF_TORCH, *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
+    """The attributes of a module other than parameters (of which LSTMs have a list), buffers and modules."""
+    skipped = (*_OF_TORCH, "_flat_weights", *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
     return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}
 
 

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
 from dpfl_lightning.privacy.clipping.inputs import take
+from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
 
 Output = Callable[[Params, Any], Tensor]
@@ -118,13 +119,31 @@ class LightningLoss:
         later = "A client draws its batches at random: remove what depends on it."
         same = all(_close(other, one_alone) for other in others)
         require(same, "training_step", "give the same loss for every batch_idx", "another one", later)
-        if drawn == _drawn(y.device, lambda: None)[1] and not any(
-            _close(together, total) for total in (alone.mean(), alone.sum())
-        ):
+        if drawn == _drawn(y.device, lambda: None)[1]:
+            separate = any(_close(together, total) for total in (alone.mean(), alone.sum()))
+        else:
+            separate = self._is_additive(params, x, y)
+        if not separate:
             raise UserError(
                 "`training_step` must return the mean of the losses of single records, got a loss that depends on "
                 "other records of the batch (or weighs classes by a mean). Override `loss` of a ClientModule."
             )
+
+    def _is_additive(self, params: Params, x: Any, y: Tensor) -> bool:
+        """Whether half of the records change the loss equally whatever the other half is, with the same random draws.
+
+        A loss that draws for a batch cannot be compared with those of single records. Mixup is not additive.
+        """
+        rows = torch.arange(len(y), device=y.device)
+        others, upper = rows.roll(1), rows >= len(y) // 2
+
+        def loss(chosen: Tensor) -> Tensor:
+            return _drawn(y.device, lambda: self._of_all(params, take(x, chosen), y[chosen]))[0]
+
+        both, low, high, none = map(loss, (rows, rows.where(upper, others), others.where(upper, rows), others))
+        error, changes = (both - low - high + none).abs(), (both - low).abs() + (both - high).abs()
+        rounding = 1e-5 * torch.stack([both, low, high, none]).abs().max()
+        return not bool(error > 1e-2 * changes + rounding)  # NaN is another check's
 
     def _failed(self, params: Params, x: Any, y: Tensor, error: Exception) -> UserError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -218,7 +237,10 @@ def _trials(params: Params, x: Any, y: Tensor, num_classes: int) -> Iterator[tup
     generator = torch.Generator().manual_seed(0)
     for number, scale in enumerate((1.0, 5.0)):
         labels = y.roll(number, 0)
-        if not y.is_floating_point():
+        if number and y.is_floating_point():
+            factors = torch.tensor(LIVELY, dtype=y.dtype, device=y.device)[torch.arange(len(y)) % len(LIVELY)]
+            labels = (labels.movedim(0, -1) * factors).movedim(-1, 0)
+        elif not y.is_floating_point():
             known = num_classes if y.dim() == 1 else 2  # labels of several positions may all be 0 or 1
             spread = torch.arange(len(y), device=y.device) * max(1, known // len(y)) + number
             labels = labels.clone()

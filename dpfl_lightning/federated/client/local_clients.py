@@ -91,7 +91,12 @@ class LocalClients:
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
         self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
-        sealed = identity(plan, self.privacy, self.module, self.population, data_key)
+        try:
+            sealed = identity(plan, self.privacy, self.module, self.population, data_key)
+        except BaseException:
+            if earlier is None:
+                self.folder.key_file.unlink(missing_ok=True)
+            raise
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")
         accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.adjacency)

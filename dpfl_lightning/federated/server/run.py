@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.clients import Clients, RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
@@ -213,7 +213,7 @@ class Run:
         clients, ended = (None, False) if saved is None else (saved["clients"], bool(saved["ended"]))
         try:
             self.clients.begin(self.output_dir, self.run_plan(), clients, ended)
-        except UserError:
+        except BaseException:
             if not resume and not self.clients.planned_rounds(self.output_dir):
                 self.folder.release()
             raise

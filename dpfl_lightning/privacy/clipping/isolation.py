@@ -1,7 +1,7 @@
 """Test batches that show whether one record of a batch influences another."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ SMALL_CROWD = 16
 #: multiples of the watched records that the other records are: similar, far larger, or zero
 LIVELY = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)
 HOSTILE = (math.nan, math.inf, 1e30)
+FAILURES = (RuntimeError, ValueError, IndexError)
 
 
 def in_companies(
@@ -25,23 +26,30 @@ def in_companies(
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
     `look` gets records `[N, *X]`, N <= `most`, labels `[N]` and the positions `[W]` of the watched records in them. If
-    a net or a loss raises an error for the other records, copies of the watched records replace them.
+    a net or a loss raises an error for the other records, first their labels are those of the watched records, and then
+    they are copies of these.
     """
     answers = []
     for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
         records = max(len(y), min(most, crowd))
         try:
             answers.append(look(*in_company(x, y, multiples, records)))
-        except (RuntimeError, ValueError):
-            answers.append(look(*in_company(x, y, (1.0,), records)))
+        except FAILURES:
+            try:
+                answers.append(look(*in_company(x, y, multiples, records, (1.0,))))
+            except FAILURES:
+                answers.append(look(*in_company(x, y, (1.0,), records)))
     return answers
 
 
-def in_company(x: Inputs, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Inputs, Tensor, Tensor]:
+def in_company(
+    x: Inputs, y: Tensor, multiples: Sequence[float], records: int, of_labels: Sequence[float] | None = None
+) -> tuple[Inputs, Tensor, Tensor]:
     """Return N `records`, their labels, and the positions of the W >= 1 watched `x`, evenly from the first to the last.
 
     The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
-    table, are rolled within the record. Labels are permuted.
+    table, are rolled within the record. Labels are permuted, and multiplied by `of_labels` (None is `multiples`) if
+    they are floating.
 
     >>> x, y, places = in_company(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), (1.0, 10.0), records=6)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()
@@ -51,7 +59,7 @@ def in_company(x: Inputs, y: Tensor, multiples: tuple[float, ...], records: int)
     source, repeat = index % len(y), index // len(y)
     places = torch.linspace(0, records - 1, len(y), device=y.device).long()
 
-    def crowded(x: Tensor) -> Tensor:
+    def crowded(x: Tensor, source: Tensor, multiples: Sequence[float]) -> Tensor:
         batch = x[source]
         if x.is_floating_point():
             factors = torch.tensor(multiples, dtype=x.dtype, device=x.device)
@@ -63,6 +71,5 @@ def in_company(x: Inputs, y: Tensor, multiples: tuple[float, ...], records: int)
         batch[places] = x
         return batch
 
-    labels = y[(source + repeat) % len(y)]
-    labels[places] = y
-    return tree_map(crowded, x), labels, places
+    labels = crowded(y, (source + repeat) % len(y), multiples if of_labels is None else of_labels)
+    return tree_map(lambda part: crowded(part, source, multiples), x), labels, places

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,33 +47,69 @@ def _fixed(value: Any) -> bool:
 def contents(net: nn.Module) -> dict[str, object]:
     """Return what tells whether two copies of a net keep the same: by name, parameters, buffers and attributes.
 
-    Attributes of any depth count, in lists, mappings, queues, arrays and objects.
+    Attributes of any depth count: in collections, arrays and objects (with slots, too), in what a function or hook is
+    bound to or closes over, and in the classes of users. Variables of Python modules do not count.
     """
+    seen: dict[int, Any] = {}
     return {
-        f"{name}.{key}".lstrip("."): _content(value, set())
+        f"{name}.{key}".lstrip("."): _content(value, seen)
         for name, part in net.named_modules()
-        for key, value in {**part._parameters, **part._buffers, **vars(part)}.items()
+        for key, value in {**_of_class(type(part), seen), **part._parameters, **part._buffers, **vars(part)}.items()
         if key not in ("_parameters", "_buffers", "_modules")
     }
 
 
-def _content(value: Any, above: set[int]) -> object:
+def _content(value: Any, seen: dict[int, Any]) -> object:
+    """Return what can be compared of a value; None for an object in `seen`, by its id, which it joins."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), _bytes_of(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.dtype, value.shape, hash(value.tobytes())
-    if value is None or isinstance(value, str | bytes | int | float | complex | type | ModuleType):
+    if value is None or isinstance(value, str | bytes | bytearray | int | float | complex | type | ModuleType):
         return repr(value)
-    if id(value) in above:  # objects that refer to each other
+    if id(value) in seen:
         return None
-    above = above | {id(value)}
+    seen[id(value)] = value  # kept, so that no other object gets its id
     if isinstance(value, Mapping):
-        return tuple((repr(key), _content(one, above)) for key, one in value.items())
+        return tuple((repr(key), _content(one, seen)) for key, one in value.items())
     if isinstance(value, list | tuple | deque | np.ndarray):
-        return tuple(_content(one, above) for one in value)
+        return tuple(_content(one, seen) for one in value)
     if isinstance(value, set | frozenset):
-        return tuple(sorted(str(_content(one, above)) for one in value))
-    return type(value), _content(getattr(value, "__dict__", None), above)
+        return tuple(sorted(str(_content(one, seen)) for one in value))
+    held = next((names for kind, names in _HELD.items() if isinstance(value, kind)), ("__dict__", *_slots(type(value))))
+    parts = {name: _content(getattr(value, name, None), seen) for name in held}
+    return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+
+
+#: what holds the state of objects without a dictionary of attributes
+_HELD: dict[type, tuple[str, ...]] = {
+    FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"),
+    CellType: ("cell_contents",),
+    MethodType: ("__self__", "__func__"),
+    BuiltinMethodType: ("__self__",),
+    partial: ("func", "args", "keywords", "__dict__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+}
+
+
+def _slots(kind: type) -> list[str]:
+    """Names of the slots of a class and of its bases."""
+    listed = [vars(one).get("__slots__", ()) for one in kind.__mro__]
+    return [name for names in listed for name in ([names] if isinstance(names, str) else names)]
+
+
+def _of_class(kind: type, seen: dict[int, Any]) -> dict[str, Any]:
+    """Attributes of a class and of its bases, unless they belong to Python or a library of this package."""
+    if id(kind) in seen:
+        return {}
+    seen[id(kind)] = kind
+    users = [one for one in reversed(kind.__mro__) if one.__module__.partition(".")[0] not in _LIBRARIES]
+    return {name: value for one in users for name, value in vars(one).items() if not name.startswith("__")}
+
+
+_LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", "torch", "torchmetrics"} - {"__main__"}
 
 
 def _bytes_of(tensor: Tensor) -> object:
