@@ -4,15 +4,23 @@ import copy
 import math
 import random
 from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 
+import lightning as L
 import pytest
 import torch
-from conftest import small_net
+from conftest import FIXED_KEY, private, small_net
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.dummy_data import _check_alone
+from dpfl_lightning.federated.client import local_clients
+from dpfl_lightning.federated.client.dummy_data import _check_alone, check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
@@ -126,6 +134,107 @@ def test_nets_that_mix_records_are_refused(make_loop):
         make_loop(module=ClientModule(mixing))
 
 
+class Tokens(nn.Module):
+    """The sum of embedded tokens without padding, divided by the tokens of the longest record, or of each record."""
+
+    def __init__(self, pad=49, longest=True, **options):
+        super().__init__()
+        self.pad, self.longest = pad, longest
+        self.types, self.words = nn.Embedding(2, 3), nn.Embedding(50, 3, **options)
+
+    def forward(self, tokens):
+        mask = (tokens != self.pad).float()[..., None]
+        lengths = mask.sum(dim=1)
+        lengths = lengths.max() if self.longest else lengths
+        return ((self.words(tokens) + self.types(0 * tokens)) * mask).sum(dim=1) / lengths.clamp(min=1)
+
+
+class LongestText(ClientModule):
+    """Ignored labels do not count, but the mean is that of the record with most labels."""
+
+    def loss(self, output, y):
+        losses = nn.functional.cross_entropy(output.movedim(-1, 1), y, reduction="none")
+        return losses.sum(dim=1) / (y != -100).sum(dim=1).max().clamp(min=1)
+
+
+class Rescaled(ClientModule):
+    def loss(self, output, y):
+        scale = y.abs().max().clamp(min=10)
+        return ((output[:, 0] - y) / scale) ** 2
+
+
+class RescaledInTheStep(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)[:, 0]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scale = y.abs().max().clamp(min=10)
+        return nn.functional.mse_loss(self(x) / scale, y / scale)
+
+
+def people(x, y, classes=None) -> Population:
+    return Population.from_datasets([(x, y), (x, y)], num_classes=classes, held_out=0)
+
+
+def tokens(labels=3) -> Population:
+    return people(torch.randint(5, (8, 8)), torch.randint(labels, (8,)), labels)
+
+
+@pytest.mark.parametrize("longest", [True, False])
+@pytest.mark.parametrize("options", [{}, {"pad": 7}, {"pad": 30, "padding_idx": 30}])
+def test_whole_numbers_above_one_show_whether_padding_mixes_records(longest, options):
+    with pytest.raises(UserError, match="must see one record") if longest else nullcontext():
+        check_fits(ClientModule(Tokens(longest=longest, **options)), tokens())
+
+
+def test_labels_that_are_ignored_or_large_show_what_mixes_records():
+    mixing = [
+        (LongestText(nn.Embedding(9, 9)), people(torch.randint(9, (8, 5)), torch.randint(9, (8, 5)), 9)),
+        (Rescaled(nn.Linear(4, 1)), people(torch.randn(8, 4), torch.randn(8))),
+        (ClientModule(RescaledInTheStep()), people(torch.randn(8, 4), torch.randn(8))),
+    ]
+    for module, population in mixing:
+        with pytest.raises(UserError, match=r"must see one record|depends on other records"):
+            check_fits(module, population)
+
+
+class OfSmallLabels(ClientModule):
+    """Refuses large labels: the inputs of other records are still tried."""
+
+    def loss(self, output, y):
+        if not y.abs().max() < 5:
+            raise ValueError("labels must be small")
+        return (output[:, 0] - y) ** 2
+
+
+def test_a_loss_that_refuses_labels_does_not_end_the_check():
+    population = people(torch.randn(8, 4), torch.randn(8))
+    check_fits(OfSmallLabels(nn.Linear(4, 1)), population)
+    with pytest.raises(UserError, match="must see one record"):
+        check_fits(OfSmallLabels(nn.Sequential(Rescaling(), nn.Linear(3, 1))), population)
+
+
+@pytest.mark.parametrize("function", [torch.sqrt, torch.log])
+def test_a_loss_that_is_never_finite_is_refused(function):
+    class OfOutputs(ClientModule):
+        def loss(self, output, y):
+            return function(output).sum(dim=1)
+
+    class OfInputs(Small):
+        def mixed(self, x):
+            return function(x)
+
+    population = people(torch.rand(8, 4), torch.arange(8) % 3, 3)
+    with pytest.raises(UserError, match="must give finite losses and gradients, got none"):
+        check_fits(OfOutputs(nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))), population)
+    check_fits(ClientModule(OfInputs()), population)  # positive numbers are no error
+
+
 class Remembering(Small):
     """Keeps something of the records, in the way of its subclass; `after` says from which pass on."""
 
@@ -175,7 +284,38 @@ class InNumber(Remembering):
         self.kept["sum"] += float(mean[0])
 
 
-REMEMBERING = [Remembering, InPlace, InData, InAttribute, InList, InQueue, InNumber]
+@dataclass(slots=True)
+class Slots:
+    mean: object = None
+
+
+class InSlots(Remembering):
+    def __init__(self, training=True, after=0):
+        super().__init__(training, after)
+        self.kept = Slots()
+
+    def keep(self, mean):
+        self.kept.mean = mean
+
+
+class InClosure(Remembering):
+    def __init__(self, training=True, after=0):
+        super().__init__(training, after)
+        kept = []
+        self.kept = partial(lambda note, mean: note(mean), lambda mean: kept.append(mean))
+
+    def keep(self, mean):
+        self.kept(mean)
+
+
+class InClass(Remembering):
+    mean = torch.zeros(4)
+
+    def keep(self, mean):
+        InClass.mean = mean
+
+
+REMEMBERING = [InSlots, InClosure, InClass, Remembering, InPlace, InData, InAttribute, InList, InQueue, InNumber]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -199,6 +339,17 @@ def test_gradients_that_a_hook_keeps_are_noticed():
         check(net)
 
 
+def test_inputs_that_a_hook_keeps_are_noticed():
+    class Recorder(list):
+        def hook(self, layer, inputs, output):
+            self.append(inputs[0].detach())
+
+    net = Small()
+    net.layer.register_forward_hook(Recorder().hook)
+    with pytest.raises(UserError, match=r"`net\.layer\._forward_hooks`"):
+        check(net)
+
+
 @pytest.mark.parametrize("engine", ["serial", "fast"])
 def test_what_begins_to_remember_after_the_check_leaves_nothing_in_the_trained_model(engine, make_loop):
     net = nn.Sequential(nn.Linear(6, 4), InAttribute(after=math.inf))
@@ -206,6 +357,73 @@ def test_what_begins_to_remember_after_the_check_leaves_nothing_in_the_trained_m
     net[1].after, before = 0, list(vars(net[1]))
     loop.run()
     assert list(vars(net[1])) == before
+
+
+def test_models_of_clients_are_copies_through_which_no_record_passed(make_loop):
+    net = nn.Sequential(nn.Linear(6, 4), InSlots(after=math.inf))
+    loop = make_loop(module=ClientModule(net), rounds=1)
+    net[1].after = 0
+    result = loop.run()
+    assert net[1].kept.mean is not None
+    assert result.model[1].kept.mean is None and loop.client_model(0)[1].kept.mean is None
+
+
+def renormalising() -> nn.Module:
+    net = Tokens(longest=False, max_norm=1.0)
+    nn.init.constant_(net.words.weight, 0.01)
+    return net
+
+
+class Checkpointed(Tokens):
+    def forward(self, tokens):
+        return checkpoint(super().forward, tokens, use_reentrant=False)
+
+
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_layers_that_cannot_run_under_vmap_are_refused_and_leave_no_folder(engine, tmp_path, make_loop):
+    nets = {
+        r"`words` \(Embedding\): vmap": renormalising(),
+        r"`words` \(Embedding\): .*SparseCPU": Tokens(longest=False, sparse=True),
+        r"`net` \(Checkpointed\): .*saved tensor hooks": Checkpointed(longest=False),
+    }
+    options = {"privacy": private(), "clients": ClientOptions(2, batch_size=4), "output_dir": tmp_path / "run"}
+    for words, net in nets.items():
+        loop = make_loop(tokens(), ClientModule(net), engine=ENGINES[engine](), **options)
+        with pytest.raises(UserError, match=f"must run under torch.func.vmap and grad, got an error of {words}"):
+            loop.run()
+        assert not (tmp_path / "run").exists()
+
+
+def test_any_error_before_there_is_a_ledger_leaves_no_folder(tmp_path, make_loop, monkeypatch):
+    def fails(*args):
+        assert (tmp_path / "run" / "data_key").exists()
+        raise KeyError
+
+    monkeypatch.setattr(local_clients, "identity", fails)
+    with pytest.raises(KeyError):
+        make_loop(output_dir=tmp_path / "run").run()
+    assert not (tmp_path / "run").exists()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@pytest.mark.e2e
+def test_lstms_are_trained_equally_by_stacks(make_loop):
+    population = people(torch.randn(12, 4, 2), torch.arange(12) % 3, 3)
+    options = {"privacy": private(noise_key=FIXED_KEY), "clients": ClientOptions(2, batch_size=4)}
+    results = [
+        make_loop(population, ClientModule(Recurrent()), engine=ENGINES[name](), **options).run()
+        for name in ("serial", "stacked")
+    ]
+    torch.testing.assert_close(*(dict(result.model.named_parameters()) for result in results), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Remembering, InPlace, InData, InAttribute])

@@ -248,6 +248,12 @@ def squeezed(self, x, y):
     return F.binary_cross_entropy_with_logits(self(x)[:, :1].squeeze(), (y > 0).float())
 
 
+def mixed_up(self, x, y):
+    share, other = random.betavariate(1, 1) * self.training, torch.randperm(len(x))
+    mixture = self((1 - share) * x + share * x[other])
+    return (1 - share) * F.cross_entropy(mixture, y) + share * F.cross_entropy(mixture, y[other])
+
+
 class Indexed(Step):
     def training_step(self, batch, batch_idx):
         return self.criterion(self(batch[0]), batch[1]) * (1 + batch_idx)
@@ -266,6 +272,7 @@ class NoForward(L.LightningModule):
     "module, words",
     [
         (lambda: step(weighted), "weighs classes"),
+        (lambda: step(mixed_up), "other records"),
         (lambda: step(of_epoch), "trainer.current_epoch"),
         (lambda: step(of_step), "trainer.global_step"),
         (lambda: step(lambda self, x, y: self.optimizers()), "trainer.strategy"),

@@ -31,7 +31,7 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
-from dpfl_lightning.privacy.ledger.signatures import private_keys
+from dpfl_lightning.privacy.ledger.signatures import PrivateKeys, private_keys
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 
@@ -90,13 +90,16 @@ class LocalClients:
         keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
         self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
-        earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
         try:
-            sealed = identity(plan, self.privacy, self.module, self.population, data_key)
+            self._open_ledger(plan, saved, ended, keys)
         except BaseException:
-            if earlier is None:
+            if not self.folder.ledger_file.is_file():
                 self.folder.key_file.unlink(missing_ok=True)
             raise
+
+    def _open_ledger(self, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool, keys: PrivateKeys) -> None:
+        earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
+        sealed = identity(plan, self.privacy, self.module, self.population, data_key)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")
         accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.adjacency)
@@ -116,7 +119,7 @@ class LocalClients:
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
-            missing = f"{folder / 'checkpoint.pt'} is missing, so the run starts again"
+            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
             warn_user(f"{missing}; the budget that it has spent remains spent")
 
     def streams(self, plan: RunPlan) -> Streams:
