@@ -18,6 +18,7 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.privacy.ledger.file import Head, chain_of, head_bytes, head_file, read_head
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
@@ -102,6 +103,7 @@ def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent
 
 def test_a_run_that_was_killed_before_its_ledger_had_a_header_begins_anew(make_loop, monkeypatch):
     loop = make_loop(privacy=PROTECTED)
+    monkeypatch.setattr(RunFolder, "release", lambda folder: None)  # a kill leaves no time for it
     monkeypatch.setattr(loop.clients.engine, "setup", lambda *given: (_ for _ in ()).throw(PowerCut()))
     with pytest.raises(PowerCut):
         loop.run()

@@ -95,10 +95,11 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
     module, cpu = copy.deepcopy(module).cpu(), torch.device("cpu")
     rows = {len(parameter) for parameter in module.net.parameters() if parameter.dim()}
     attributes = {value for part in module.net.modules() for value in vars(part).values() if type(value) is int}
-    special = tuple(sorted({0, 1, *(number for number in attributes if number > 1)}))
+    attributes = {number for number in attributes if 1 < number < 2**31}  # sizes of vocabularies, or padding
+    special = (0, 1, *sorted(attributes))
     for place in (place for place, is_whole in enumerate(whole) if is_whole):
         lows = (IGNORED, 0) if place == len(inputs) else (0,)
-        for high, low in product(sorted({*rows, 256, population.num_classes}, reverse=True), lows):
+        for high, low in product(sorted({*rows, *attributes, 256, population.num_classes}, reverse=True), lows):
             tried = [*found[:place], Numbers(low, high, special), *found[place + 1 :]]
             with suppress(Exception), evaluating(module.net), drawing_alike(cpu):  # a user's code may raise anything
                 if module.sample_loss(module.named_trainable, *dummy_batch(population, 4, cpu, tried)).isfinite().all():
