@@ -64,6 +64,10 @@ class Progress(Callback):
 
     def _introduce(self, view: View) -> None:
         run = view.run
+        if run.first_round > run.rounds:
+            done = f"All {run.rounds} rounds are" if run.rounds > 1 else "The one round is"
+            self._print(f"{done} done: nothing to resume.")
+            return
         self._print(
             f"{counted(view.facts.num_clients, 'client')}, {counted(run.rounds, 'round')}, "
             f"{counted(run.num_params, 'model parameter')}, engine {run.engine}, device {run.device}, "
@@ -74,9 +78,7 @@ class Progress(Callback):
             self._print(f"Task: {run.task}")
         self._print(_frame(view))
         self._print(f"Output folder: {run.output_dir}")
-        if run.first_round > run.rounds:
-            self._print("All rounds are complete.")
-        elif run.first_round > 1:
+        if run.first_round > 1:
             self._print(f"Resuming at round {run.first_round} of {run.rounds}.")
         self._table(_plan_columns(view))
         for words in run.strategy_notes:
