@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: options that change how and how long a search runs, but not the meaning of its trials
 _FREE = ("name", "trials", "sampler", "pruner", "storage", "heartbeat_seconds", "distilled")
+#: options that MLflow shows also where they are the default
+_COMPARED = ("name", "objective", "space", "scores", "trials", "sampler")
 
 
 @command
@@ -143,9 +145,11 @@ class Search:
 
         tags = {**options.tags, "output_dir": str(self.folder.resolve())}
         self.tracking = StudyTracking(options.experiment, options.uri, tags)
-        record = {**dataclasses.asdict(self.options), "sweep": dataclasses.asdict(self.sweep)}
-        name = options.run_name or str(self.sweep.name)
-        self.parent = self.study.mlflow_run = self.tracking.begin(name, record, self.study.mlflow_run)
+        sweep, usual = dataclasses.asdict(self.sweep), dataclasses.asdict(SweepOptions())
+        record = {**dataclasses.asdict(self.options), "sweep": sweep}
+        used = {key: value for key, value in sweep.items() if key in _COMPARED or value != usual[key]}
+        name = options.run_name or str(used.pop("name"))
+        self.parent = self.study.mlflow_run = self.tracking.begin(name, record, used, self.study.mlflow_run)
 
     def _share_cores(self, workers: int) -> dict[str, int]:
         """Return engine options that divide the cores among workers; only trials have these options."""

@@ -155,9 +155,10 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     runs = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     nested = {run.info.run_name for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
-    assert nested == {"seed 0", "seed 1"} and parent.info.run_name == "size_weighted eps 2-16"
+    assert nested == {"seed 0", "seed 1"} and parent.info.run_name == "size_weighted eps 2-16 logistic"
     assert parent.data.metrics["test_accuracy"] == pytest.approx(summary["test_accuracy"])
-    assert parent.data.metrics["test_accuracy_std"] == pytest.approx(summary["test_accuracy_std"])
+    assert parent.data.metrics["test_accuracy_std_over_seeds"] == pytest.approx(summary["test_accuracy_std"])
+    assert parent.data.params["num_params"] == "650"
     assert fit_seeds(options, [0, 1])["seeds"] == [0, 1]
     assert len(client.search_runs([parent.info.experiment_id])) == 3, "the same parent, and no run again"
 
