@@ -178,7 +178,7 @@ def test_the_summary_of_groups(show):
 def test_runs_and_clients_without_noise_have_no_privacy(show, tmp_path):
     text = show([{}] * 3, {}, view=a_view(tmp_path, noise=0.0))
     assert text.count("no privacy") == 3  # plan, the first round, summary
-    for words in ("epsilon budget", "epsilon spent", "delta", "max epsilon"):
+    for words in ("budget", "epsilon spent", "delta", "max epsilon"):
         assert words not in text, words
     text = show([{}], {}, budgets=(1.0, 2.0, math.inf))
     assert "max epsilon inf" in text and re.search(r"2 +inf +inf +10", text)
