@@ -10,7 +10,7 @@ from fakes import a_report, a_result, a_view
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.fit import fit_seeds
+from dpfl_lightning.fit import fit_seeds, seeds_table, summarise
 from dpfl_lightning.report import main, report
 from dpfl_lightning.reporting import curves, report_page
 from dpfl_lightning.reporting.run_files import RunGroup, read, read_run
@@ -224,4 +224,19 @@ def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_m
     first = titles.index("test accuracy")
     assert titles[first : first + 4] == [
         *("test accuracy", "test loss", "loss on held-out records", "mae on held-out records")
+    ]
+
+
+def test_the_table_of_seeds_has_the_scores_that_there_are_and_epsilons_rounded_up(tmp_path):
+    view = a_view(tmp_path)
+    clients = [{**client, "epsilon_spent": client["epsilon_budget"] - 1e-6} for client in a_result(view).clients]
+    scores = {"test_accuracy": None, "test_metrics": {"mae": 0.25, "r2": None}, "clients": clients}
+    results = [a_result(view, **scores, test_loss=loss).as_dict() for loss in (0.5, 0.7)]
+    assert [line.split() for line in seeds_table(summarise([0, 1], results), results).splitlines()] == [
+        ["Test", "scores:"],
+        ["seed", "loss", "mae", "largest", "epsilon"],
+        ["0", "0.5", "0.25", "3"],
+        ["1", "0.7", "0.25", "3"],
+        ["mean", "0.6", "0.25"],
+        ["std", "0.1414", "0"],
     ]

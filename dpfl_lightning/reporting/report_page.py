@@ -5,7 +5,7 @@ import dataclasses
 import html
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -247,7 +247,7 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
         results = [run.result for run in group.runs if run.result is not None]
         score, of_results = _of_clients(results)
         if known := [values for values in of_results if values]:
-            functions = {
+            functions: dict[str, Callable[[Sequence[float]], float]] = {
                 "mean": fmean,
                 "std over clients": pstdev,
                 "worst": lambda values, score=score: _worst(score, values),
