@@ -100,7 +100,9 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
                 print(
                     f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True
                 )
-            results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
+            if result is None:
+                result = fit(seed_options, resume=begun, detail="silent" if detail == "quiet" else detail).as_dict()
+            results.append(result)
             gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
     except BaseException:
         if tracking is not None and parent_run is not None:

@@ -28,8 +28,9 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
-#: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only
-Detail = Literal["full", "short", "quiet"]
+#: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
+#: silent: only why a run stopped
+Detail = Literal["full", "short", "quiet", "silent"]
 _Columns = dict[str, tuple[Sequence[float | str | None], str]]  # title -> values (None: not known), and their format
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
@@ -42,7 +43,7 @@ class Progress(Callback):
     Args:
         next_steps: lines at the end of the summary, such as how to open the tracking page.
         detail: "short" prints one line before and one after the rounds; "quiet" prints only the result, the guarantee
-            and the output folder.
+            and the output folder; "silent" prints only why a run stopped.
 
     **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee covers.
     """
@@ -59,7 +60,7 @@ class Progress(Callback):
         self._begun, self._first = time.monotonic(), view.run.first_round
         if self.detail == "full":
             self._introduce(view)
-        if self.detail != "quiet" and self.console.is_terminal and not self.console.is_dumb_terminal:
+        if self.detail in ("full", "short") and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._start_bar(view)
 
     def _introduce(self, view: View) -> None:
@@ -83,7 +84,7 @@ class Progress(Callback):
             self._print(words)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        if self.detail == "quiet":
+        if self.detail in ("quiet", "silent"):
             return
         done, left = report.round - self._first + 1, report.rounds - report.round
         run = view.run
@@ -116,6 +117,8 @@ class Progress(Callback):
         if not result.finished:
             words = f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}"
             self._print(words, style="bold yellow")
+            return
+        if self.detail == "silent":
             return
         if self.detail == "full":
             print_table(_result_columns(result), self.console)

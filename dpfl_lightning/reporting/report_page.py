@@ -6,6 +6,7 @@ import html
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -250,7 +251,7 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
             functions: dict[str, Callable[[Sequence[float]], float]] = {
                 "mean": fmean,
                 "std over clients": pstdev,
-                "worst": lambda values, score=score: _worst(score, values),
+                "worst": partial(_worst, score),
                 "gap": lambda values: max(values) - min(values),
             }
             values = {title: _spread(list(map(function, known)), score) for title, function in functions.items()}

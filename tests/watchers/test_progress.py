@@ -119,7 +119,7 @@ def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, chang
 
 def test_less_detail(tmp_path):
     texts = {}
-    for detail in ("short", "quiet"):
+    for detail in ("short", "quiet", "silent"):
         paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path)
         progress = Progress(paper, next_steps=["mlflow ui"], detail=detail)
         progress.on_fit_start(view)
@@ -127,7 +127,7 @@ def test_less_detail(tmp_path):
         progress.on_fit_end(view, a_result(view))
         texts[detail] = printed(paper).splitlines()
     assert [line.partition(" ")[0] for line in texts["quiet"]] == ["Test", "Guarantee:", "Output"]
-    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"]
+    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"] and texts["silent"] == []
 
 
 def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp_path):
@@ -157,7 +157,7 @@ def test_names_stay_on_one_line_and_numbers_are_whole():
         paper = Console(file=io.StringIO(), width=width)
         print_table({"client": (names, ""), **scores}, paper)
         row = next(line for line in printed(paper).splitlines() if "Centre" in line)
-        assert row.split("  ")[0] == name and row.count("0.01234") == 5
+        assert row.split("  ")[0] == name and row.count("0.01235") == 5
 
 
 def test_the_summary(show, tmp_path):
