@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dpfl_lightning import build
 from dpfl_lightning.audit import main as audit_command
 from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
@@ -89,7 +90,7 @@ def place(tmp_path, monkeypatch):
     sys.modules.pop("hospitals_of_tests", None)
 
 
-def test_every_command_takes_a_users_clients_by_name(place, capsys):
+def test_every_command_takes_a_users_clients_by_name(place, capsys, monkeypatch):
     assert plan_command(["--config", "own.yaml", "--json"]) == 0
     planned = capsys.readouterr().out
     assert "berlin" in planned and json.loads(planned.splitlines()[-1])["clients"][2]["name"] == "oslo"
@@ -104,11 +105,28 @@ def test_every_command_takes_a_users_clients_by_name(place, capsys):
 
     assert fit_command(["--resume", "run"]) == 0
     assert plan_command(["--ledger", "run"]) == 0
-    assert "berlin" in capsys.readouterr().out
+    ledger = capsys.readouterr().out
+    assert "berlin" in ledger and "Keep a copy of this head elsewhere." in ledger and "MLflow" not in ledger
+    options = (place / "run" / "options.yaml").read_text()
+    (place / "run" / "options.yaml").write_text(options.replace("tracking: null", "tracking: {experiment: mine}"))
+    assert plan_command(["--ledger", "run"]) == 0
+    assert "with the one in MLflow (tag `ledger_head`)." in capsys.readouterr().out
+    (place / "run" / "options.yaml").write_text(options)
     assert evaluate_command(["run"]) == 0
-    assert "client berlin  accuracy" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("Test accuracy ")
+    assert [line.split()[0] for line in text.splitlines() if "%" in line][1:] == ["berlin", "rome", "oslo"]
     assert evaluate_command(["run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == pytest.approx(result["test_accuracy"])
+
+    def another_folder(options):
+        raise UserError("`df` must be the path of a file, got 'a.csv'. There is no such file.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_population", another_folder)
+        assert evaluate_command(["run"]) == 2
+    where = "There is no such file. Paths are relative to the working directory in which the run was started."
+    assert where in capsys.readouterr().err
 
     path = place / "run" / "result.json"
     path.write_text(path.read_text().replace("berlin", "rome2").replace('"rome"', '"berlin"'))
@@ -195,7 +213,10 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
     [
         ([*OWN_MODEL, *INIT, *METRICS], "`evaluation.metrics` must be ['f1'], got ['f1', 'auroc']. Own sets it"),
         ([*OWN_MODEL, *INIT, "--task", "binary"], "`task` must be 'multiclass', got 'binary'. Own sets it, too"),
-        (["--model.class_path", "hospitals_of_tests.net"], "`model.init_args` must fit hospitals_of_tests.net, got {}"),
+        (
+            ["--model.class_path", "hospitals_of_tests.net"],
+            "`model.init_args.width` must be given for hospitals_of_tests.net, got None.",
+        ),
         (
             ["--model.class_path", "hospitals_of_tests.drawn", "--model.init_args.count", "3"],
             "must return a torch.nn.M",
@@ -264,7 +285,10 @@ PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
         (["--data.class_path", "nowhere.population"], "`data.class_path` must be importable, got 'nowhere.population'"),
         (["--data.class_path", "hospitals_of_tests.number"], "`data.class_path` must be a class or a function"),
         (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must be a pair"),
-        (["--data.init_args.size", "3"], "`data.init_args` must fit hospitals_of_tests.population, got {'size': 3}"),
+        (
+            ["--data.init_args.size", "3"],
+            "`data.init_args.size` must be an argument of hospitals_of_tests.population (it has none), got 3.",
+        ),
         (["--data.population_args.lazy", "true"], "`data.population_args` must be left out if class_path makes a Pop"),
         ([*PATH, "--data.population_args.lasy", "true"], "`data.population_args` must be arguments of a population"),
         (PATH, "`num_classes` must be the number of classes"),

@@ -51,6 +51,7 @@ def test_a_table_becomes_clients_with_names(tmp_path):
     assert y.tolist() == [["benign", "malignant"].index(name) for name in rows.outcome]
     assert population.num_classes == 2 and len(population.test_records()[1]) == 60
     table.to_csv(tmp_path / "patients.csv", index=False)
+    assert population.to("cpu").feature_names == ("age (scaled)", "sex=f", "sex=m", "sex=x")
     stored = Population.from_dataframe(str(tmp_path / "patients.csv"), held_out=0, **CHOICES)
     assert torch.equal(stored.x, population.x[:60])
 
@@ -59,6 +60,16 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
     table = patients(outcome=np.linspace(0, 1, 60))
     population = Population.from_dataframe(table, client="hospital", label="outcome", features=["age"])
     assert population.num_classes == 1 and population.input_shape == (1,)
+
+
+def test_several_columns_are_labels():
+    table = patients().assign(ill=[0, 1] * 30, back=[1, 1, 0] * 20)
+    choices = {"client": "hospital", "label": ["ill", "back"], "features": ["age"]}
+    people = Population.from_dataframe(table, **choices, num_classes=2)
+    assert people.y.dtype == torch.int64 and people.y.shape == (60, 2)
+    assert int(people.y[:, 0].sum()) == 30 and int(people.y[:, 1].sum()) == 40
+    people = Population.from_dataframe(table.astype({"ill": float, "back": float}), **choices)
+    assert people.y.dtype == torch.float32 and people.num_classes == 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,8 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
         ({}, {"features": ["age", "hospital"]}, "`features` must be different columns other than cli.*got 'hospital'"),
         ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client and .*got 'age'"),
         ({}, {"features": "age"}, "`features` must be a list of columns, got 'age'"),
-        ({}, {"label": ["outcome"]}, r"`label` must be the name of one column, got \['outcome'\]"),
+        ({}, {"label": ["outcome"]}, "`client berlin: y` must be one label for each record if classes are named"),
+        ({}, {"label": []}, r"`label` must be the name of a column, or a list of different names, got \[\]"),
         ({}, {"label": "hospital"}, "`label` must be another column than client, got 'hospital'"),
         ({}, {"categories": {"sex": ["f", "m", "f"]}}, "`categories: sex` must be a list of different values"),
         ({}, {"categories": {"sex": "fm"}}, "`categories: sex` must be a list of different values, got 'fm'"),
@@ -94,7 +106,7 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
         ),
         ({}, {"test": patients().rename(columns={"sex": "age"})}, "`df` must have columns of different names.*'age'"),
         ({}, {"test": "nowhere.csv"}, "`df` must be .* the path of a file, got 'nowhere.csv'. There is no such file"),
-        ({}, {"label": "Outcome"}, "`label` must name a column .*got 'Outcome'. Did you mean `outcome`?"),
+        ({}, {"label": "Outcome"}, "`label` must name columns .*got 'Outcome'. Did you mean `outcome`?"),
         ({}, {"features": ["Age"]}, "`features` must name columns .*got 'Age'. Did you mean `age`?"),
     ],
 )

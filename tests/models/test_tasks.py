@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from dpfl_lightning import ClientModule, FederatedLoop, Population
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Dataset
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.answers import losses_at
 from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
-from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
 from dpfl_lightning.models.tasks import TASKS, task_of
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
@@ -157,6 +157,11 @@ def test_metrics_are_those_of_scikit_learn_in_one_batch_or_in_several():
     assert error is not None and 0 <= error <= 1
 
 
+def test_the_metrics_of_which_smaller_values_are_better_are_those_of_torchmetrics():
+    created = {name: metric.create(metric.tasks[0], 3) for name, metric in METRICS.items()}
+    assert {name for name, metric in created.items() if not metric.higher_is_better} == SMALLER_IS_BETTER - {"loss"}
+
+
 def test_a_set_that_does_not_define_a_metric_has_none_of_it():
     logits, y = torch.randn(6, K), torch.tensor([0, 0, 0, 1, 1, 1])
     assert value_of("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) is None
@@ -211,7 +216,7 @@ def test_evaluation_in_small_batches_gives_the_same_scores(task, monkeypatch):
     monkeypatch.setattr(evaluation, "MOST_NUMBERS", 3 * people.y[0].numel() * people.num_classes)
     monkeypatch.setattr(engine, "outputs", lambda model, rows: (sizes.append(len(rows)), outputs(model, rows))[1])
     parts = evaluation.evaluate(module, people, models, engine)
-    assert max(sizes) == 3 and sum(sizes) == 20
+    assert max(sizes) == 3 and sum(sizes) == 10
     for one, other in zip((whole.test, *whole.clients[:2]), (parts.test, *parts.clients[:2]), strict=True):
         assert one.accuracy == other.accuracy and one.loss == pytest.approx(other.loss)
         assert one.metrics == pytest.approx(other.metrics)
@@ -278,8 +283,8 @@ def test_floating_labels_of_0_and_1_fit_a_named_task():
         check_fits(named, people)
         assert torch.equal(named.sample_loss(named.named_trainable, people.x, people.y), loss)
         inferred = ClientModule(net)
-        check_fits(inferred, people)
-        assert f"for labels 0 and 1 set task: {name}" in inferred.task_note
+        with pytest.warns(UserNotice, match=f"is inferred from floating labels.* for labels of 0 and 1, {name}: "):
+            check_fits(inferred, people)
         people.y[0] = 0.5
         with pytest.raises(UserError, match="`y` must hold 0 or 1 for each label"):
             check_fits(named, people)
