@@ -1,16 +1,18 @@
 """Checks before a run that a module fits the records, and timing, on random data of their public shape."""
 
 import copy
+import re
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.data import Population
@@ -119,6 +121,25 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
             float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
     return min(times) / len(y) / (engine.workers or 1)
+
+
+@contextmanager
+def naming_layers(net: nn.Module) -> Iterator[None]:
+    """Turn an error of torch in passes on random records into a UserError that names the layer."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        layers = {module: name for name, module in net.named_modules()}
+        frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        sparse = [module for module in layers if getattr(module, "sparse", False)]  # it fails in the backward pass
+        layer = [net, *sparse, *(one for one in frames if isinstance(one, nn.Module) and one in layers)][-1]
+        reason = re.split(r"[.\n] ", f"{str(error).strip()}\n ")[0] or type(error).__name__
+        raise UserError(
+            "`model` must run under torch.func.vmap and grad, got an error of "
+            f"`{layers[layer] or 'net'}` ({type(layer).__name__}): {reason}. Replace this layer, or change its options."
+        ) from error
 
 
 def check_fits(module: ClientModule, population: Population) -> None:

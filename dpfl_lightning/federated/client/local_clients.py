@@ -12,7 +12,8 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
-from dpfl_lightning.federated.client.dummy_data import check_fits, seconds_per_record
+from dpfl_lightning.federated.client.draws import drawing_alike
+from dpfl_lightning.federated.client.dummy_data import check_fits, naming_layers, seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.folder import ClientFolder
@@ -90,7 +91,10 @@ class LocalClients:
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
         keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
-        self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
+        with naming_layers(self.module.net):
+            self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
+            with drawing_alike(self.device):
+                self.seconds_per_record(batch_size=1)
         try:
             self._open_ledger(plan, saved, ended, keys)
         except BaseException:

@@ -24,6 +24,7 @@ from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.threads import cores, thread_pool
 
@@ -58,6 +59,10 @@ class FastEngine(SerialEngine):
         super().setup(module, population, streams, sampling)
         self._sums: Tensor | None = None  # kept for the next step, because new memory takes longer than the sum
         self._step: Tensor | None = None
+        if on_cpu:  # compiles loops: not in several threads at once, nor in some client's measured time
+            example = dummy_batch(population, 8, module.device)
+            with tensors_restored(module.net):
+                self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
         self._seats.put(self)
         for _ in range(self.workers - 1):

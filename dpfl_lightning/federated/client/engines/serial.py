@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
-from dpfl_lightning.federated.client.draws import drawing_alike
-from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
@@ -44,13 +38,8 @@ class SerialEngine:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
         if module.device.type == "cuda":
             use_exact_products()
-        with tensors_restored(module.net), vmap_explained(module.net):
+        with tensors_restored(module.net):
             self.clipped_sum = self.choose_clipped_sum()
-            example = dummy_batch(
-                population, 8, module.device
-            )  # compiles loops, too: not in some client's measured time
-            with torch.no_grad(), drawing_alike(module.device):
-                self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
@@ -168,25 +157,6 @@ class SerialEngine:
 
     def labels(self, client: int) -> Tensor:
         return self.population.y[self.population.train_of[client]]
-
-
-@contextmanager
-def vmap_explained(net: nn.Module) -> Iterator[None]:
-    """Turn an error of a pass on random records into a UserError that names the layer."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # a user's net may raise anything under transforms
-        layers = {module: name for name, module in net.named_modules()}
-        frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-        sparse = [module for module in layers if getattr(module, "sparse", False)]  # it fails in the backward pass
-        layer = [net, *sparse, *(one for one in frames if isinstance(one, nn.Module) and one in layers)][-1]
-        reason = re.split(r"[.\n] ", f"{str(error).strip()}\n ")[0] or type(error).__name__
-        raise UserError(
-            f"`model` must run under torch.func.vmap and grad, got an error of "
-            f"`{layers[layer] or 'net'}` ({type(layer).__name__}): {reason}. Replace this layer, or change its options."
-        ) from error
 
 
 class DrawnBatches:
