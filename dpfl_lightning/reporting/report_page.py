@@ -391,7 +391,7 @@ def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[
     rows = [client for run in group.runs if run.result is not None for client in run.result["clients"]]
     rows = [client for client in rows if None not in (client["epsilon_spent"], _scores(client).get(score))]
     return {
-        "x": [client["epsilon_spent"] for client in rows],
+        "x": [shown_epsilon(one["epsilon_spent"], one["epsilon_budget"] or math.inf) for one in rows],
         "y": [_scores(client)[score] for client in rows],
         "text": [html.escape(str(client.get("name", client["client"])), quote=False) for client in rows],
         "name": name,
