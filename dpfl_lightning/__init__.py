@@ -19,6 +19,7 @@ _HOME = {
     "Strategy": "federated.server.strategy",
     "UserError": "errors",
 }
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +174,25 @@ class FederatedLoop(ServerLoop):
         ):
             words = ", ".join(f"{name}={one!r}" for name, one in value.items()) if isinstance(value, Mapping) else "..."
             require(isinstance(value, kind), key, f"be {kind.__name__}", value, f"Write {kind.__name__}({words}).")
-        listed = isinstance(strategies, Sequence) and not isinstance(strategies, str)
-        require(listed, "strategies", "be a list of strategies", strategies, "Write strategies=[...].")
+        for key, parts in (("strategies", strategies), ("callbacks", callbacks)):
+            listed = isinstance(parts, Sequence) and not isinstance(parts, str)
+            require(listed, key, f"be a list of {key}", parts, f"Write {key}=[...].")
+        for key, number, least in (("rounds", rounds, 1), ("evaluate_every", evaluate_every, 1), ("seed", seed, 0)):
+            whole = isinstance(number, Integral) and not isinstance(number, bool)
+            require(whole and number >= least, key, f"be a whole number >= {least}", number)
+        require(
+            engine is None or isinstance(engine, str) or hasattr(engine, "train"),
+            "engine",
+            "be a name or an Engine",
+            engine,
+        )
         if isinstance(engine, str):
             require_one_of(ENGINES, "engine", engine)
             engine = build_engine(engine)
         module = module if isinstance(module, ClientModule) else ClientModule(module)
         registered, watching = register(_with_base(strategies), callbacks)
         ranks = Ranks(device)
-        population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
+        population, module = population.checked().to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
         local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)

@@ -52,7 +52,7 @@ def records(task: str):
 def population(task: str) -> Population:
     x, y, classes = records(task)
     rows = torch.arange(N).split([10, 10, 10, 5, 5])
-    return Population(x, y, list(rows[:3]), [*rows[3:], rows[0][:0]], torch.arange(20, N), classes or 1)
+    return Population(x, y, list(rows[:3]), [*rows[3:], rows[0][:0]], torch.arange(30, N), classes or 1)
 
 
 NETS = {

@@ -101,9 +101,10 @@ def test_the_command_line_wins_over_the_file_in_any_order(write):
 
 
 def test_numbers_and_texts_are_read_by_the_type_of_the_option(write):
-    text = "privacy: {delta: 1e-5, epsilon: {name: uniform, low: 1e-1, high: 2E0}, clip_norm: .inf}"
+    text = "privacy: {delta: 1e-5, epsilon: {name: uniform, low: 1e-1, high: 2E0}}\n"
+    text += "network: {up_megabits_per_second: .inf}"
     options, _ = load(["--config", write(text), "--clients.learning_rate", "1e-2"])
-    assert (options.privacy.delta, options.privacy.clip_norm) == (1e-5, float("inf"))
+    assert (options.privacy.delta, options.network.up_megabits_per_second) == (1e-5, float("inf"))
     assert options.privacy.epsilon == {"name": "uniform", "low": 0.1, "high": 2.0}
     assert options.clients.learning_rate == 0.01
     options = options_of("--tracking.experiment", "2024", "--data.folder", "[x]", "--tracking.run_name", "null")
@@ -421,7 +422,7 @@ FILE_MISTAKES = [
     (
         "data: {partition: iid}",
         "`data.partition` must be a mapping, got 'iid'",
-        "Write {name: iid}, or --data.partition.name iid on",
+        "Write {name: iid}, or --data.partition.name iid.",
     ),
     ("data: {partition: {alpha: 1}}", "`data.partition` must have a `name`"),
     ("data: {test_per_client: 0}", "`data.test_per_client` must be >= 1, got 0"),
@@ -482,14 +483,14 @@ COMMAND_MISTAKES = [
     ("--rounds [1", "`--rounds` must be valid YAML"),
     ("--data.partition.name iid --privacy.delta 2", "`privacy.delta`", "Set on the command line."),
     ("stray", "`stray` must be a known key or flag"),
-    ("--model cnn_small", "Write {name: cnn_small}, or --model.name cnn_small on"),
+    ("--model cnn_small", "Write {name: cnn_small}, or --model.name cnn_small."),
     (
         "--strategies pfa",
-        "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {} on the command line.",
+        "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {}.",
     ),
     ("", "`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"),
     ("--data.name imagenet", "got 'imagenet'. Set on the command line."),
-    ("--model mynet.Net", "Write {class_path: mynet.Net}, or --model.class_path mynet.Net on the command line."),
+    ("--model mynet.Net", "Write {class_path: mynet.Net}, or --model.class_path mynet.Net."),
     ("--model.name logistik", "`model.name` must be one of cnn_small,", "Did you mean `logistic`? Set on"),
     ("--strategies.pfaa.x 1", "`strategies` must name one of ", "got 'pfaa'. Did you mean `pfa`?"),
     ("--data.partition.name idd", "Did you mean `iid`?"),

@@ -195,7 +195,10 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
     [
         ([*OWN_MODEL, *INIT, *METRICS], "`evaluation.metrics` must be ['f1'], got ['f1', 'auroc']. Own sets it"),
         ([*OWN_MODEL, *INIT, "--task", "binary"], "`task` must be 'multiclass', got 'binary'. Own sets it, too"),
-        (["--model.class_path", "hospitals_of_tests.net"], "`model.init_args` must fit hospitals_of_tests.net, got {}"),
+        (
+            ["--model.class_path", "hospitals_of_tests.net"],
+            "`model.init_args.width` must be given for hospitals_of_tests.net, got None.",
+        ),
         (
             ["--model.class_path", "hospitals_of_tests.drawn", "--model.init_args.count", "3"],
             "must return a torch.nn.M",
@@ -264,7 +267,10 @@ PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
         (["--data.class_path", "nowhere.population"], "`data.class_path` must be importable, got 'nowhere.population'"),
         (["--data.class_path", "hospitals_of_tests.number"], "`data.class_path` must be a class or a function"),
         (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must be a pair"),
-        (["--data.init_args.size", "3"], "`data.init_args` must fit hospitals_of_tests.population, got {'size': 3}"),
+        (
+            ["--data.init_args.size", "3"],
+            "`data.init_args.size` must be an argument of hospitals_of_tests.population (it has none), got 3.",
+        ),
         (["--data.population_args.lazy", "true"], "`data.population_args` must be left out if class_path makes a Pop"),
         ([*PATH, "--data.population_args.lasy", "true"], "`data.population_args` must be arguments of a population"),
         (PATH, "`num_classes` must be the number of classes"),

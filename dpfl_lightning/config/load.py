@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from dpfl_lightning.config.command_line import CommandParser, add_common_keys, add_sections, key_help
-from dpfl_lightning.config.options import MAY_BE_NULL, SECTIONS, Options, all_keys, check, nearest_key
-from dpfl_lightning.config.registry import check_names, names_of
-from dpfl_lightning.config.typed import converted, in_words
+from dpfl_lightning.config.options import (
+    MAY_BE_NULL,
+    SECTIONS,
+    Options,
+    all_keys,
+    check,
+    checked,
+    how_to_choose,
+    nearest_key,
+)
+from dpfl_lightning.config.registry import names_of
+from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import dump, parse_yaml, read_yaml
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.launcher import invocation
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
@@ -284,37 +293,10 @@ class _Values:
         """Return the value of a key with its type, after checking its range. A section itself can only be null."""
         if key in self._sections:
             must = "be a mapping of keys" + (" or null" if key in MAY_BE_NULL else "")
-            advice = _how_to_choose(key, value, self._keys) if isinstance(value, str) else ""
+            advice = how_to_choose(key, value) if isinstance(value, str) else ""
             require(value is None and key in MAY_BE_NULL, key, must, value, advice)
             return None
-        hint, bound = self._keys[key].hint, self._keys[key].bound
-        try:
-            value = converted(hint, value)
-        except TypeError:
-            advice = ""
-            literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)
-            if literal is not None:
-                advice = nearest(str(value), get_args(literal))
-            elif isinstance(value, str) and "mapping" in in_words(hint):
-                advice = _how_to_choose(key, value, self._keys)
-            raise UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip()) from None
-        if bound is not None and value is not None:
-            require(bound.holds(value), key, bound.words, value)
-        if isinstance(value, Mapping):
-            check_names(key, value)
-        return value
-
-
-def _how_to_choose(key: str, value: str, keys: Mapping[str, Any]) -> str:
-    """Return how to write the choice `value`, where a key that takes a mapping got a text."""
-    if "." not in value and (near := nearest(value, names_of(key))) and value not in names_of(key):
-        return near
-    if key == "strategies":
-        return f"Write {{{value}: {{}}}}, or --strategies.{value} {{}} on the command line."
-    own = "." in value and (key == "model" or f"{key}.class_path" in keys)
-    by = "class_path" if own else "name"
-    written = f"{key}: {{{by}: {value}}}" if key in SECTIONS else f"{{{by}: {value}}}"
-    return f"Write {written}, or --{key}.{by} {value} on the command line."
+        return checked(key, value, self._keys[key].hint, self._keys[key].bound)
 
 
 # ---- command line
@@ -337,7 +319,8 @@ def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str
             continue
         if not equals:
             text = next(words, "--")
-        require(bool(equals) or not text.startswith("--"), f"--{key}", "be followed by a value", None)
+        if not equals and text.startswith("--"):
+            raise UserError(f"`--{key}` must be followed by a value.")
         overrides.append((key, text))
     return overrides, others
 
@@ -375,14 +358,16 @@ def _command_parser(
 
     class Help(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
-            everything = value == "all"
-            add_sections(parser, section, takes or None) if everything else add_common_keys(parser, section, takes)
+            if value not in (None, "all"):
+                print(key_help(value.removeprefix("--"), None, section))
+                raise SystemExit(0)
+            add_sections(parser, section, takes or None) if value else add_common_keys(parser, section, takes)
             parser.print_help()
             raise SystemExit(0)
 
     parser = CommandParser(name, description, "[--config FILE] [--KEY VALUE ...] [FLAGS]", examples, add_help=False)
-    help_text = "show the flags and the most used keys, or all keys, and exit"
-    parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="all", help=help_text)
+    help_text = "show the flags and the most used keys, all keys, or one key or section, and exit"
+    parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="all | KEY", help=help_text)
     about = "YAML file, or name of a preset such as fmnist; may be given several times: the files are merged, and "
     about += "later ones win. Keys on the command line win over files"
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help=about)

@@ -9,13 +9,14 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from dpfl_lightning.config.per_client import Bound, by_client, resolve
-from dpfl_lightning.config.registry import NAMES, REGISTRIES, described, names_of
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.config.registry import NAMES, REGISTRIES, check_names, described, names_of
+from dpfl_lightning.config.typed import converted, in_words
+from dpfl_lightning.errors import UserError, nearest, require
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
@@ -45,8 +46,17 @@ Named = Annotated[dict, Bound("have a `name`", lambda value: "name" in value)]
 Strategies = Annotated[dict[str, dict | None], Bound("name at least one strategy", bool)]
 
 
+class _Section:
+    """Checks the types and ranges of its values when it is made, in Python as in YAML. Raises UserError."""
+
+    def __post_init__(self) -> None:
+        section, kind = next((name, kind) for name, kind in SECTIONS.items() if isinstance(self, kind))
+        for name, (hint, bound) in _typed(section, kind).items():
+            object.__setattr__(self, name, checked(f"{section}.{name}", getattr(self, name), hint, bound))
+
+
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(_Section):
     """A public data set and how its records are distributed to simulated clients, or your own clients (class_path).
 
     Args:
@@ -98,7 +108,7 @@ OWN_DATA = ("class_path", "init_args", "population_args")
 
 
 @dataclass(frozen=True)
-class ClientOptions:
+class ClientOptions(_Section):
     """Local training of each client in a round.
 
     batch_size, local_epochs, learning_rate and reported_epsilon accept one value, a mapping from the clients' names to
@@ -130,7 +140,7 @@ class ClientOptions:
 
 
 @dataclass(frozen=True)
-class PrivacyOptions:
+class PrivacyOptions(_Section):
     """Bounds on what the releases of each client reveal about one record; `privacy: null` trains without privacy.
 
     epsilon, delta, clip_norm and noise_multiplier accept one value, a mapping from the clients' names to values, a list
@@ -176,13 +186,9 @@ class PrivacyOptions:
     diagnostics: bool = False
     signing_keys: str | None = None
 
-    def __post_init__(self) -> None:
-        fits = self.noise_key is None or _NOISE_KEY.holds(self.noise_key)
-        require(fits, "privacy.noise_key", _NOISE_KEY.words, self.noise_key)
-
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(_Section):
     """How local steps are computed. Engines differ in speed, not in meaning.
 
     Args:
@@ -201,7 +207,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class NetworkOptions:
+class NetworkOptions(_Section):
     """A simulated network: how long the messages of a run would take. It does not change the run.
 
     Args:
@@ -216,7 +222,7 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
-class EvaluationOptions:
+class EvaluationOptions(_Section):
     """When the model is evaluated, and how exactly times are reported.
 
     Args:
@@ -235,7 +241,7 @@ class EvaluationOptions:
 
 
 @dataclass(frozen=True)
-class TrackingOptions:
+class TrackingOptions(_Section):
     """How MLflow records the run; `tracking: null` turns tracking off.
 
     Args:
@@ -366,20 +372,61 @@ def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
     """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass)."""
     keys = {}
     for section, kind in [*([extra] if extra else []), ("", Options), *SECTIONS.items()]:
-        texts = described(inspect.getdoc(kind) or "")
-        hints = get_type_hints(kind)
-        for name, annotated in get_type_hints(kind, include_extras=True).items():
+        texts, defaults = described(inspect.getdoc(kind) or ""), kind()
+        for name, (hint, bound) in _typed(section, kind).items():
             if section or name not in SECTIONS:
                 key = f"{section}.{name}" if section else name
-                names, hint = names_of(key), hints[name]
-                if key in NAMES and str in (hint, *get_args(hint)):
-                    one: Any = Literal[*names]
-                    hint, names = {str: one, str | None: one | None}.get(hint, tuple[one, ...]), []
+                names = [] if key in NAMES and hint != get_type_hints(kind)[name] else names_of(key)
                 more = f" Names: {', '.join(names)}." if names else ""
-                bound = next(iter(getattr(annotated, "__metadata__", ())), None)
                 help_text = " ".join(texts[name].split()).partition(": ")[2] + more
-                keys[key] = Key(hint, bound, getattr(kind(), name), help_text)
+                keys[key] = Key(hint, bound, getattr(defaults, name), help_text)
     return keys
+
+
+@functools.cache
+def _typed(section: str, kind: type) -> dict[str, tuple[Any, Bound | None]]:
+    """Return the type and the range of each field of a section."""
+    hints, found = get_type_hints(kind), {}
+    for name, annotated in get_type_hints(kind, include_extras=True).items():
+        key, hint = f"{section}.{name}" if section else name, hints[name]
+        if key in NAMES and str in (hint, *get_args(hint)):
+            one: Any = Literal[*names_of(key)]
+            hint = {str: one, str | None: one | None}.get(hint, tuple[one, ...])
+        found[name] = hint, next(iter(getattr(annotated, "__metadata__", ())), None)
+    return found
+
+
+def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
+    """Return the value of a key with its type. Raises UserError unless it has this type, range and known names."""
+    try:
+        value = converted(hint, value)
+    except TypeError:
+        advice = ""
+        literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)
+        if literal is not None:
+            advice = nearest(str(value), get_args(literal))
+        elif isinstance(value, str) and get_origin(hint) is tuple:
+            advice = f"Write [{value}]."
+        elif isinstance(value, str) and "mapping" in in_words(hint) and not value[:1].isdigit():
+            advice = how_to_choose(key, value)
+        raise UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip()) from None
+    if bound is not None and value is not None:
+        require(bound.holds(value), key, bound.words, value)
+    if isinstance(value, Mapping):
+        check_names(key, value)
+    return value
+
+
+def how_to_choose(key: str, value: str) -> str:
+    """Return how to write the choice `value`, where a key that takes a mapping got a text."""
+    near = "" if "." in value or value in names_of(key) else nearest(value, names_of(key))
+    name = near.split("`")[1] if near else value
+    if key == "strategies":
+        return f"{near} Write {{{name}: {{}}}}, or --strategies.{name} {{}}.".strip()
+    own = "." in name and (key == "model" or f"{key}.class_path" in all_keys())
+    by = "class_path" if own else "name"
+    written = f"{key}: {{{by}: {name}}}" if key in SECTIONS else f"{{{by}: {name}}}"
+    return f"{near} Write {written}, or --{key}.{by} {name}.".strip()
 
 
 def nearest_key(key: str, more: Iterable[str] = ()) -> str:

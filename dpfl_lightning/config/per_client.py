@@ -40,10 +40,12 @@ class Bound(NamedTuple):
 _FLOOR = 0.15
 _NOT_NEGATIVE = Bound("be >= 0 and finite", lambda value: 0 <= value < math.inf)
 _POSITIVE = Bound("be above 0", lambda value: value > 0)
+_POSITIVE_FINITE = Bound("be above 0 and finite", lambda value: 0 < value < math.inf)
 # By the last part of an option's key; all other values must be above 0.
 _BOUNDS = {
     "delta": Bound("be in [0, 1)", lambda value: 0 <= value < 1),
-    "learning_rate": Bound("be above 0 and finite", lambda value: 0 < value < math.inf),
+    "learning_rate": _POSITIVE_FINITE,
+    "clip_norm": _POSITIVE_FINITE,
     "noise_multiplier": _NOT_NEGATIVE,
     "latency_seconds": _NOT_NEGATIVE,
 }

@@ -139,8 +139,19 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
     Raises UserError if it cannot be imported or does not take these arguments.
     """
     function, key = _function(f"{section}.class_path", class_path), f"{section}.init_args"
+    signature = inspect.signature(function)
+    takes = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+    others = [name for name in init_args if name not in takes]
+    for name, one in takes.items():
+        given = name in init_args or one.default is not one.empty or one.kind is one.VAR_POSITIONAL
+        near = nearest(name, others)
+        advice = f"Is it {near.split('`')[1]!r}?" if near else ""
+        require(given, f"{key}.{name}", f"be given for {class_path}", None, advice)
+    if others and len(takes) == len(signature.parameters):
+        must = f"be an argument of {class_path} ({', '.join(takes) or 'it has none'})"
+        require(False, f"{key}.{others[0]}", must, init_args[others[0]], nearest(others[0], takes))
     try:
-        inspect.signature(function).bind(**init_args)
+        signature.bind(**init_args)
     except TypeError as error:
         raise UserError(f"`{key}` must fit {class_path}, got {dict(init_args)}: {error}.") from None
     with users_code(f"{section}.class_path", class_path):

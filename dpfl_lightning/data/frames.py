@@ -28,13 +28,16 @@ def frame_of(table: Any) -> "DataFrame":
     return table
 
 
-def clients_of_frame(table: Any, client: str, label: str) -> dict[str, "DataFrame"]:
+def clients_of_frame(table: Any, client: str, label: str | Sequence[str]) -> dict[str, "DataFrame"]:
     """Return the rows of each client, in the order of the clients' names."""
     frame = frame_of(table)
-    for key, name in (("client", client), ("label", label)):
-        require(isinstance(name, str), key, "be the name of one column", name)
-        _check_columns(frame, [name], key)
-    require(client != label, "label", "be another column than client", label)
+    require(isinstance(client, str), "client", "be the name of one column", client)
+    _check_columns(frame, [client], "client")
+    labels = [label] if isinstance(label, str) else label
+    fits = isinstance(labels, Sequence) and len(labels) > 0 and len(set(labels)) == len(labels)
+    require(fits, "label", "be the name of a column, or a list of different names", label)
+    _check_columns(frame, labels, "label")
+    require(client not in labels, "label", "be another column than client", label)
     require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
     groups = list(frame.groupby(client, sort=True))
     names = [str(name) for name, _ in groups]
@@ -45,15 +48,17 @@ def clients_of_frame(table: Any, client: str, label: str) -> dict[str, "DataFram
 def records_of_frame(
     frame: "DataFrame",
     where: str,
-    label: str,
+    label: str | Sequence[str],
     features: Sequence[str],
     scale: Mapping[str, Sequence[float]],
     categories: Mapping[str, Sequence[Any]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return x [n, F] float32, with one column for each category of a column in `categories`, and labels [n]."""
+    """Return x [n, F] float32, with one column for each category of a column in `categories`, and labels [n],
+    or [n, L] for a list of columns."""
     import pandas
 
-    _check_columns(frame, [label], "label")
+    labels = [label] if isinstance(label, str) else list(label)
+    _check_columns(frame, labels, "label")
     _check_columns(frame, features, "features")
     columns = []
     for name in features:
@@ -70,8 +75,9 @@ def records_of_frame(
         require(numeric, here, "hold numbers", str(column.dtype), advice)
         mean, std = scale.get(name, (0.0, 1.0))
         columns.append(((column.to_numpy(np.float64) - mean) / std).astype(np.float32))
-    _check_complete(frame[label], f"{where}: {label}")
-    return np.stack(columns, axis=1), frame[label].to_numpy()
+    for name in labels:
+        _check_complete(frame[name], f"{where}: {name}")
+    return np.stack(columns, axis=1), frame[labels[0] if isinstance(label, str) else labels].to_numpy()
 
 
 def check_choices(
@@ -103,7 +109,7 @@ def check_choices(
 
 def _check_columns(frame: "DataFrame", names: Sequence[str], key: str) -> None:
     unknown, known = next((name for name in names if name not in frame.columns), None), list(map(str, frame.columns))
-    must = f"name {'columns' if key == 'features' else 'a column'} of the table ({', '.join(known)})"
+    must = f"name {'a column' if key == 'client' else 'columns'} of the table ({', '.join(known)})"
     require(unknown is None, key, must, unknown, nearest(str(unknown), known))
 
 

@@ -85,7 +85,7 @@ class Source:
         inputs = [_parts(x, lambda part: _tensor(part, self.where)) for x, _ in records]
         shapes = {str(tree_map(lambda part: tuple(part.shape), x)) for x in inputs}
         got = " and ".join(sorted(shapes)[:5])
-        advice = "Resize images to one size, and pad or cut lists of tokens to one length."
+        advice = "Resize images, as by from_image_folder(size=(28, 28)), and pad or cut lists of tokens to one length."
         require(len(shapes) == 1, self.where, "yield records of one shape", got, advice)
         labels = [y if self.classes is not None or isinstance(y, str) else _tensor(y, self.where) for _, y in records]
         of_tensors = isinstance(labels[0], Tensor)
@@ -99,6 +99,8 @@ class Source:
             require(not text, where, "hold numbers if no classes are given", "text", advice)
             labels = _tensor(y, self.where)
             return labels.float() if labels.is_floating_point() else labels.long()
+        one_each = getattr(y, "ndim", 1) == 1
+        require(one_each, where, "be one label for each record if classes are named", tuple(getattr(y, "shape", ())))
         number_of = {name: number for number, name in enumerate(self.classes)}
         names = (
             y.tolist()
@@ -179,14 +181,42 @@ def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | 
     whole = isinstance(num_classes, int) and not isinstance(num_classes, bool) and num_classes >= 1
     require(whole, "num_classes", "be the number of classes (at least 1)", num_classes, advice)
     assert num_classes is not None  # for mypy
-    several = first_y.ndim > 1  # of which some may be ignored, or each is 0 or 1
-    most = max(num_classes, 2) if several else num_classes
     for where, _, y in pairs:
-        y = y.where(y != IGNORED, 0) if several else y
-        label_range = int(y.min()), int(y.max())
-        must = f"hold classes from 0 to {most - 1}{f' or {IGNORED} (ignored)' * several}"
-        require(label_range[0] >= 0 and label_range[1] < most, f"{where}: y", must, label_range)
+        check_range(f"{where}: y", y, num_classes)
     return num_classes
+
+
+def check_range(where: str, y: Tensor, num_classes: int) -> None:
+    """Raise UserError unless labels [n, ...] that are no floating values are below `num_classes`."""
+    if y.is_floating_point():
+        return
+    several = y.ndim > 1  # of which some may be ignored, or each is 0 or 1
+    most = max(num_classes, 2) if several else num_classes
+    y = y.where(y != IGNORED, 0) if several else y
+    label_range = int(y.min()), int(y.max())
+    must = f"hold classes from 0 to {most - 1}{f' or {IGNORED} (ignored)' * several}"
+    require(label_range[0] >= 0 and label_range[1] < most, where, must, label_range)
+
+
+def check_rows(count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Tensor], test: Tensor | None) -> bool:
+    """Return whether clients share training records.
+
+    Raises UserError unless all rows are below `count`, no client has one twice, and none is in the test set, too.
+    """
+    sizes = torch.tensor([len(train) + len(held_out) for train, held_out in zip(train_of, held_out_of, strict=True)])
+    rows = torch.cat([part for parts in zip(train_of, held_out_of, strict=True) for part in parts]).cpu()
+    on_test = rows.new_zeros(0) if test is None else test.cpu()
+    everything = torch.cat([rows, on_test])
+    fits = not everything.is_floating_point() and (not len(everything) or int(everything.min()) >= 0)
+    fits = fits and (not len(everything) or int(everything.max()) < count)
+    require(fits, "Population", f"hold rows from 0 to {count - 1}", "other rows")
+    twice = len((rows + count * torch.arange(len(sizes)).repeat_interleave(sizes)).unique()) < len(rows)
+    advice = "A record that counts twice moves a sum by two clip norms, and a held-out record must not be trained on."
+    require(not twice, "Population", "hold each row of a client once", "a row that occurs twice", advice)
+    train = torch.cat(list(train_of)).cpu()
+    overlap = bool(torch.isin(train, on_test).any())
+    require(not overlap, "Population.test", "hold no training record", "rows that a client trains on")
+    return len(train.unique()) < len(train)
 
 
 def _dtypes(x: Inputs) -> Any:

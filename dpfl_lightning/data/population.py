@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import check_choices, clients_of_frame, frame_of, records_of_frame
-from dpfl_lightning.data.given import Classes, Source, check_alike
+from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
@@ -34,7 +34,7 @@ _SHARED = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Population:
     """The private records of N clients, who hold row numbers, never copies. Guarantees do not cover held-out records.
 
@@ -69,6 +69,28 @@ class Population:
             require(odd is None, "names", "be printable", odd)
             advice = "In options per client this key selects a distribution."
             require("name" not in self.names, "names", "not contain `name`", "name", advice)
+
+    def __repr__(self) -> str:
+        """Return sizes only: a notebook or a log that shows a population must show no record."""
+        clients = [f"{self.name_of(client)} {size}" for client, size in enumerate(self.num_records)]
+        listed = ", ".join([*clients[:8], "..."] if len(clients) > 8 else clients)
+        test = "no test set" if self.test is None else f"{len(self.test)} test records"
+        labels = "" if self.y.is_floating_point() else f", {self.num_classes} classes"
+        return (
+            f"Population({self.num_clients} clients with {sum(self.num_records)} records: {listed}; "
+            f"{sum(self.num_held_out)} held out, {test}; inputs {self.input_shape}{labels})"
+        )
+
+    def checked(self) -> Population:
+        """Return this population, with a caveat if clients share training records.
+
+        Raises UserError if a client has a row twice, the test set has a training record, or labels or rows are out of
+        range: guarantees are for one record, and scores are released without noise.
+        """
+        check_range("Population: y", self.y, self.num_classes)
+        shared = check_rows(len(self.y), self.train_of, self.held_out_of, self.test)
+        new = shared and _SHARED not in self.caveats
+        return dataclasses.replace(self, caveats=(*self.caveats, _SHARED)) if new else self
 
     @property
     def num_clients(self) -> int:
@@ -272,7 +294,7 @@ class Population:
         df: Any,
         *,
         client: str,
-        label: str,
+        label: str | Sequence[str],
         features: Sequence[str] | None = None,
         scale: Mapping[str, Sequence[float]] | None = None,
         categories: Mapping[str, Sequence[Any]] | None = None,
@@ -287,7 +309,8 @@ class Population:
         Args:
             df: a pandas DataFrame, or the path of a CSV or Parquet file.
             client: name of the column with each record's client.
-            label: name of the column with the labels: classes, or floating values (a regression).
+            label: name of the column with the labels: classes, or floating values (a regression); or of several
+                columns, of 0 and 1 (multilabel) or floating.
             features: names of the input columns; None takes all columns but `client` and `label`.
             scale: public mean and standard deviation of columns, {"age": (50, 20)}, which they are normalised by.
             categories: public values of columns of text, {"sex": ["f", "m"]}, each of which becomes a column 0 or 1.
@@ -303,9 +326,10 @@ class Population:
         """
         tables = clients_of_frame(df, client, label)
         first = next(iter(tables.values()))
-        names = [name for name in first.columns if name not in (client, label)] if features is None else features
+        labels = [label] if isinstance(label, str) else list(label)
+        names = [name for name in first.columns if name not in (client, *labels)] if features is None else features
         choices = label, names, scale or {}, categories or {}
-        check_choices(first, (client, label), *choices[1:])
+        check_choices(first, (client, *labels), *choices[1:])
         records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
         on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
         return cls.from_datasets(records, on_test, **options)

@@ -230,7 +230,13 @@ def described(task: Task, output: Shape, y: Shape, named: bool) -> str:
     if named:
         return f"{task.name} (named{probabilities})"
     kind = "floating" if task.real else "integer"
-    others = [one.name for one in TASKS.values() if task.real and one.zero_or_one and one.fits(output, y)]
-    advice = f"; for labels 0 and 1 set task: {' or '.join(others)}" if others else ""
     shapes = f"outputs [{_shown(output)}] and {kind} labels [{_shown(y)}]"
-    return f"{task.name} (inferred from {shapes}{advice}{probabilities})"
+    return f"{task.name} (inferred from {shapes}{probabilities})"
+
+
+def other_tasks(task: Task, output: Shape, y: Shape) -> list[str]:
+    """Return the names of the tasks that the same floating labels would fit if they were 0 and 1.
+
+    Whether they are is not looked at, because labels are private.
+    """
+    return [one.name for one in TASKS.values() if task.real and one.zero_or_one and one.fits(output, y)]

@@ -69,7 +69,10 @@ def objective(sweep: SweepOptions, options: Options) -> Objective:
     """Return the objective of a search; raises UserError if the set or the records cannot be used."""
     on_public = sweep.objective != "set" or sweep.distilled is None
     must = "be null for a search that is scored on public records, because your own data have none"
-    own, advice = options.data.class_path, "Or search on a distilled set: --sweep.distilled runs/NAME."
+    own, advice = (
+        options.data.class_path,
+        "Or search on a set: --sweep.objective set --sweep.distilled runs/NAME.",
+    )
     require(own is None or not on_public, "data.class_path", must, own, advice)
     if sweep.objective == "set":
         return ProxyObjective(sweep, options)

@@ -25,8 +25,8 @@ class SweepOptions:
             high} with an optional step or log: true; whole-number bounds give whole numbers. An additional
             when: {key: value} searches this key only if a key above it has that value.
         objective: set (the server trains new models on a set), public (the run on its public records, which are
-            distributed to its clients) or private (the run on its clients' records; every trial is charged to them in
-            full).
+            distributed to its clients) or private (the run on its clients' records, charged in full for every trial,
+            and scored on public records).
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records. Models are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.

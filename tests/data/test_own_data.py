@@ -61,6 +61,16 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
     assert population.num_classes == 1 and population.input_shape == (1,)
 
 
+def test_several_columns_are_labels():
+    table = patients().assign(ill=[0, 1] * 30, back=[1, 1, 0] * 20)
+    choices = {"client": "hospital", "label": ["ill", "back"], "features": ["age"]}
+    people = Population.from_dataframe(table, **choices, num_classes=2)
+    assert people.y.dtype == torch.int64 and people.y.shape == (60, 2)
+    assert int(people.y[:, 0].sum()) == 30 and int(people.y[:, 1].sum()) == 40
+    people = Population.from_dataframe(table.astype({"ill": float, "back": float}), **choices)
+    assert people.y.dtype == torch.float32 and people.num_classes == 1
+
+
 @pytest.mark.parametrize(
     "changes, choices, message",
     [
@@ -83,7 +93,8 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
         ({}, {"features": ["age", "hospital"]}, "`features` must be different columns other than cli.*got 'hospital'"),
         ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client and .*got 'age'"),
         ({}, {"features": "age"}, "`features` must be a list of columns, got 'age'"),
-        ({}, {"label": ["outcome"]}, r"`label` must be the name of one column, got \['outcome'\]"),
+        ({}, {"label": ["outcome"]}, "`client berlin: y` must be one label for each record if classes are named"),
+        ({}, {"label": []}, r"`label` must be the name of a column, or a list of different names, got \[\]"),
         ({}, {"label": "hospital"}, "`label` must be another column than client, got 'hospital'"),
         ({}, {"categories": {"sex": ["f", "m", "f"]}}, "`categories: sex` must be a list of different values"),
         ({}, {"categories": {"sex": "fm"}}, "`categories: sex` must be a list of different values, got 'fm'"),
@@ -94,7 +105,7 @@ def test_a_floating_label_is_a_regression_and_features_can_be_chosen():
         ),
         ({}, {"test": patients().rename(columns={"sex": "age"})}, "`df` must have columns of different names.*'age'"),
         ({}, {"test": "nowhere.csv"}, "`df` must be .* the path of a file, got 'nowhere.csv'. There is no such file"),
-        ({}, {"label": "Outcome"}, "`label` must name a column .*got 'Outcome'. Did you mean `outcome`?"),
+        ({}, {"label": "Outcome"}, "`label` must name columns .*got 'Outcome'. Did you mean `outcome`?"),
         ({}, {"features": ["Age"]}, "`features` must name columns .*got 'Age'. Did you mean `age`?"),
     ],
 )

@@ -158,6 +158,34 @@ def test_a_population_holds_each_record_once_and_facts_hold_none():
     assert facts == Facts((50,) * 6, 4, (2,), (8,) * 6, (1.0,) * 6, None) and facts.num_clients == 6
 
 
+def test_a_population_of_ones_own_is_checked_before_a_run():
+    x, y, rows = torch.randn(30, 2), torch.arange(30) % 3, torch.arange(30).split(10)
+    good = {"train_of": [*rows[:2]], "held_out_of": [rows[2][:0]] * 2, "test": rows[2], "num_classes": 3}
+    assert Population(x, y, **good).checked().caveats == ()
+    twice = torch.cat([rows[1], rows[1][:1]])
+    for change, words in (
+        ({"train_of": [rows[0], twice]}, "must hold each row of a client once"),
+        ({"held_out_of": [rows[0][:1], rows[2][:0]]}, "must hold each row of a client once"),
+        ({"test": rows[0]}, "`Population.test` must hold no training record"),
+        ({"test": rows[0] + 25}, "`Population` must hold rows from 0 to 29"),
+        ({"num_classes": 2}, r"`Population: y` must hold classes from 0 to 1, got \(0, 2\)"),
+    ):
+        with pytest.raises(UserError, match=words):
+            FederatedLoop(Population(x, y, **{**good, **change}), torch.nn.Linear(2, 3), rounds=1, privacy=None)
+    shared = Population(x, y, **{**good, "train_of": [rows[0], rows[0]]}).checked()
+    assert "a record may live at several clients" in shared.caveats[0]
+
+
+def test_what_is_printed_of_a_population_holds_no_record():
+    x, y = torch.full((30, 2), 0.123), torch.full((30,), 7)
+    for labels in (y, y.float()):
+        people = Population.from_datasets({"rome": (x, labels)}, num_classes=None if labels is not y else 8, held_out=0)
+        assert repr(people).startswith(
+            "Population(1 clients with 30 records: rome 30; 0 held out, no test set; inputs (2,)"
+        )
+        assert "0.12" not in repr(people) and "7" not in repr(people)
+
+
 def test_to_moves_everything():
     population = Population.partitioned(dataset(), num_clients=6, public_records=100)
     moved = population.to("meta")

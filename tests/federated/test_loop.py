@@ -379,7 +379,13 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
         ({"privacy": PrivacyOptions(epsilon=[1.0, 2.0], delta=1e-3)}, "privacy.epsilon.*4 values"),
         ({"privacy": PrivacyOptions(epsilon=-1.0, delta=1e-3)}, "epsilon"),
         ({"privacy": PrivacyOptions(epsilon=1.0, delta=1.5)}, "delta"),
-        ({"rounds": 0}, "rounds"),
+        ({"rounds": 0}, "`rounds` must be a whole number >= 1, got 0"),
+        ({"rounds": 2.5}, "`rounds` must be a whole number >= 1, got 2.5"),
+        ({"seed": None}, "`seed` must be a whole number >= 0, got None"),
+        ({"evaluate_every": "a"}, "`evaluate_every` must be a whole number >= 1, got 'a'"),
+        ({"callbacks": 3}, "`callbacks` must be a list of callbacks, got 3. Write callbacks="),
+        ({"engine": 3}, "`engine` must be a name or an Engine, got 3"),
+        ({"privacy": PrivacyOptions(epsilon=1.0, clip_norm=float("inf"))}, "clip_norm` must be above 0 and finite"),
         ({"module": torch.nn.Linear}, "must be a ClientModule or another module, got 'type'"),
     ):
         with pytest.raises(UserError, match=words):
@@ -387,9 +393,25 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
         assert list(tmp_path.iterdir()) == [], words
 
 
+@pytest.mark.parametrize(
+    "section, values, message",
+    [
+        (ClientOptions, {"optimizer": "adam"}, "`clients.optimizer` must be a mapping, got 'adam'. Write {name: adam}"),
+        (ClientOptions, {"schedule": None}, "`clients.schedule` must be a mapping, got None."),
+        (PrivacyOptions, {"mechanism": "Laplace"}, "must be one of gaussian, laplace, got 'Laplace'. Did you mean"),
+        (PrivacyOptions, {"reserve_rounds": -1}, "`privacy.reserve_rounds` must be >= 0, got -1."),
+        (PrivacyOptions, {"diagnostics": "no"}, "`privacy.diagnostics` must be true or false, got 'no'."),
+        (PrivacyOptions, {"sampling": "x"}, "`privacy.sampling` must be one of poisson, shuffle, got 'x'."),
+    ],
+)
+def test_options_are_checked_in_python_too(section, values, message):
+    with pytest.raises(UserError, match=message):
+        section(**values)
+
+
 @pytest.mark.parametrize("key", ["k", "z" * 32, "0" * 33, 10**31])
 def test_a_noise_key_is_checked_in_python_too(key):
-    with pytest.raises(UserError, match=r"`privacy\.noise_key` must be 32 hexadecimal digits, got"):
+    with pytest.raises(UserError, match=r"`privacy\.noise_key` must be (32 hexadecimal digits|text or null), got"):
         PrivacyOptions(epsilon=1.0, noise_key=key)
 
 

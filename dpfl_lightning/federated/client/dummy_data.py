@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.evaluation import of_records
 from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
-from dpfl_lightning.models.tasks import Task, described
+from dpfl_lightning.models.tasks import Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
@@ -107,7 +107,15 @@ def check_fits(module: ClientModule, population: Population) -> None:
             f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
             "Choose another model, or another shape of data."
         )
-    module.task_note = described(task, tuple(output.shape[1:]), tuple(y.shape[1:]), module.named_task is not None)
+    shapes = tuple(output.shape[1:]), tuple(y.shape[1:])
+    module.task_note = described(task, *shapes, module.named_task is not None)
+    if module.named_task is None and (others := other_tasks(task, *shapes)):
+        warn_user(
+            f"task {task.name} is inferred from floating labels. Name it, or, for labels of 0 and 1, "
+            f"{' or '.join(others)}: `task` in YAML, ClientModule(net, task=...) in Python"
+        )
+    if task.name == "multiclass" and output.shape[1] > population.num_classes:
+        warn_user(f"the model gives {output.shape[1]} outputs for {population.num_classes} classes")
     task.check(population.y)
     check_metrics(module.metrics, task)
     _check_scores(module, task, x, output, y, population.num_classes)

@@ -104,7 +104,7 @@ class RoundReport:
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """The result of a run, and the content of `result.json`. Scores are None without evaluation.
 
@@ -118,6 +118,7 @@ class RunResult:
         clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
             noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
             update, accuracy in [0, 1], mean loss and metrics are those of its final model on its held-out records.
+        task: what was learnt, such as "multiclass", and whether it was named or inferred.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: what strategies and the run report of the last round.
@@ -142,6 +143,7 @@ class RunResult:
     test_accuracy: float | None
     test_loss: float | None
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    task: str = ""
     simulated: bool = False
     accuracy_mean: float | None = None
     accuracy_std: float | None = None
@@ -168,6 +170,13 @@ class RunResult:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         rounds = [json.loads(line) for line in lines]
         return [{"round": one["round"], **one["values"], "clients": one["clients"]} for one in rounds]
+
+    def __repr__(self) -> str:
+        accuracy = "" if self.test_accuracy is None else f", test accuracy {self.test_accuracy:.2%}"
+        metrics = "".join(f", test {name} {one:.4g}" for name, one in self.test_metrics.items() if one is not None)
+        ended = "finished" if self.finished else "not finished"
+        short = self.guarantee.partition(" Not covered: ")[0]
+        return f"RunResult({self.output_dir}: {ended} after {self.rounds} rounds{accuracy}{metrics}; {short})"
 
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}

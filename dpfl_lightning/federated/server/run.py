@@ -354,6 +354,7 @@ class Run:
             guarantee=in_words(guarantees),
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
+            task=self.model.task_note,
             simulated=self.clients.simulated,
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),

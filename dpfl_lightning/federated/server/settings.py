@@ -79,7 +79,10 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
         first_with.setdefault(client, i)
     for client, i in first_with.items():
         batch, size, name = client.batch_size, client.num_records, names[i]
-        advice = f"Client {name} has {size} records. Give a list with a value for each client, or null (full batches)."
+        by_name = f"{{{name}: {min(batch, size)}, ...}}" if isinstance(name, str) else "a list"
+        advice = (
+            f"Client {name} has {size} records. Give {by_name} with a value for each client, or null (full batches)."
+        )
         require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
         must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
         require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
