@@ -2,8 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import lightning as L
@@ -223,10 +224,11 @@ class ClientModule(Model, L.LightningModule):
         task = self._require_task()
         return (task.optimizer or PLAIN_SGD).over(self.trainable, task.learning_rate)
 
-    def check_optimizer(self, rounds: int, clients: Iterable[tuple[float, int]]) -> None:
+    def check_optimizer(self, rounds: int, clients: Sequence[tuple[float, int]]) -> None:
         """Check that `configure_optimizers` fits a run of so many rounds of clients `(learning rate, local steps)`.
 
-        It is called for the first and the last round, on a copy, where the optimiser takes a step.
+        It is called on a copy for the first and the last round, and for the least and the greatest rate and number of
+        steps. The optimiser takes one step.
 
         Raises UserError if it or the step raises, its answer cannot be used, or it changes parameters. Warns of
         parameters in no group, and of rounds with a learning rate of 0.
@@ -236,10 +238,10 @@ class ClientModule(Model, L.LightningModule):
         self._rounds = rounds
         self._settings_of.clear()
         name = type(self if self.overrides("configure_optimizers") else self.net).__name__
-        copied, notices = copy.deepcopy(self), list[str]()
+        copied, notices, keys = copy.deepcopy(self), list[str](), (itemgetter(0), itemgetter(1))
         try:
             with users_code("configure_optimizers", name), drawing_alike(self.device), torch.no_grad():
-                for learning_rate, steps in sorted(set(clients)):
+                for learning_rate, steps in {end(clients, key=key) for end in (min, max) for key in keys}:
                     left_out, idle = copied._try_optimizer(self.flat, rounds, learning_rate, steps)
                     if left_out:
                         notices.append(f"leaves out {', '.join(left_out)}: freeze what is not to be trained")
