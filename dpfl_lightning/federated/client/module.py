@@ -318,8 +318,8 @@ class StepOptimizer:
     """
 
     def __init__(self, module: ClientModule, task: LocalTask, flat: Tensor | None = None) -> None:
-        if flat is not None and module.brings_optimizer:
-            module.load(flat)  # an optimiser may look at the parameters
+        if flat is not None:
+            module.load(flat)  # an optimiser may use the parameters
         module.local_task, self._round, self._steps, self._taken = task, task.round, task.steps, 0
         self._configured = ConfiguredOptimizer.of(module.configure_optimizers())
         self._settings: GroupSettings | None = None
