@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loop = build_loop(options)
     clients = chosen_clients(flags.for_clients, loop.population)
     report = audit(loop, clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
-    print(json.dumps(report) if flags.json else shown(text(report, narrow=sys.stdout.isatty())))
+    print(json.dumps(report) if flags.json else shown(text(report)))
     return 1 if report["refuted"] else 0
 
 

@@ -30,19 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.json:
         print(json.dumps(report))
         return 0
-    print(f"Test {_scores(report['test_accuracy'], report['test_loss'], report['test_metrics'])}")
-    print("Held-out records of each client:")
-    width = max(3, *(len(row["name"]) for row in report["clients"]))
-    for row in report["clients"]:
-        shown = _scores(row["accuracy"], row["loss"], row["metrics"])
-        print(f"  client {row['name']:>{width}}  {'no held-out records' if row['loss'] is None else shown}")
+    from dpfl_lightning.reporting.progress import print_table, score_columns, score_words
+
+    print(score_words(report, held_out=not report["test_set"]) or "There is nothing to evaluate.")
+    if scores := score_columns(report["clients"]):
+        print("Held-out records of each client:")
+        print_table({"client": ([row["name"] for row in report["clients"]], ""), **scores})
     return 0
-
-
-def _scores(accuracy: float | None, loss: float | None, metrics: dict[str, float | None]) -> str:
-    shown = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
-    values = {"loss": loss, **metrics}.items()
-    return ", ".join([*shown, *(f"{name} {'-' if value is None else f'{value:.4f}'}" for name, value in values)])
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +48,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     """Return accuracies in [0, 1] (None for a regression), losses and metrics of the run's final models.
 
     `personal` is whether the clients' personal parameters, which are in `checkpoint.pt` only, were used; None if the
-    model has none. Without them a warning says so, and the scores are those of their initial values.
+    model has none. Without them a warning says so, and the scores are those of their initial values. `test_set` is
+    whether there is a test set; if not, test scores are means over clients on held-out records.
 
     Raises UserError if the run is not finished, or its models do not fit the data in `options`.
 
@@ -83,7 +78,13 @@ def evaluate_run(options: Options, run: Path) -> dict:
     single = (run / "model.pt").is_file()
     several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     files = several if several[0].is_file() and not single else [run / "model.pt"]
-    population = build_population(options)
+    try:
+        population = build_population(options)
+    except UserError as error:
+        advice = "Paths are relative to the working directory in which the run was started."
+        if options.data.class_path is None or "no such file" not in str(error).lower():
+            raise
+        raise UserError(f"{error} {advice}") from None
     module = build_module(options, population)
     check_fits(module, population)
     models = []
@@ -121,7 +122,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     ]
     test = scores.test
     on_test = {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics}
-    return {**on_test, "personal": personal, "clients": rows}
+    return {"test_set": population.test is not None, **on_test, "personal": personal, "clients": rows}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.launcher import invocation, launched
-from dpfl_lightning.runtime.text import columns, shown
+from dpfl_lightning.runtime.text import columns, counted, shown
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dpfl_lightning.federated.server.strategy import Strategy
     from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
+
+_LARGEST = " The run with the largest epsilon: "
 
 
 @command
@@ -98,7 +100,9 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
                 print(
                     f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True
                 )
-            results.append(fit(seed_options, resume=begun, detail=detail).as_dict() if result is None else result)
+            if result is None:
+                result = fit(seed_options, resume=begun, detail="silent" if detail == "quiet" else detail).as_dict()
+            results.append(result)
             gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
     except BaseException:
         if tracking is not None and parent_run is not None:
@@ -108,10 +112,15 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     if ranks.rank > 0:
         return summary
     if tracking is not None and parent_run is not None:
-        tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary))
+        tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary, results))
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\n{seeds_table(summary, results)}\n")
-    print(shown(f"Guarantee: {summary['guarantee']}"))
+    promise, _, not_covered = summary["guarantee"].partition(" Not covered: ")
+    if detail == "quiet":
+        print(shown(f"Guarantee: {promise.partition(_LARGEST)[0]}\nOutput folder: {parent}"))
+        return summary
+    print(shown(f"Guarantee: {promise}"))
+    print(f"Not covered: {counted(len(not_covered.split('; ')), 'point')}, listed in guarantee.html of each run.")
     print(f"{parent}/result.json: mean, standard deviation, and the folder of every run")
     print(f"{invocation('report')} {parent}: curves and tables of all seeds on one page")
     if tracking is not None:
@@ -121,24 +130,39 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
 
 def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     """Format the scores and the largest epsilon of every seed, and mean and standard deviation of the scores."""
+    from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 
-    def row(title: Any, accuracy: float | None, metrics: Mapping[str, float | None], epsilon: str) -> list[Any]:
-        scores = ["-" if value is None else f"{value:.4g}" for value in metrics.values()]
-        return [title, "-" if accuracy is None else f"{accuracy:.2%}", *scores, epsilon]
+    def scores(one: Mapping[str, Any], end: str = "") -> dict[str, float | None]:
+        return {"accuracy": one[f"test_accuracy{end}"], "loss": one[f"test_loss{end}"], **one[f"test_metrics{end}"]}
 
+    def cells(values: Mapping[str, float | None]) -> list[str]:
+        return [_score(name, values.get(name)) for name in names]
+
+    names = [name for name, mean in scores(summary).items() if mean is not None]
+    epsilons = [f"{shown_epsilon(*_largest_epsilon(one)):.6g}" for one in results]
     rows = [
-        row(seed, one["test_accuracy"], one["test_metrics"], f"{_largest_epsilon(one):.6g}")
-        for seed, one in zip(summary["seeds"], results, strict=True)
+        [seed, *cells(scores(one)), epsilon]
+        for seed, one, epsilon in zip(summary["seeds"], results, epsilons, strict=True)
     ]
-    rows.append(row("mean", summary["test_accuracy"], summary["test_metrics"], ""))
-    spread = None if summary["test_accuracy"] is None else summary["test_accuracy_std"]
-    rows.append(row("std", spread, summary["test_metrics_std"], ""))
-    return columns([["seed", "test accuracy", *summary["test_metrics"], "largest epsilon"], *rows])
+    rows += [["mean", *cells(scores(summary)), ""], ["std", *cells(scores(summary, "_std")), ""]]
+    return f"{_scored_on(results)}:\n{columns([['seed', *names, 'largest epsilon'], *rows])}"
 
 
-def _largest_epsilon(result: Mapping[str, Any]) -> float:
-    spent = [client["epsilon_spent"] for client in result["clients"]]
-    return max(math.inf if one is None else one for one in spent)
+def _score(name: str, value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
+
+
+def _scored_on(results: Sequence[Mapping[str, Any]]) -> str:
+    from dpfl_lightning.federated.server.summary import without_test_set
+
+    return "Mean over clients on held-out records" if all(map(without_test_set, results)) else "Test scores"
+
+
+def _largest_epsilon(result: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the largest epsilon of a client, and the largest budget."""
+    columns = [[client[key] for client in result["clients"]] for key in ("epsilon_spent", "epsilon_budget")]
+    spent, budget = (max(math.inf if one is None else one for one in column) for column in columns)
+    return spent, budget
 
 
 def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | None, str | None]:
@@ -170,34 +194,39 @@ def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -
     )
 
 
-def _description(summary: dict) -> str:
+def _description(summary: dict, results: Sequence[Mapping[str, Any]]) -> str:
     """Describe the runs of all seeds in Markdown."""
-    accuracy = summary["test_accuracy"]
-    scored = [] if accuracy is None else [f"**Test accuracy {accuracy:.2%} +- {summary['test_accuracy_std']:.2%}**"]
+    accuracy, spread = (_score("accuracy", summary[key]) for key in ("test_accuracy", "test_accuracy_std"))
+    known = summary["test_accuracy"] is not None
+    scored = [f"**{_scored_on(results)}: accuracy {accuracy} +- {spread}**"] if known else []
     seeds = f"Mean and standard deviation over seeds {', '.join(map(str, summary['seeds']))}."
     return "\n\n".join([*scored, seeds, f"**Guarantee.** {summary['guarantee']}"])
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
-    """Return mean and spread of test accuracy and metrics over seeds, and a guarantee for all runs together."""
-    from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
+    """Return mean and spread of test scores over seeds, and a guarantee for all runs together."""
+    from dpfl_lightning.privacy.accounting.accountant import delta_text
+    from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
+    losses = [result["test_loss"] for result in results if result["test_loss"] is not None]
     metrics = [result["test_metrics"] for result in results]
     values = {name: [one[name] for one in metrics if one[name] is not None] for name in metrics[0]}
-    epsilons = [_largest_epsilon(result) for result in results]
+    epsilons = [_largest_epsilon(result)[0] for result in results]
     delta = delta_text(math.fsum(max(client["delta"] for client in result["clients"]) for result in results))
     largest = results[epsilons.index(max(epsilons))]
     together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
         f"Every seed is a separate release. All {len(results)} runs together cost a record at most the sum of their "
-        f"epsilons, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
-        f"largest epsilon). The run with the largest epsilon: {largest['guarantee']}"
+        f"epsilons, {shown_epsilon(math.fsum(epsilons)):.6g} at delta {delta} (basic composition of each run's "
+        f"largest epsilon).{_LARGEST}{largest['guarantee']}"
     )
     return {
         "seeds": list(seeds),
         "test_accuracy": fmean(accuracies) if accuracies else None,
         "test_accuracy_std": stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "test_accuracy_of": accuracies,
+        "test_loss": fmean(losses) if losses else None,
+        "test_loss_std": stdev(losses) if len(losses) > 1 else 0.0,
         "test_metrics": {name: fmean(known) if known else None for name, known in values.items()},
         "test_metrics_std": {name: stdev(known) if len(known) > 1 else 0.0 for name, known in values.items()},
         "runs": [result["output_dir"] for result in results],

@@ -13,10 +13,10 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import described
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, command, nearest, require
-from dpfl_lightning.privacy.accounting.accountant import epsilon_text as _epsilon
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.runtime.text import columns as _columns
 from dpfl_lightning.runtime.text import shown
 
@@ -148,12 +148,16 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
         "batch size": f"{client_plan.batch_size} (sample rate {client_plan.sample_rate:.6g})",
         "steps": f"{client_plan.steps} ({rounds}, {each})",
         "noise multiplier": f"{client_plan.noise_multiplier:.6g} ({unit} / clip norm, on the sum)",
-        "epsilon": _epsilon(client_plan.guarantee.epsilon),
+        "epsilon": _epsilon(client_plan),
         "delta": f"{client_plan.guarantee.delta:g}",
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
     return "\n".join([*lines, "", _schedule_text(client_plan), "", _promise(client_plan)])
+
+
+def _epsilon(client_plan: ClientPlan) -> str:
+    return f"{shown_epsilon(client_plan.guarantee.epsilon, client_plan.schedule.target_epsilon):.6g}"
 
 
 def _promise(client_plan: ClientPlan) -> str:
@@ -164,12 +168,12 @@ def _schedule_text(client_plan: ClientPlan) -> str:
     """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
     rows = [
-        [line.purpose, line.count, *_event_cells(line.event), _epsilon(alone)]
+        [line.purpose, line.count, *_event_cells(line.event), f"{shown_epsilon(alone):.6g}"]
         for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True)
     ]
     if len(rows) == 1:
         return _columns([head, *rows])
-    together = f"together they cost {_epsilon(client_plan.guarantee.epsilon)}"
+    together = f"together they cost {_epsilon(client_plan)}"
     return f"{_columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
 
 
@@ -197,7 +201,7 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
             client_plan.steps,
             f"{client_plan.noise_multiplier:.6g}" if any(client_plan.schedule.releases) else "-",
             "none" if math.isinf(client_plan.schedule.target_epsilon) else f"{client_plan.schedule.target_epsilon:g}",
-            _epsilon(client_plan.guarantee.epsilon),
+            _epsilon(client_plan),
             *[f"{client_plan.guarantee.delta:g}"] * (not one_delta),
             ", ".join(f"{line.count} {line.purpose}" for line in client_plan.schedule.planned),
         ]

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: options that change how and how long a search runs, but not the meaning of its trials
 _FREE = ("name", "trials", "sampler", "pruner", "storage", "heartbeat_seconds", "distilled")
+#: options that MLflow shows also where they are the default
+_COMPARED = ("name", "objective", "space", "scores", "trials", "sampler")
 
 
 @command
@@ -143,9 +145,11 @@ class Search:
 
         tags = {**options.tags, "output_dir": str(self.folder.resolve())}
         self.tracking = StudyTracking(options.experiment, options.uri, tags)
-        record = {**dataclasses.asdict(self.options), "sweep": dataclasses.asdict(self.sweep)}
-        name = options.run_name or str(self.sweep.name)
-        self.parent = self.study.mlflow_run = self.tracking.begin(name, record, self.study.mlflow_run)
+        sweep, usual = dataclasses.asdict(self.sweep), dataclasses.asdict(SweepOptions())
+        record = {**dataclasses.asdict(self.options), "sweep": sweep}
+        used = {key: value for key, value in sweep.items() if key in _COMPARED or value != usual[key]}
+        name = options.run_name or str(used.pop("name"))
+        self.parent = self.study.mlflow_run = self.tracking.begin(name, record, used, self.study.mlflow_run)
 
     def _share_cores(self, workers: int) -> dict[str, int]:
         """Return engine options that divide the cores among workers; only trials have these options."""
@@ -232,14 +236,16 @@ class Search:
         if front:
             lines.append(report.table(trials, front, {score: SCORES[score] for score in self.sweep.scores}))
         cost = report.total_cost(self.study.begun())
+        of_set = [report.set_text(self.objective.card)] if self.objective.card else []
+        guarantee = [*([] if cost is None else [report.cost_words(cost, len(trials))]), *of_set]
         lines += [] if cost is None else [report.cost_text(cost, len(trials))]
-        lines += [report.set_text(self.objective.card)] if self.objective.card else []
+        lines += of_set
         result: dict[str, Any] = {
             "study": self.sweep.name,
             "objective": self.sweep.objective,
             "best": [one.number for one in front],
             "cost": cost,
-            "report": lines,
+            "guarantee": guarantee,
             "trials": [report.as_dict(one) for one in trials],
         }
         print(shown("\n" + "\n".join(lines)))
@@ -266,6 +272,7 @@ class Search:
 
     def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
         """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""
+        from dpfl_lightning.federated.server.summary import without_test_set
         from dpfl_lightning.fit import fit
         from dpfl_lightning.search.report import with_trials_text
 
@@ -280,7 +287,8 @@ class Search:
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         result = fit(final, resume=begun).as_dict() if result is None else result
         if result["test_accuracy"] is not None:
-            print(f"Final test accuracy {result['test_accuracy']:.2%}. {result['guarantee']}")
+            score = "mean accuracy over clients on held-out records" if without_test_set(result) else "test accuracy"
+            print(shown(f"Final {score} {result['test_accuracy']:.2%}. {result['guarantee']}"))
         together, added = with_the_set(self.sweep.distilled, self.objective.card, final), None
         if cost is not None:
             added = (
@@ -289,7 +297,7 @@ class Search:
             if _clients(self._in_trials({})) == _clients(final):
                 added = with_trials_text(cost, result["clients"])
         for words in filter(None, (together, added)):
-            print(words)
+            print(shown(words))
         summary = {name: result[name] for name in ("test_accuracy", "guarantee")}
         return {**summary, "with_the_set": together, "with_the_trials": added}
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dpfl_lightning import build
 from dpfl_lightning.audit import main as audit_command
 from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
@@ -89,7 +90,7 @@ def place(tmp_path, monkeypatch):
     sys.modules.pop("hospitals_of_tests", None)
 
 
-def test_every_command_takes_a_users_clients_by_name(place, capsys):
+def test_every_command_takes_a_users_clients_by_name(place, capsys, monkeypatch):
     assert plan_command(["--config", "own.yaml", "--json"]) == 0
     planned = capsys.readouterr().out
     assert "berlin" in planned and json.loads(planned.splitlines()[-1])["clients"][2]["name"] == "oslo"
@@ -104,11 +105,28 @@ def test_every_command_takes_a_users_clients_by_name(place, capsys):
 
     assert fit_command(["--resume", "run"]) == 0
     assert plan_command(["--ledger", "run"]) == 0
-    assert "berlin" in capsys.readouterr().out
+    ledger = capsys.readouterr().out
+    assert "berlin" in ledger and "Keep a copy of this head elsewhere." in ledger and "MLflow" not in ledger
+    options = (place / "run" / "options.yaml").read_text()
+    (place / "run" / "options.yaml").write_text(options.replace("tracking: null", "tracking: {experiment: mine}"))
+    assert plan_command(["--ledger", "run"]) == 0
+    assert "with the one in MLflow (tag `ledger_head`)." in capsys.readouterr().out
+    (place / "run" / "options.yaml").write_text(options)
     assert evaluate_command(["run"]) == 0
-    assert "client berlin  accuracy" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("Test accuracy ")
+    assert [line.split()[0] for line in text.splitlines() if "%" in line][1:] == ["berlin", "rome", "oslo"]
     assert evaluate_command(["run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == pytest.approx(result["test_accuracy"])
+
+    def another_folder(options):
+        raise UserError("`df` must be the path of a file, got 'a.csv'. There is no such file.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_population", another_folder)
+        assert evaluate_command(["run"]) == 2
+    where = "There is no such file. Paths are relative to the working directory in which the run was started."
+    assert where in capsys.readouterr().err
 
     path = place / "run" / "result.json"
     path.write_text(path.read_text().replace("berlin", "rome2").replace('"rome"', '"berlin"'))

@@ -10,7 +10,7 @@ from fakes import a_report, a_result, a_view
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.fit import fit_seeds
+from dpfl_lightning.fit import fit_seeds, seeds_table, summarise
 from dpfl_lightning.report import main, report
 from dpfl_lightning.reporting import curves, report_page
 from dpfl_lightning.reporting.run_files import RunGroup, read, read_run
@@ -30,11 +30,12 @@ def a_folder(folder, rounds=4, finished=True, names=(), **changed):
     view = a_view(folder, rounds=4)
     view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, names=names))
     options = dataclasses.asdict(Options(rounds=4, privacy=PrivacyOptions(epsilon=[1.0, 2.0, 3.0])))
+    reports = changed.pop("reports", {})
     (folder / "options.yaml").write_text(dump({**options, **changed.pop("options", {})}))
     callback = curves.Curves()
     callback.on_fit_start(view)
     for round in range(1, rounds + 1):
-        callback.on_round_end(view, a_report(view, round))
+        callback.on_round_end(view, a_report(view, round, **reports))
     fair = {"accuracy_mean": 0.5, "accuracy_std": 0.1, "accuracy_worst": 0.4, "accuracy_gap": 0.2}
     if finished:
         (folder / "result.json").write_text(json.dumps(a_result(view, **{**fair, **changed}).as_dict()))
@@ -43,6 +44,14 @@ def a_folder(folder, rounds=4, finished=True, names=(), **changed):
 
 def words(page: str) -> str:
     return " ".join(re.sub(r"<script>.*?</script>|<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL).split())
+
+
+def table(page: str, heading: str) -> dict[str, dict[str, str]]:
+    """Return the table under a heading: its first column -> title -> cell."""
+    text = page.partition(f"<h2>{heading}")[2].partition("</table>")[0]
+    titles = re.findall(r"<th scope[^>]*>(.*?)</th>", text)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", text)]
+    return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
 
 
 def charts(page: str) -> list[dict]:
@@ -77,7 +86,7 @@ def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     assert "60.00% \N{PLUS-MINUS SIGN} 14.14%" in text and "2 of 2 seeds finished" in text
     assert "Every seed counts." in text and "(3, 0.001)-differential privacy per record." in text
     assert "Options that differ option seeds other rounds 4 9" in text, "seeds are not a difference"
-    assert "paris" in text and "2.9700 at delta 0.001" in text and "ledger not verified" in text
+    assert "paris" in text and "2.97 at delta 0.001" in text and "ledger not verified" in text
     assert [chart["title"] for chart in charts(page)][:2] == [
         "Test accuracy over round",
         "Test accuracy over largest epsilon spent by a client",
@@ -110,13 +119,15 @@ def test_a_search_and_a_table_are_shown(tmp_path):
         for number, score in ((0, 0.5), (1, 0.75))
     ]
     (tmp_path / "search").mkdir()
-    result = {"study": "tune", "best": [1], "trials": trials, "report": ["PRIVATE: 2 trials"]}
+    result = {"study": "tune", "best": [1], "trials": trials, "guarantee": ["PRIVATE: 2 trials"]}
+    result["cost"] = {"epsilon": [1.00001, None], "delta": [1e-3] * 2, "names": ["berlin", "paris"]}
     (tmp_path / "search" / "result.json").write_text(json.dumps(result))
     number = {"row": "ours", "column": "mnist", "ours": 0.9, "std": 0.01, "paper": 0.91}
     (tmp_path / "table.json").write_text(json.dumps([{"title": "Table 1", "numbers": [number]}] * 2))
     page = report([tmp_path / "search", tmp_path / "table.json"])
     text = words(page)
     assert "1 (best) complete 0.75 0.1 0 complete 0.5 0" in text and "PRIVATE: 2 trials" in text
+    assert "client epsilon delta berlin 1.001 0.001 paris \N{INFINITY} 0.001" in text
     assert "Table 1 mnist ours 0.9 \N{PLUS-MINUS SIGN} 0.01 (paper 0.91)" in text
     assert charts(page)[0]["data"][0]["x"] == [0.0, 0.1]
 
@@ -155,9 +166,10 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     runs = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     nested = {run.info.run_name for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
-    assert nested == {"seed 0", "seed 1"} and parent.info.run_name == "size_weighted eps 2-16"
+    assert nested == {"seed 0", "seed 1"} and parent.info.run_name == "size_weighted eps 2-16 logistic"
     assert parent.data.metrics["test_accuracy"] == pytest.approx(summary["test_accuracy"])
-    assert parent.data.metrics["test_accuracy_std"] == pytest.approx(summary["test_accuracy_std"])
+    assert parent.data.metrics["test_accuracy_std_over_seeds"] == pytest.approx(summary["test_accuracy_std"])
+    assert parent.data.params["num_params"] == "650"
     assert fit_seeds(options, [0, 1])["seeds"] == [0, 1]
     assert len(client.search_runs([parent.info.experiment_id])) == 3, "the same parent, and no run again"
 
@@ -170,11 +182,62 @@ def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
     (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1, 2], "guarantee": "All seeds."}))
     stopped = a_folder(tmp_path / "stopped", rounds=2, finished=False)
     page = report([plain, scored, tmp_path / "seeds", stopped])
-    (table,) = re.findall(r"<h2>Results</h2>.*?</table>", page, re.DOTALL)
-    titles = re.findall(r"<th[^>]*>(.*?)</th>", table)
-    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
-    cells = {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
-    assert cells["plain"]["mae"] == "" and cells["plain"]["test accuracy"] == "50.00%"
-    assert cells["scored"]["mae"] == "0.25" and cells["scored"]["test accuracy"] == ""
+    cells = table(page, "Results")
+    assert cells["plain"]["test mae"] == "" and cells["plain"]["test accuracy"] == "50.00%"
+    assert cells["scored"]["test mae"] == "0.25" and cells["scored"]["test accuracy"] == ""
     assert cells["seeds"]["state"] == "2 of 3 seeds finished, 1 folder missing"
     assert cells["stopped"]["largest epsilon"].startswith("at least ") and "plan --ledger" in page
+
+
+def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_means_over_clients(tmp_path):
+    plain = a_folder(tmp_path / "plain")
+    result = json.loads((plain / "result.json").read_text())
+    clients = [
+        {**client, "accuracy": None, "loss": loss, "metrics": {"mae": 2 * loss}}
+        for client, loss in zip(result["clients"], (0.1, 0.2, 0.6), strict=True)
+    ]
+    scores = {"test_accuracy": None, "test_loss": 0.3, "test_metrics": {"mae": 0.6}}
+    of_rounds = {**scores, "client_accuracy": (None,) * 3}
+    of_accuracy = dict.fromkeys(("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"))
+    held_out = a_folder(
+        tmp_path / "held_out", reports=of_rounds, clients=clients, metrics_mean={"mae": 0.6}, **scores, **of_accuracy
+    )
+    page = report([held_out])
+    results = table(page, "Results")["held_out"]
+    assert results["mae on held-out records"] == "0.6" and results["worst client"] == "mae 1.2"
+    assert not [title for title, cell in results.items() if not cell or "accuracy" in title], "empty columns"
+    fair = table(page, "Fairness")["held_out"]
+    assert fair == {
+        **{"run": "held_out", "score": "mae", "mean": "0.6", "std over clients": "0.432", "worst": "1.2", "gap": "1"}
+    }
+    assert [chart["title"] for chart in charts(page)] == [
+        "Loss on held-out records over round",
+        "Mae on held-out records over round",
+        "Mae on held-out records over largest epsilon spent by a client",
+        "Mae on held-out records over mean epsilon",
+        "Mae of each client over its epsilon",
+    ]
+    assert '<th scope="col">accuracy</th>' not in page and "no metrics.jsonl" not in page
+    (held_out / "metrics.jsonl").unlink()
+    page = report([plain, held_out])
+    assert "no metrics.jsonl" in page and "Test accuracy over round" in str(charts(page))
+    titles = list(table(page, "Results")["plain"])
+    first = titles.index("test accuracy")
+    assert titles[first : first + 4] == [
+        *("test accuracy", "test loss", "loss on held-out records", "mae on held-out records")
+    ]
+
+
+def test_the_table_of_seeds_has_the_scores_that_there_are_and_epsilons_rounded_up(tmp_path):
+    view = a_view(tmp_path)
+    clients = [{**client, "epsilon_spent": client["epsilon_budget"] - 1e-6} for client in a_result(view).clients]
+    scores = {"test_accuracy": None, "test_metrics": {"mae": 0.25, "r2": None}, "clients": clients}
+    results = [a_result(view, **scores, test_loss=loss).as_dict() for loss in (0.5, 0.7)]
+    assert [line.split() for line in seeds_table(summarise([0, 1], results), results).splitlines()] == [
+        ["Test", "scores:"],
+        ["seed", "loss", "mae", "largest", "epsilon"],
+        ["0", "0.5", "0.25", "3"],
+        ["1", "0.7", "0.25", "3"],
+        ["mean", "0.6", "0.25"],
+        ["std", "0.1414", "0"],
+    ]

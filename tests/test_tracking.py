@@ -1,19 +1,23 @@
 """The tracked run: what MLflow gets, what it never gets, resuming, and stores that do not answer."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 import warnings
+from datetime import datetime, timedelta
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from fakes import a_report, a_result, a_view
@@ -28,7 +32,7 @@ from dpfl_lightning.federated.server.strategy import register
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.distilled import load_distilled
-from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, store_uri
+from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from experiments.papers.report import log_report
@@ -65,6 +69,13 @@ def new_tracking(store, request):
 def only_run(store, request):
     """`only_run()`: the one run of this test's experiment."""
     return lambda: OnlyRun(store, request.node.name)
+
+
+def columns_of(tracking) -> list[str]:
+    """The metrics that the experiment's page shows as columns."""
+    tags = tracking.store.client.get_experiment(tracking.store.experiment_id).tags
+    columns = json.loads(tags["mlflow.sharedViewState.dpfl_lightning"])["selectedColumns"]
+    return [column.removeprefix("metrics.").strip("`") for column in columns if column.startswith("metrics.")]
 
 
 class OnlyRun:
@@ -129,13 +140,14 @@ def test_tracking_has_no_public_names_but_hooks(new_tracking):
 
 def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, only_run, folder):
     options = {"rounds": 10, "privacy": {"epsilon": [1.0, 2.0]}, "model": {"name": "logistic"}, **PASSWORD}
+    options |= {"clients": {"count": None, "optimizer": {"name": "sgd"}}, "data": {"name": None, "class_path": None}}
     view = a_view(folder, options=options)
     metrics = {"weight": [0.7, 0.2, 0.1], "estimated_noise_std": [0.011, 0.02, None]}
     fair = {"accuracy_mean": 0.501, "accuracy_std": 0.001 * math.sqrt(2 / 3), "accuracy_worst": 0.5}
     tags = {"row": "weiavg", "seed": 0, "guarantee": "forged", "unit": "forged", "output_dir": "forged"}
     play(new_tracking(tags=tags), view, range(1, 11), a_result(view, metrics=metrics, **fair))
     run = only_run()
-    assert run.info.status == "FINISHED" and run.info.run_name == "size_weighted eps 1-3"
+    assert run.info.status == "FINISHED" and run.info.run_name == "size_weighted eps 1-3 logistic"
     expected = {
         "epsilon": "1 to 3",
         "model.name": "logistic",
@@ -143,7 +155,7 @@ def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, o
         "rounds": "10",
         "num_params": "1234",
     }
-    assert run.params == expected, "tracking and every default are left out"
+    assert run.params == expected, "tracking, every default and what is null are left out"
     assert "hunter2" not in (run.artifacts / "options.yaml").read_text()
     expected = {"unit": "record", "adjacency": "add or remove one record", "delta": "0.001", "row": "weiavg"}
     expected |= {"sampling": "Poisson sampling", "noise": "keyed, not cryptographic", "seed": "0"}
@@ -272,7 +284,7 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
     view = a_view(folder, noise=0.0, strategy_notes=("2 of 3 clients a round.", "It sends 3 MB."))
     tracking = new_tracking()
     start(tracking, view)
-    assert only_run().info.run_name == "size_weighted no privacy"
+    assert only_run().info.run_name == "size_weighted no privacy Linear"
     tags = only_run().tags
     assert tags["guarantee"] == "no privacy" and "delta" not in tags
     plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
@@ -296,6 +308,11 @@ def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking,
     run = only_run()
     assert run.steps("test_loss") == [2] and "test_accuracy" not in run.metrics
     assert not [name for name in run.metrics if name.startswith("val_accuracy")]
+    assert columns_of(tracking) == ["train_epsilon_max", "test_loss"]
+    tracking._send_at = 0.0
+    other = {"test_accuracy": None, "client_accuracy": None, "test_metrics": {"mae": 2.0}}
+    tracking.on_round_end(view, a_report(view, 3, **other))
+    assert columns_of(tracking) == ["train_epsilon_max", "test_loss", "test_mae"], "columns of other runs stay"
 
 
 def test_a_net_that_cannot_be_logged_is_a_warning(new_tracking, only_run, folder):
@@ -352,6 +369,15 @@ def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store,
     assert torch.equal(torch.from_numpy(loaded.predict(x.numpy())), expected)
     assert loaded.input_example.shape == (2, 4) and not loaded.input_example.any(), "made up, no record"
     assert loaded.metadata.signature.inputs.inputs[0].shape == (-1, 4)
+    assert loaded.metadata.utc_time_created.endswith(":00:00"), "rounded, as the times of a private run"
+
+    names = ["age (scaled)", "bmi", "sex=f", "sex=m"]
+    facts = dataclasses.replace(view.facts, features={"names": names, "scale": {"age": [50.0, 20.0]}})
+    table_run = tracking_of_net(new_tracking, dataclasses.replace(view, facts=facts), view.module.net, folder)
+    of_table = mlflow.pyfunc.load_model(f"runs:/{table_run}/model")
+    table = pandas.DataFrame(x.double().numpy(), columns=names)[names[::-1]]
+    assert of_table.metadata.metadata["features"] == facts.features
+    assert torch.allclose(torch.tensor(of_table.predict(table).to_numpy()), expected, atol=1e-6)
 
     for net, batch in INPUTS_OF_NETS:  # whole numbers, and several tensors
         facts = dataclasses.replace(view.facts, empty_x=tree_map(lambda part: part[:0], batch))
@@ -393,6 +419,58 @@ def test_logged_models_are_loaded_used_and_served(new_tracking, only_run, store,
         server.wait(timeout=30)
 
 
+# ---- times
+
+HOUR = 3_600_000
+
+
+def test_private_runs_begin_at_a_full_hour_and_last_a_power_of_two_seconds(new_tracking, store, folder):
+    """Also a run that was stopped. A millisecond tells runs of one hour apart, so that MLflow sorts them."""
+    view, tracking, start = a_view(folder, exact_times=False), new_tracking(), int(1000 * time.time())
+    for result in (a_result(view, wall_seconds=64.0), a_result(view, wall_seconds=2.0, finished=False)):
+        play(tracking, view, [1], result)
+    query = "SELECT start_time, end_time, status FROM runs WHERE experiment_id = ? ORDER BY start_time"
+    points = "SELECT timestamp FROM metrics JOIN runs USING (run_uuid) WHERE experiment_id = ?"
+    with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as database:
+        runs = database.execute(query, [tracking.store.experiment_id]).fetchall()
+        metrics = {when for (when,) in database.execute(points, [tracking.store.experiment_id])}
+    hour = runs[0][0]
+    assert hour % HOUR == 0 and hour <= start < hour + 2 * HOUR and {when % HOUR for when in metrics} == {0}
+    assert runs == [(hour, hour + 64_000, "FINISHED"), (hour + 1, hour + 2_001, "FAILED")]
+
+
+def test_a_search_its_trials_and_the_run_of_all_seeds_have_rounded_times(store, request, tmp_path):
+    search, seeds = (kind(request.node.name, store) for kind in (StudyTracking, SeedsTracking))
+    options = {"rounds": 2, "seed": 0, "strategies": {"size_weighted": {}}}
+    sweep = {"space": {"clients.learning_rate": {"low": 0.1, "high": 1.0}}, "scores": ["accuracy"]}
+    parent = search.begin("search", {**options, "sweep": {**sweep, "networks": 1}}, sweep)
+    begun = datetime(2026, 1, 1, 10, 30)
+    when = (begun, begun + timedelta(seconds=33))
+    search.trial(parent, "trial 0", {}, {"accuracy": 0.5}, {1: 0.5}, {}, when, "FINISHED")
+    search.stopped(parent)
+    seeds_run = seeds.begin("", tmp_path, options, [1.0, 4.0])
+    seeds.stopped(seeds_run)
+    runs = {run.info.run_name: run for run in search.store.client.search_runs([search.store.experiment_id])}
+    for run in runs.values():
+        assert run.info.start_time % HOUR < 3, "at a full hour, and in their order"
+        assert math.log2((run.info.end_time - run.info.start_time) / 1000).is_integer()
+    trial = runs["trial 0"]
+    assert trial.info.end_time - trial.info.start_time == 64_000
+    assert {
+        point.timestamp % HOUR for point in search.store.client.get_metric_history(trial.info.run_id, "accuracy")
+    } == {0}
+    assert runs["search"].data.params.keys() == {
+        *("strategies", "rounds", "seed", "sweep.scores"),
+        *(f"sweep.space.clients.learning_rate.{bound}" for bound in ("low", "high")),
+    }
+    assert runs["size_weighted eps 1-4"].data.params == {
+        "strategies": "size_weighted",
+        "epsilon": "1 to 4",
+        "rounds": "2",
+    }
+    assert columns_of(search) == ["accuracy"]
+
+
 # ---- resuming
 
 
@@ -416,6 +494,18 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
         end_round(second, resumed, a_report(resumed, round))
     second.on_fit_end(resumed, a_result(resumed))
     assert only_run().info.status == "FINISHED" and only_run().steps("test_accuracy") == list(range(1, 11))
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is_in_mlflow(new_tracking, only_run, folder):
+    view, first, second = a_view(folder), new_tracking(), new_tracking()
+    play(first, view, [9, 10])
+    before = only_run()
+    second.load_state_dict(first.state_dict())
+    play(second, a_view(folder, first_round=11), [])
+    after = only_run()
+    assert after.info.end_time == before.info.end_time and after.tags == before.tags
+    play(second, a_view(folder, first_round=10), [10])
+    assert only_run().info.end_time > before.info.end_time, "a restored backup repeats a round"
 
 
 def test_a_run_killed_before_its_id_was_saved_is_recognised_by_its_folder(new_tracking, only_run, folder):

@@ -59,7 +59,7 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
         check="sensitivity",
         what=f"{engine}: one record moves a release by",
         measured=f"{max(ratios.values()):.6f} x clip norm",
-        claimed=f"at most 1, and {on_grid:.6f} on the grid",
+        claimed=f"1; {on_grid:.6f} on the grid",
         refuted=not all(ratios[label] <= most + TOLERANCE for label, most in claimed.items()),
         figures={
             "engine": engine,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text
-from dpfl_lightning.runtime.text import markdown
+from dpfl_lightning.runtime.text import columns
 
 #: check -> what it shows
 MEANING = {
@@ -59,13 +59,17 @@ def at_most(value: float) -> str:
     return epsilon_text(value, decimals=3)
 
 
-def text(found: Mapping[str, Any], narrow: bool = False) -> str:
-    """Return the findings of every client as a table (`narrow`: as lines), the verdict, and how to read it."""
-    head = ("check", "what", "measured", "claimed", "confidence", "verdict")
+def text(found: Mapping[str, Any]) -> str:
+    """Return the findings of every client as a table of at most 80 columns, the verdict, and how to read it.
+
+    Equal results of a check, as of several engines, are one row. What is refuted is described in a sentence.
+    """
     parts = []
     for client in found["clients"]:
-        rows = [row(finding) for finding in client["findings"]]
-        parts.append(f"{claim_words(client)}\n{_lines(rows) if narrow else markdown(head, rows)}")
+        passed = [one for one in client["findings"] if not one["refuted"]]
+        rows = dict.fromkeys((one["check"], one["measured"], one["claimed"]) for one in passed)
+        table = columns([("check", "measured", "claimed"), *rows])
+        parts.append("\n".join([claim_words(client), table, *_refuted(client["findings"])]))
     checks = dict.fromkeys(finding["check"] for client in found["clients"] for finding in client["findings"])
     if found["refuted"]:
         parts.append(f"REFUTED: {'; '.join(found['refuted'])}. This build does not keep its claimed epsilon.")
@@ -79,11 +83,12 @@ def text(found: Mapping[str, Any], narrow: bool = False) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _lines(rows: Sequence[tuple[str, ...]]) -> str:
-    return "\n".join(
-        f"- {check}, {what}: {measured}. Claimed: {claimed}. {verdict[0].upper()}{verdict[1:]} ({confidence})."
-        for check, what, measured, claimed, confidence, verdict in rows
-    )
+def _refuted(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{verdict}: {check}, {what}: {measured}. Claimed: {claimed}. Confidence: {confidence}."
+        for check, what, measured, claimed, confidence, verdict in map(row, findings)
+        if verdict == "REFUTED"
+    ]
 
 
 def claim_words(client: Mapping[str, Any]) -> str:

@@ -80,6 +80,27 @@ def records_of_frame(
     return np.stack(columns, axis=1), frame[labels[0] if isinstance(label, str) else labels].to_numpy()
 
 
+def features_of(
+    columns: Sequence[str], scale: Mapping[str, Sequence[float]], categories: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """Return the names of the inputs of `records_of_frame`, `scale` and `categories`, ready for JSON.
+
+    >>> features_of(["age", "sex"], {"age": (50, 20)}, {"sex": ["f", "m"]})["names"]
+    ['age (scaled)', 'sex=f', 'sex=m']
+    """
+    names: list[str] = []
+    for name in columns:
+        values = categories.get(name)
+        scaled = f"{name} (scaled)" if name in scale else name
+        names += [scaled] if values is None else [f"{name}={value}" for value in values]
+    constants = {name: list(map(float, pair)) for name, pair in scale.items()}
+    return {
+        "names": names,
+        "scale": constants,
+        "categories": {name: list(map(str, categories[name])) for name in categories},
+    }
+
+
 def check_choices(
     frame: "DataFrame",
     others: Sequence[str],

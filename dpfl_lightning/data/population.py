@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.frames import check_choices, clients_of_frame, frame_of, records_of_frame
+from dpfl_lightning.data.frames import check_choices, clients_of_frame, features_of, frame_of, records_of_frame
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
@@ -48,6 +48,8 @@ class Population:
         caveats: sentences about the data for every guarantee of the run.
         groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
         names: [N] different names of the clients for reports, or empty.
+        features: how columns of a table became inputs, see `from_dataframe`: the public `names` of the inputs, `scale`
+            and `categories`, ready for JSON; None for other records.
     """
 
     x: Inputs
@@ -60,6 +62,7 @@ class Population:
     caveats: tuple[str, ...] = ()
     groups: tuple[int, ...] | None = None
     names: tuple[str, ...] = ()
+    features: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.names:
@@ -103,6 +106,11 @@ class Population:
     @functools.cached_property
     def num_held_out(self) -> tuple[int, ...]:
         return tuple(map(len, self.held_out_of))
+
+    @property
+    def feature_names(self) -> tuple[str, ...] | None:
+        """The names of a record's inputs in their order, such as "age (scaled)" and "sex=f"; None without a table."""
+        return None if self.features is None else tuple(self.features["names"])
 
     @property
     def input_shape(self) -> Any:
@@ -321,8 +329,8 @@ class Population:
         >>> df = pandas.DataFrame({"hospital": ["rome", "berlin"] * 20, "age": range(40), "ill": [False, True] * 20})
         >>> Population.from_dataframe(
         ...     df, client="hospital", label="ill", scale={"age": (50, 20)}, num_classes=2
-        ... ).names
-        ('berlin', 'rome')
+        ... ).feature_names
+        ('age (scaled)',)
         """
         tables = clients_of_frame(df, client, label)
         first = next(iter(tables.values()))
@@ -332,7 +340,8 @@ class Population:
         check_choices(first, (client, *labels), *choices[1:])
         records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
         on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
-        return cls.from_datasets(records, on_test, **options)
+        population = cls.from_datasets(records, on_test, **options)
+        return dataclasses.replace(population, features=features_of(*choices[1:]))
 
     @classmethod
     def from_datamodule(cls, datamodule: Any, *, client: Any = None, **options: Any) -> Population:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
-from dpfl_lightning.federated.server.summary import smallest
+from dpfl_lightning.federated.server.summary import smallest, without_test_set
 from dpfl_lightning.reporting.curves import MOST_CLIENTS, Round, history
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
@@ -21,7 +21,7 @@ _MARKERS = "osD^vP*X<>hp"
 def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
     """Return name -> figure, for the figures that have data."""
     drawn: dict[str, Any] = {
-        "accuracy_over_rounds": _accuracy_figure(rounds),
+        "accuracy_over_rounds": _accuracy_figure(rounds, result),
         "accuracy_of_groups": _groups_figure(rounds, result),
         "epsilon_over_rounds": _epsilon_figure(rounds),
         "accuracy_over_budget": _budget_figure(result),
@@ -38,7 +38,7 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
     return drawn
 
 
-def _accuracy_figure(rounds: Sequence[Round]) -> Figure | None:
+def _accuracy_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
     test = history(rounds, "test_accuracy")
     if not test:
         return None
@@ -48,7 +48,8 @@ def _accuracy_figure(rounds: Sequence[Round]) -> Figure | None:
         label = "clients, on their held-out records"
         axes.fill_between(list(low), list(low.values()), list(high.values()), alpha=0.2, linewidth=0, label=label)
     marker = "o" if len(test) <= 30 else None
-    axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label="test set")
+    label = "mean over clients" if without_test_set(result.as_dict()) else "test set"
+    axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label=label)
     axes.legend()
     return figure
 

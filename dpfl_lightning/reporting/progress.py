@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import rich.progress
 from rich.box import SIMPLE_HEAD
@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.summary import noise_multiplier
+from dpfl_lightning.federated.server.summary import noise_multiplier, without_test_set
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
@@ -28,8 +28,9 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
-#: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only
-Detail = Literal["full", "short", "quiet"]
+#: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
+#: silent: only why a run stopped
+Detail = Literal["full", "short", "quiet", "silent"]
 _Columns = dict[str, tuple[Sequence[float | str | None], str]]  # title -> values (None: not known), and their format
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
@@ -42,7 +43,7 @@ class Progress(Callback):
     Args:
         next_steps: lines at the end of the summary, such as how to open the tracking page.
         detail: "short" prints one line before and one after the rounds; "quiet" prints only the result, the guarantee
-            and the output folder.
+            and the output folder; "silent" prints only why a run stopped.
 
     **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee covers.
     """
@@ -59,11 +60,15 @@ class Progress(Callback):
         self._begun, self._first = time.monotonic(), view.run.first_round
         if self.detail == "full":
             self._introduce(view)
-        if self.detail != "quiet" and self.console.is_terminal and not self.console.is_dumb_terminal:
+        if self.detail in ("full", "short") and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._start_bar(view)
 
     def _introduce(self, view: View) -> None:
         run = view.run
+        if run.first_round > run.rounds:
+            done = f"All {run.rounds} rounds are" if run.rounds > 1 else "The one round is"
+            self._print(f"{done} done: nothing to resume.")
+            return
         self._print(
             f"{counted(view.facts.num_clients, 'client')}, {counted(run.rounds, 'round')}, "
             f"{counted(run.num_params, 'model parameter')}, engine {run.engine}, device {run.device}, "
@@ -74,16 +79,14 @@ class Progress(Callback):
             self._print(f"Task: {run.task}")
         self._print(_frame(view))
         self._print(f"Output folder: {run.output_dir}")
-        if run.first_round > run.rounds:
-            self._print("All rounds are complete.")
-        elif run.first_round > 1:
+        if run.first_round > 1:
             self._print(f"Resuming at round {run.first_round} of {run.rounds}.")
-        self._table(_plan_columns(view))
+        print_table(_plan_columns(view), self.console)
         for words in run.strategy_notes:
             self._print(words)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        if self.detail == "quiet":
+        if self.detail in ("quiet", "silent"):
             return
         done, left = report.round - self._first + 1, report.rounds - report.round
         run = view.run
@@ -117,11 +120,14 @@ class Progress(Callback):
             words = f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}"
             self._print(words, style="bold yellow")
             return
+        if self.detail == "silent":
+            return
         if self.detail == "full":
-            self._table(_result_columns(result))
-        score = _score(result.test_accuracy, result.test_loss, result.test_metrics)
+            print_table(_result_columns(result), self.console)
+        fields = result.as_dict()
+        score = score_words(fields, held_out=without_test_set(fields))
         self._print(
-            f"{f'Test {score}' if score else 'Not evaluated'} after {counted(result.rounds, 'round')} in "
+            f"{score or 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{_times(view, result)}; {result.reason}.",
             style="bold",
         )
@@ -150,25 +156,6 @@ class Progress(Callback):
         soft_wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
         self.console.file.flush()
-
-    def _table(self, columns: _Columns) -> None:
-        """Print one row for each client, or smallest, median and largest value of many."""
-        heads = [Column(title, justify="right") for title in columns]
-        table = Table(
-            *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold"
-        )
-        texts = [[_text(value, form) for value in values] for values, form in columns.values()]
-        count = len(texts[0])
-        if count > _MOST_ROWS:
-            summaries = [_summarised(values, form) for values, form in list(columns.values())[1:]]  # not the names
-            texts = [["smallest", "median", "largest"], *summaries]
-        for row in zip(*texts, strict=True):
-            table.add_row(*map(escape, row))
-        self.console.print()
-        self.console.print(table)
-        if count > _MOST_ROWS:
-            self._print(f"Each column is summarised separately, over {count} clients.")
-        self.console.print()
 
     def _start_bar(self, view: View) -> None:
         columns = (
@@ -212,6 +199,32 @@ class _TimeLeft(rich.progress.ProgressColumn):
         return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
 
 
+def print_table(columns: _Columns, console: Console | None = None) -> None:
+    """Print one row for each client, or smallest, median and largest value of many."""
+    console = Console() if console is None else console
+    texts = [[_text(value, form) for value in values] for values, form in columns.values()]
+    count = len(texts[0])
+    if count > _MOST_ROWS:
+        summaries = [_summarised(values, form) for values, form in list(columns.values())[1:]]  # not the names
+        texts = [["smallest", "median", "largest"], *summaries]
+    # heads wrap between words, numbers are never cut, and the names of clients get what is left
+    widths = [max(map(len, (*head.split(), *cells))) for head, cells in zip(columns, texts, strict=True)]
+    gaps = 2 * len(widths) - 1  # between columns, and after the last
+    widths[0] = min(widths[0], max(10, console.width - sum(widths[1:]) - gaps))
+    heads = [
+        Column(head, justify="right", min_width=width, max_width=None if number else width, no_wrap=not number)
+        for number, (head, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+    for row in zip(*texts, strict=True):
+        table.add_row(*map(escape, row))
+    console.print()
+    console.print(table, width=max(console.width, sum(widths) + gaps), crop=False, soft_wrap=True)
+    if count > _MOST_ROWS:
+        console.print(f"Each column is summarised separately, over {count} clients.", highlight=False)
+    console.print()
+
+
 def _text(value: float | str | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
@@ -231,11 +244,11 @@ def _plan_columns(view: View) -> _Columns:
     }
     if _noised(view):
         planned = [schedule.target_epsilon for schedule in schedules]
-        columns["epsilon budget"] = view.run.budgets, ".6g"
+        columns["budget"] = view.run.budgets, ".6g"
         if planned != list(view.run.budgets):
-            columns["epsilon planned"] = planned, ".6g"
+            columns["planned"] = planned, ".6g"
         columns["delta"] = [schedule.delta for schedule in schedules], ".3g"
-        columns["noise multiplier"] = [noise_multiplier(schedule) for schedule in schedules], ".4g"
+        columns["noise"] = [noise_multiplier(schedule) for schedule in schedules], ".4g"
     return columns
 
 
@@ -251,12 +264,15 @@ def _result_columns(result: RunResult) -> _Columns:
         columns["of budget"] = budgets, ".6g"
     columns["batch"] = values("batch_size"), ","
     if _private(result):
-        columns["noise multiplier"] = values("noise_multiplier"), ".4g"
-    if any(value is not None for value in values("accuracy")):
-        columns["accuracy"] = values("accuracy"), ".1%"
-    for name in result.metrics_mean:
-        columns[name] = [client["metrics"].get(name) for client in result.clients], ".4g"
-    return columns
+        columns["noise"] = values("noise_multiplier"), ".4g"
+    return columns | score_columns(result.clients)
+
+
+def score_columns(clients: Sequence[Mapping[str, Any]]) -> _Columns:
+    """Return the columns of accuracy, or else of the loss, and of the metrics of clients."""
+    scores = [_measured(client["accuracy"], client.get("loss"), client.get("metrics", {})) for client in clients]
+    names = dict.fromkeys(name for one in scores for name, value in one.items() if value is not None)
+    return {name: ([one.get(name) for one in scores], ".1%" if name == "accuracy" else ".4g") for name in names}
 
 
 def _frame(view: View) -> str:
@@ -279,10 +295,23 @@ def _private(result: RunResult) -> bool:
     return any(client["noise_multiplier"] for client in result.clients)
 
 
+def _measured(
+    accuracy: float | None, loss: float | None, metrics: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Return what is shown of some scores: the accuracy, or else the loss if it is known, and the metrics."""
+    known = {} if loss is None or math.isnan(loss) else {"loss": loss}
+    return {**(known if accuracy is None else {"accuracy": accuracy}), **metrics}
+
+
 def _score(accuracy: float | None, loss: float | None, metrics: Mapping[str, float | None]) -> str:
-    measured = "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
-    score = measured if accuracy is None else f"accuracy {accuracy:.2%}"
-    return ", ".join([*filter(None, [score]), *(f"{name} {_text(value, '.4g')}" for name, value in metrics.items())])
+    scores = _measured(accuracy, loss, metrics).items()
+    return ", ".join(f"{name} {_text(value, '.2%' if name == 'accuracy' else '.4g')}" for name, value in scores)
+
+
+def score_words(result: Mapping[str, Any], held_out: bool) -> str:
+    """Return the test scores of a result, and whether they are those on held-out records; empty without scores."""
+    score = _score(result["test_accuracy"], result["test_loss"], result["test_metrics"])
+    return score and (f"Mean over clients on held-out records: {score}" if held_out else f"Test {score}")
 
 
 def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:

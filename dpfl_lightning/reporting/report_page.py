@@ -5,17 +5,21 @@ import dataclasses
 import html
 import io
 import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
-from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
-from dpfl_lightning.reporting.curves import history, over_seeds
+from dpfl_lightning.federated.server.summary import without_test_set
+from dpfl_lightning.privacy.accounting.accountant import delta_text
+from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
+from dpfl_lightning.reporting.curves import Round, history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
 from dpfl_lightning.runtime.text import counted, distinct, flattened
@@ -54,7 +58,7 @@ def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str
     return _TEMPLATES.get_template("report_page.html").render(
         title=", ".join(part.name for part in parts),
         runs=[_run(name, group, ledgers) for name, group in zip(names, groups, strict=True)],
-        summary=_aligned([_summary(name, group, ledgers) for name, group in zip(names, groups, strict=True)]),
+        summary=_summaries(names, groups, ledgers),
         options=_options(names, groups),
         charts=[
             *_charts(names, groups),
@@ -78,6 +82,7 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
         "badges": _badges(group),
         "ledger": bad,
         "guarantee": group.guarantee or _UNFINISHED.format(group.runs[0].folder),
+        "no_curves": any(run.result is not None and run.result["rounds"] and not run.rounds for run in group.runs),
         "clients": _clients(results),
         "more": max(0, max((len(result["clients"]) for result in results), default=0) - _MOST_ROWS),
         "figures": _figures(group.runs[0]) if len(group.runs) == 1 else {},
@@ -101,7 +106,59 @@ def _privacy(run: RunFiles) -> Mapping[str, Any] | None:
     return run.options.get("privacy")
 
 
-def _summary(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, str]:
+def _summaries(names: Sequence[str], groups: Sequence[RunGroup], ledgers: Mapping[str, str]) -> Rows:
+    """Return one row for each group; the columns of scores stand together."""
+    scores = [_test_cells(group) for group in groups]
+    titles = list(dict.fromkeys(title for cells in scores for title in cells))
+    every = [{title: cells.get(title, "") for title in titles} for cells in scores]
+    rows = zip(names, groups, every, strict=True)
+    return _aligned([_summary(name, group, cells, ledgers) for name, group, cells in rows])
+
+
+def _test_cells(group: RunGroup) -> dict[str, str]:
+    scores, held_out = [_test_scores(run) for run in group.runs], _held_out(group)
+    names = dict.fromkeys(name for one in scores for name in one)
+    return {_title(name, held_out): _spread([one.get(name) for one in scores], name) for name in names}
+
+
+def _test_scores(run: RunFiles) -> dict[str, float]:
+    """Return the known test scores of a run: its accuracy, loss and metrics, so far if it is not finished."""
+    if run.result is None:
+        names = dict.fromkeys(name for one in run.rounds for name in one.values if name.startswith("test_"))
+        scores = {name.removeprefix("test_"): _last(run, name) for name in names}
+    else:
+        scores = _scores(run.result, "test_")
+    return {name: value for name, value in scores.items() if value is not None}
+
+
+def _scores(row: Mapping[str, Any], start: str = "") -> dict[str, float | None]:
+    """Return accuracy, loss and metrics of a result (`start` is `test_`) or of one of its clients."""
+    values = {"accuracy": row.get(f"{start}accuracy"), "loss": row.get(f"{start}loss")}
+    return {**values, **(row.get(f"{start}metrics") or {})}
+
+
+def _main_score(scores: Sequence[Mapping[str, float | None]]) -> str | None:
+    """Return the name of the score that stands for some scores: the accuracy, else the first metric, else the loss."""
+    known = list(dict.fromkeys(name for one in scores for name, value in one.items() if value is not None))
+    return next((name for name in known if name != "loss"), "loss" if known else None)
+
+
+def _held_out(group: RunGroup) -> bool:
+    """Return whether test scores are means over clients on held-out records, because there is no test set."""
+    finished = [run.result for run in group.runs if run.result is not None]
+    if finished:
+        return all(map(without_test_set, finished))
+    pairs = [(one.values.get("test_accuracy"), one.values.get("val_accuracy_mean")) for one in group.runs[0].rounds]
+    known = [pair for pair in pairs if pair != (None, None)]
+    return bool(known) and all(None not in pair and math.isclose(*pair) for pair in known)  # type: ignore[arg-type]
+
+
+def _title(score: str, held_out: bool) -> str:
+    words = score.replace("_", " ")
+    return f"{words} on held-out records" if held_out else f"test {words}"
+
+
+def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Mapping[str, str]) -> dict[str, str]:
     finished = [run for run in group.runs if run.result is not None]
     results = [run.result for run in finished if run.result is not None]
     done = [run.rounds[-1].round if run.rounds else 0 for run in group.runs]
@@ -111,15 +168,14 @@ def _summary(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str
         "finished" if finished else f"unfinished after {done[0]} of {group.runs[0].options.get('rounds', '?')} rounds"
     )
     verified = sum(ledgers[str(run.folder)] == "verified" for run in group.runs)
-    accuracy = [run.result["test_accuracy"] if run.result else _last(run, "test_accuracy") for run in group.runs]
-    metrics = sorted({key for result in results for key in result.get("test_metrics") or {}})
+    score, of_results = _of_clients(results)
+    worst = [_worst(score, values) for values in of_results if values]
     return {
         "run": name,
         "": ", ".join(_badges(group)),
         "state": state,
-        "test accuracy": _spread(accuracy, percent=True),
-        **{key: _spread([result["test_metrics"].get(key) for result in results]) for key in metrics},
-        "worst client": _spread([result.get("accuracy_worst") for result in results], percent=True),
+        **scores,
+        "worst client": " ".join(filter(None, ["" if score == "accuracy" else score, _spread(worst, score)])),
         "largest epsilon": _largest(results) if len(finished) == len(group.runs) else _largest_so_far(group),
         "clients": f"{len(results[0]['clients']):,}" if results else "",
         "ledger": "verified" if verified == len(group.runs) else "not verified",
@@ -138,21 +194,26 @@ def _largest(results: Sequence[Mapping[str, Any]]) -> str:
     worst = max(rows, key=lambda client: math.inf if client["epsilon_spent"] is None else client["epsilon_spent"])
     if worst["epsilon_spent"] is None:
         return "\N{INFINITY}"
-    return f"{epsilon_text(worst['epsilon_spent'])} at delta {delta_text(worst['delta'])}"
+    budget = math.inf if worst["epsilon_budget"] is None else worst["epsilon_budget"]
+    return f"{_epsilon(worst['epsilon_spent'], budget)} at delta {delta_text(worst['delta'])}"
 
 
 def _largest_so_far(group: RunGroup) -> str:
     """Return the largest epsilon after the finished rounds; a round that was charged and not finished adds to it."""
     known = [epsilon for run in group.runs if (epsilon := _last(run, "train_epsilon_max")) is not None]
-    return f"at least {epsilon_text(max(known))} so far" if known else "see the ledger"
+    return f"at least {_epsilon(max(known))} so far" if known else "see the ledger"
 
 
-def _spread(values: Sequence[float | None], percent: bool = False) -> str:
-    """Return the mean, with several values also their standard deviation; empty without values."""
+def _epsilon(value: float, budget: float = math.inf) -> str:
+    return f"{shown_epsilon(value, budget):.6g}"
+
+
+def _spread(values: Sequence[float | None], score: str) -> str:
+    """Return the mean of a score, with several values also their standard deviation; empty without values."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    shown = "{:.2%}".format if percent else "{:.4g}".format
+    shown = "{:.2%}".format if score == "accuracy" else "{:.4g}".format
     return shown(fmean(known)) + (f" \N{PLUS-MINUS SIGN} {shown(stdev(known))}" if len(known) > 1 else "")
 
 
@@ -185,31 +246,49 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
     rows = []
     for name, group in zip(names, groups, strict=True):
         results = [run.result for run in group.runs if run.result is not None]
-        if any(result.get("accuracy_mean") is not None for result in results):
-            titles = {"mean": "mean", "std": "std over clients", "worst": "worst", "gap": "best - worst"}
-            values = {
-                title: _spread([result.get(f"accuracy_{key}") for result in results], percent=True)
-                for key, title in titles.items()
+        score, of_results = _of_clients(results)
+        if known := [values for values in of_results if values]:
+            functions: dict[str, Callable[[Sequence[float]], float]] = {
+                "mean": fmean,
+                "std over clients": pstdev,
+                "worst": partial(_worst, score),
+                "gap": lambda values: max(values) - min(values),
             }
+            values = {title: _spread(list(map(function, known)), score) for title, function in functions.items()}
             parts = sorted({part for result in results for part in result.get("accuracy_of_groups") or {}})
             of_groups = {
                 f"group {part}" if part.isdigit() else part: _spread(
-                    [result["accuracy_of_groups"].get(part) for result in results], percent=True
+                    [result["accuracy_of_groups"].get(part) for result in results], "accuracy"
                 )
                 for part in parts
             }
-            rows.append({"run": name, **values, **of_groups})
+            rows.append({"run": name, "score": score, **values, **of_groups})
     return _aligned(rows)
 
 
+def _of_clients(results: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float]]]:
+    """Return the main score of clients on held-out records, and of each result its values; "" if none is known."""
+    clients = [[_scores(client) for client in result["clients"]] for result in results]
+    score = _main_score([one for rows in clients for one in rows]) or ""
+    return score, [[value for one in rows if (value := one.get(score)) is not None] for rows in clients]
+
+
+def _worst(score: str, values: Sequence[float]) -> float:
+    return max(values) if score in SMALLER_IS_BETTER else min(values)
+
+
 def _aligned(rows: Rows) -> Rows:
-    """Give all rows the same columns; a cell that a row does not have is empty."""
-    columns = list(dict.fromkeys(title for row in rows for title in row))
+    """Give all rows the same columns, without those that are empty; a cell that a row does not have is empty."""
+    columns = [title for title in dict.fromkeys(title for row in rows for title in row) if _filled(rows, title)]
     return [{title: row.get(title, "") for title in columns} for row in rows]
 
 
+def _filled(rows: Rows, title: str) -> bool:
+    return any(row.get(title) for row in rows)
+
+
 def _clients(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return one row for each client; over seeds, the mean of its accuracy and its largest epsilon."""
+    """Return one row for each client; over seeds, the means of its scores and its largest epsilon."""
     rows = []
     for client, first in enumerate(results[0]["clients"][:_MOST_ROWS] if results else ()):
         same = [result["clients"][client] for result in results if client < len(result["clients"])]
@@ -222,8 +301,7 @@ def _clients(results: Sequence[Mapping[str, Any]]) -> Rows:
                 "epsilon": _largest([{"clients": same}]).partition(" ")[0],
                 "budget": _number(first["epsilon_budget"], "none"),
                 "delta": f"{first['delta']:g}",
-                "accuracy": _spread([one["accuracy"] for one in same], percent=True),
-                **{key: _spread([one["metrics"].get(key) for one in same]) for key in first.get("metrics") or {}},
+                **{name: _spread([_scores(one).get(name) for one in same], name) for name in _scores(first)},
             }
         )
     return _aligned(rows)
@@ -254,30 +332,37 @@ def _figures(run: RunFiles) -> dict[str, str]:
 
 
 def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Return curves of test scores over rounds and over epsilon, and the accuracy of each client over its epsilon."""
-    curves = list(dict.fromkeys(n for g in groups for r in g.runs for one in r.rounds for n in one.values))
-    scores = [name for name in curves if name.startswith("test_")]
+    """Return curves of test scores over rounds, and of main scores over epsilon and of each client over its epsilon."""
+    epsilons = {"largest epsilon spent by a client": "train_epsilon_max", "mean epsilon": "train_epsilon_mean"}
+    numbered = [(html.escape(name, quote=False), group) for name, group in zip(names, groups, strict=True)]
     charts = []
-    for score in scores:
-        title = score.replace("_", " ").capitalize()
-        over = {
-            "round": None,
-            "largest epsilon spent by a client": "train_epsilon_max",
-            "mean epsilon": "train_epsilon_mean",
-        }
-        for x, x_curve in over.items() if score == "test_accuracy" else [("round", None)]:
-            data = []
-            for number, (name, group) in enumerate(zip(names, groups, strict=True)):
-                data += _band(html.escape(name, quote=False), group, score, x_curve, _COLOURS[number % len(_COLOURS)])
-            if data:
-                charts.append({"title": f"{title} over {x}", "data": data, "layout": _layout(x, title)})
-    points = [
-        _client_points(name, group, number) for number, (name, group) in enumerate(zip(names, groups, strict=True))
-    ]
-    if any(one["x"] for one in points):
-        layout = _layout("epsilon spent", "accuracy on held-out records")
-        charts.append({"title": "Accuracy of each client over its epsilon", "data": points, "layout": layout})
+    for held_out in (False, True):
+        some = [(number, *one) for number, one in enumerate(numbered) if _held_out(one[1]) == held_out]
+        of_groups = [[one for run in group.runs for one in map(_curves, run.rounds)] for _, _, group in some]
+        main_scores = set(map(_main_score, of_groups))
+        for score in dict.fromkeys(name for curves in of_groups for one in curves for name in one):
+            title = _title(score, held_out)
+            title = title[0].upper() + title[1:]
+            for x, x_curve in {"round": None, **(epsilons if score in main_scores else {})}.items():
+                data = []
+                for number, name, group in some:
+                    data += _band(name, group, f"test_{score}", x_curve, _COLOURS[number % len(_COLOURS)])
+                if data:
+                    charts.append({"title": f"{title} over {x}", "data": data, "layout": _layout(x, title)})
+    points: dict[str, list[dict[str, Any]]] = {}
+    for number, (name, group) in enumerate(numbered):
+        score, _ = _of_clients([run.result for run in group.runs if run.result is not None])
+        if (of_group := _client_points(name, group, score, number))["x"]:
+            points.setdefault(score, []).append(of_group)
+    for score, data in points.items():
+        layout, title = _layout("epsilon spent", _title(score, held_out=True)), score[0].upper() + score[1:]
+        charts.append({"title": f"{title} of each client over its epsilon", "data": data, "layout": layout})
     return charts
+
+
+def _curves(one: Round) -> dict[str, float | None]:
+    """Return the test scores of a round by name."""
+    return {name.removeprefix("test_"): value for name, value in one.values.items() if name.startswith("test_")}
 
 
 def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: str) -> list[dict[str, Any]]:
@@ -303,14 +388,14 @@ def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: s
     return [{**band, "line": {"width": 0}, "mode": "lines", "hoverinfo": "skip", "showlegend": False}, line]
 
 
-def _client_points(name: str, group: RunGroup, number: int) -> dict[str, Any]:
+def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[str, Any]:
     rows = [client for run in group.runs if run.result is not None for client in run.result["clients"]]
-    rows = [client for client in rows if None not in (client["epsilon_spent"], client["accuracy"])]
+    rows = [client for client in rows if None not in (client["epsilon_spent"], _scores(client).get(score))]
     return {
         "x": [client["epsilon_spent"] for client in rows],
-        "y": [client["accuracy"] for client in rows],
+        "y": [_scores(client)[score] for client in rows],
         "text": [html.escape(str(client.get("name", client["client"])), quote=False) for client in rows],
-        "name": html.escape(name, quote=False),
+        "name": name,
         "mode": "markers",
         "marker": {"color": _COLOURS[number % len(_COLOURS)], "size": 8, "opacity": 0.7},
     }
@@ -341,7 +426,23 @@ def _search(search: Search) -> dict[str, Any]:
         }
         for trial in order[:_MOST_ROWS]
     ]
-    return {"name": search.name, "rows": rows, "lines": search.result.get("report", [])[-2:], "charts": len(keys)}
+    cost = search.result.get("cost") or {"epsilon": [], "delta": []}
+    names = cost.get("names") or map(str, range(len(cost["epsilon"])))
+    sums = [
+        {
+            "client": name,
+            "epsilon": "\N{INFINITY}" if epsilon is None else _epsilon(epsilon),
+            "delta": delta_text(delta),
+        }
+        for name, epsilon, delta in zip(names, cost["epsilon"], cost["delta"], strict=True)
+    ]
+    return {
+        "name": search.name,
+        "rows": _aligned(rows),
+        "guarantee": search.result.get("guarantee", []),
+        "clients": sums[:_MOST_ROWS],
+        "more": max(0, len(sums) - _MOST_ROWS),
+    }
 
 
 def _scatters(search: Search) -> list[dict[str, Any]]:

@@ -102,8 +102,8 @@ def _bound(spent: float | None) -> float:
     return math.inf if spent is None else spent
 
 
-def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
-    """Describe the cost of the search for its clients in text and a table. The caveats follow the first epsilon."""
+def cost_words(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
+    """Describe the cost of the search for its clients. The caveats follow the first epsilon."""
     numbers = list(map(_bound, cost["epsilon"]))
     most, names = numbers.index(max(numbers)), cost.get("names") or range(len(numbers))
     delta = delta_text(max(cost["delta"]))
@@ -113,9 +113,15 @@ def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
         f"{delta} (client {names[most]} has the largest epsilon; the whole budgets of all trials are added up). A "
         "later run on the same clients adds its epsilon and delta."
     )
-    words = " ".join([words, *(f"Caveat: {caveat.rstrip('.')}." for caveat in cost["caveats"])])
+    return " ".join([words, *(f"Caveat: {caveat.rstrip('.')}." for caveat in cost["caveats"])])
+
+
+def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
+    """Return `cost_words`, and a table if the clients are few."""
+    words, numbers = cost_words(cost, trials), list(map(_bound, cost["epsilon"]))
     if len(numbers) > _MOST_CLIENTS:
         return words
+    names = cost.get("names") or range(len(numbers))
     rows = zip(names, map(epsilon, numbers), map(delta_text, cost["delta"]), strict=True)
     return f"{words}\n{columns([['client', 'epsilon', 'delta'], *rows])}"
 

@@ -290,4 +290,4 @@ def log_report(
         store.client.log_text(run_id, text, "table.md")
         if figure is not None:
             store.client.log_figure(run_id, figure, "figure.png")
-        store.client.set_terminated(run_id)
+        store.end(run_id, seconds=0.0)

@@ -51,6 +51,7 @@ def test_a_table_becomes_clients_with_names(tmp_path):
     assert y.tolist() == [["benign", "malignant"].index(name) for name in rows.outcome]
     assert population.num_classes == 2 and len(population.test_records()[1]) == 60
     table.to_csv(tmp_path / "patients.csv", index=False)
+    assert population.to("cpu").feature_names == ("age (scaled)", "sex=f", "sex=m", "sex=x")
     stored = Population.from_dataframe(str(tmp_path / "patients.csv"), held_out=0, **CHOICES)
     assert torch.equal(stored.x, population.x[:60])
 

@@ -22,7 +22,7 @@ from dpfl_lightning.federated.client.answers import losses_at
 from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
-from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
 from dpfl_lightning.models.tasks import TASKS, task_of
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
@@ -155,6 +155,11 @@ def test_metrics_are_those_of_scikit_learn_in_one_batch_or_in_several():
             assert value_of(task, name, output, target, batches) == pytest.approx(value, abs=1e-5), (task, name)
     error = value_of("binary", "calibration_error", one, y)
     assert error is not None and 0 <= error <= 1
+
+
+def test_the_metrics_of_which_smaller_values_are_better_are_those_of_torchmetrics():
+    created = {name: metric.create(metric.tasks[0], 3) for name, metric in METRICS.items()}
+    assert {name for name, metric in created.items() if not metric.higher_is_better} == SMALLER_IS_BETTER - {"loss"}
 
 
 def test_a_set_that_does_not_define_a_metric_has_none_of_it():

@@ -9,7 +9,7 @@ from fakes import a_report, a_result, a_view
 from rich.console import Console
 
 from dpfl_lightning.federated.server.strategy import register
-from dpfl_lightning.reporting.progress import Progress, shown_epsilon
+from dpfl_lightning.reporting.progress import Progress, print_table, shown_epsilon
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 UNEVALUATED = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
@@ -62,7 +62,7 @@ def test_the_plan_comes_first(show, tmp_path):
 
 def test_the_plan_says_what_is_unusual(show):
     assert "Resuming at round 4 of 10" in show(first_round=4)
-    assert "All rounds are complete." in show(first_round=11)
+    assert show(first_round=11).startswith("All 10 rounds are done: nothing to resume.\n")
     assert "estimated time: unknown" in show(estimated_seconds=math.nan)
     lowered_by_a_strategy = show(budgets=(1.0, 2.0, 9.5))
     assert "planned" in lowered_by_a_strategy and re.search(r"9.5 +3 +0.001", lowered_by_a_strategy)
@@ -119,7 +119,7 @@ def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, chang
 
 def test_less_detail(tmp_path):
     texts = {}
-    for detail in ("short", "quiet"):
+    for detail in ("short", "quiet", "silent"):
         paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path)
         progress = Progress(paper, next_steps=["mlflow ui"], detail=detail)
         progress.on_fit_start(view)
@@ -127,7 +127,7 @@ def test_less_detail(tmp_path):
         progress.on_fit_end(view, a_result(view))
         texts[detail] = printed(paper).splitlines()
     assert [line.partition(" ")[0] for line in texts["quiet"]] == ["Test", "Guarantee:", "Output"]
-    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"]
+    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"] and texts["silent"] == []
 
 
 def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp_path):
@@ -138,6 +138,26 @@ def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp
     nothing = {"test_accuracy": None, "test_loss": math.nan}
     text = show([nothing], nothing)
     assert "nan" not in text and "Not evaluated after" in text
+
+
+def test_without_a_test_set_the_mean_over_clients_is_not_called_a_test_score(show, tmp_path):
+    losses = (0.25, 0.5, 0.75)
+    clients = a_result(a_view(tmp_path)).clients
+    clients = tuple({**client, "loss": loss} for client, loss in zip(clients, losses, strict=True))
+    means = {"test_accuracy": 0.501, "test_loss": 0.5, "accuracy_mean": 0.501, "clients": clients}
+    assert "Mean over clients on held-out records: accuracy 50.10% after" in show([], means)
+    assert "Test accuracy 50.10% after" in show([], {**means, "test_loss": 0.6}), "a test set has another loss"
+    assert "Test accuracy 50.10% after" in show([], {**means, "accuracy_mean": None}), "nothing was held out"
+
+
+def test_names_stay_on_one_line_and_numbers_are_whole():
+    names = ["Centre Hospitalier de Lyon Sud", "Porto"]
+    scores = {f"score {number}": ([0.012345, 0.5], ".4g") for number in range(5)}
+    for width, name in ((80, names[0]), (40, "Centre Ho\N{HORIZONTAL ELLIPSIS}")):
+        paper = Console(file=io.StringIO(), width=width)
+        print_table({"client": (names, ""), **scores}, paper)
+        row = next(line for line in printed(paper).splitlines() if "Centre" in line)
+        assert row.split("  ")[0] == name and row.count("0.01235") == 5
 
 
 def test_the_summary(show, tmp_path):
@@ -178,7 +198,7 @@ def test_the_summary_of_groups(show):
 def test_runs_and_clients_without_noise_have_no_privacy(show, tmp_path):
     text = show([{}] * 3, {}, view=a_view(tmp_path, noise=0.0))
     assert text.count("no privacy") == 3  # plan, the first round, summary
-    for words in ("epsilon budget", "epsilon spent", "delta", "max epsilon"):
+    for words in ("budget", "epsilon spent", "delta", "max epsilon"):
         assert words not in text, words
     text = show([{}], {}, budgets=(1.0, 2.0, math.inf))
     assert "max epsilon inf" in text and re.search(r"2 +inf +inf +10", text)

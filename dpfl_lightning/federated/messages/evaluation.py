@@ -32,7 +32,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`test`: mean over clients of their models' scores on the test set. `clients`: scores on held-out records."""
+    """`test`: mean over clients of their models' scores on the test set. `clients`: scores on held-out records.
+
+    Without a test set, `test` is the mean of `clients`.
+    """
 
     test: Score
     clients: tuple[Score, ...]
@@ -50,6 +53,9 @@ def mean_metrics(metrics: Iterable[Mapping[str, float | None]]) -> dict[str, flo
             values.setdefault(name, []).extend([] if value is None else [value])
     return {name: fmean(known) if known else None for name, known in values.items()}
 
+
+#: scores of which a smaller value is better
+SMALLER_IS_BETTER = frozenset({"loss", "mae", "mse", "rmse", "perplexity", "calibration_error"})
 
 #: what `privacy.diagnostics` shows, in the words of its `NonPrivateEvent`
 SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown without noise"

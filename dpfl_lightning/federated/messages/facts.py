@@ -19,6 +19,7 @@ class Facts:
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.
         names: of the clients, for reports; empty if they have only numbers.
+        features: names and preprocessing of the inputs of records from a table, see `Population`; else None.
         empty_x: records [0, *X], a tensor or a tuple or dictionary of tensors: their shapes and dtypes without values.
     """
 
@@ -29,6 +30,7 @@ class Facts:
     reported_epsilon: tuple[float, ...] = ()
     truth: Mapping[str, object] | None = None
     names: tuple[str, ...] = ()
+    features: Mapping[str, Any] | None = None
     empty_x: Any = field(default=None, compare=False, repr=False)
 
     def name_of(self, client: int) -> str:

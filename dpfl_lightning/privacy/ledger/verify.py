@@ -1,6 +1,7 @@
 """`dpfl plan --ledger FILE...`: verify ledgers, and compute every epsilon again from them alone."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import (
     PURE,
     Accountant,
     Rdp,
-    epsilon_text,
     finite_or_none,
     get_accountant,
     rounded_up,
 )
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, shown_epsilon
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
@@ -38,7 +39,7 @@ from dpfl_lightning.privacy.ledger.results import (
 )
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.files import write_atomically
-from dpfl_lightning.runtime.text import columns
+from dpfl_lightning.runtime.text import columns, shown
 
 _TOGETHER = (
     "Together: client 3 of one run is assumed to be client 3 of the others, with the same records. Its releases in all "
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             print(json.dumps({"ledgers": options.ledger, "verified": False, "error": str(error)}))
         raise error from None
-    print(json.dumps(report.as_dict()) if options.json else report.text())
+    print(json.dumps(report.as_dict()) if options.json else shown(report.text()))
     return 0
 
 
@@ -163,7 +164,7 @@ class LedgerReport:
                 name_of(client),
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
-                epsilon_text(account.epsilon),
+                f"{shown_epsilon(account.epsilon, account.epsilon_budget):.6g}",
                 "none" if math.isinf(account.epsilon_budget) else f"{account.epsilon_budget:g}",
                 f"{account.delta:g}",
             ]
@@ -342,7 +343,7 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
         whether = "No client signed it" if not ledger.signed else "Its signatures were not verified (--public_keys)"
         signed = (
             f"{whether}: nobody would notice if the ledger and all files in its folder were rewritten together. "
-            f"Compare this head's chain, {end.chain}, with the one in MLflow (tag `ledger_head`)."
+            f"{_kept_elsewhere(ledger.path, end.chain)}"
         )
     return [
         f"{ledger.path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed.",
@@ -351,6 +352,16 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
         results,
         signed,
     ]
+
+
+def _kept_elsewhere(path: Path, chain: str) -> str:
+    """Return where the head of a ledger is, or should be, kept outside of the run's folder."""
+    file = path.with_name("options.yaml")
+    with contextlib.suppress(OSError, ValueError):  # nothing follows from a file that cannot be read
+        options = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        if isinstance(options, dict) and options.get("tracking") is not None:
+            return f"Compare this head's chain, {chain}, with the one in MLflow (tag `ledger_head`)."
+    return f"Keep a copy of this head elsewhere. Its chain is {chain}."
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

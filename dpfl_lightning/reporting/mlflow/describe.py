@@ -40,13 +40,20 @@ _LONGEST = 250  # characters of a parameter
 _DEFAULTS = flattened(dataclasses.asdict(Options()))
 
 
-def run_name(strategies: Iterable[str], budgets: Sequence[float], private: bool) -> str:
-    """Name a run by its strategies, without the default base rule, and by the budgets of its clients.
+def run_name(
+    strategies: Iterable[str], budgets: Sequence[float], private: bool, options: Mapping[str, Any] | None = None
+) -> str:
+    """Name a run by its strategies, without the default base rule, by the budgets of its clients, and by the optimiser
+    and the model of its `options` unless they are the default ones.
 
-    >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], True), run_name(["size_weighted"], [2.0, 2.0], True)
-    ('noise_aware eps 0.9-2.9', 'size_weighted eps 2')
+    >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], True, {"model": {"class_path": "nets.Net2"}})
+    'noise_aware eps 0.9-2.9 Net2'
     """
-    return f"{_joined(strategies)} {'eps ' if private else ''}{epsilon_span(budgets, private).replace(' to ', '-')}"
+    flat = flattened(options or {})
+    kinds = [flat.get("clients.optimizer.name"), flat.get("model.class_path", flat.get("model.name"))]
+    usual = (_DEFAULTS["clients.optimizer.name"], _DEFAULTS["model.name"], "null", None)
+    epsilon = f"{'eps ' if private else ''}{epsilon_span(budgets, private).replace(' to ', '-')}"
+    return " ".join([_joined(strategies), epsilon, *(kind.rpartition(".")[2] for kind in kinds if kind not in usual)])
 
 
 def epsilon_span(budgets: Sequence[float], private: bool) -> str:
@@ -64,14 +71,17 @@ def _joined(strategies: Iterable[str]) -> str:
 def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str]:
     """Return the parameters by which runs are compared: the most important options, and those that were changed.
 
+    `more` are resolved values, which replace options of the same name. Options that are null are left out.
+
     >>> params({"rounds": 10, "strategies": {"fedprox": {"pull": 0.1}}}, {"num_params": 650})
     {'strategies': 'fedprox', 'num_params': '650', 'rounds': '10', 'strategies.fedprox.pull': '0.1'}
     """
     flat = flattened(loggable(options))
-    chosen = {key: text for key, text in flat.items() if key in _ALWAYS or _changed(key, text)}
+    chosen = {key: text for key, text in flat.items() if key not in more and (key in _ALWAYS or _changed(key, text))}
     head = {"strategies": _joined(options["strategies"])} if options.get("strategies") else {}
     given = {**head, **{key: str(value) for key, value in more.items()}, **chosen}
-    return {key: text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..." for key, text in given.items()}
+    shortened = {key: text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..." for key, text in given.items()}
+    return {key: text for key, text in shortened.items() if text != "null"}
 
 
 def _changed(key: str, text: str) -> bool:

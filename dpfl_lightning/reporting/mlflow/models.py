@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from mlflow.entities import LoggedModelOutput, Metric
 from mlflow.models import Model as ModelFile
-from mlflow.models import infer_signature
+from mlflow.models import ModelSignature, infer_signature
+from mlflow.types import ColSpec, Schema
 from torch import Tensor, nn
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
@@ -22,13 +24,21 @@ _CHATTER = ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlfl
 
 
 def log_model(
-    store: Store, run_id: str, name: str, net: nn.Module, example: Inputs, scores: Sequence[Metric], step: int
+    store: Store,
+    run_id: str,
+    name: str,
+    net: nn.Module,
+    example: Inputs,
+    scores: Sequence[Metric],
+    step: int,
+    features: Mapping[str, Any] | None = None,
 ) -> None:
     """Log a net as the model `runs:/<run_id>/<name>`, and its scores, which the run has already.
 
     `example` is an input of the net that is made up: no record of a client may be in it. Loading needs the class of
-    the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc` predicts from one tensor to one
-    tensor; other nets are logged without a signature, for `mlflow.pytorch.load_model`.
+    the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc` predicts from one tensor, or
+    from a table whose columns are named by `features` (of `Facts`), to one tensor; other nets are logged without a
+    signature, for `mlflow.pytorch.load_model`.
     """
     import mlflow.pytorch  # takes seconds
 
@@ -37,11 +47,15 @@ def log_model(
         output = net.eval()(*positional, **named)
     usage: dict[str, Any] = {}
     if isinstance(example, Tensor) and isinstance(output, Tensor):
-        arrays = example.numpy(), output.numpy()
-        usage = {"signature": infer_signature(*arrays), "input_example": arrays[0]}
+        signature = infer_signature(example.numpy(), output.numpy())
+        usage = {"signature": signature, "input_example": example.numpy()}
+        if features is not None:
+            columns = Schema([ColSpec("double", column) for column in features["names"]])
+            usage = {"signature": ModelSignature(columns, signature.outputs), "metadata": {"features": dict(features)}}
     model = store.client.create_logged_model(store.experiment_id, name, run_id)
     store.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
-    file = ModelFile(model.artifact_location, run_id, model_uuid=model.model_id, model_id=model.model_id)
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0, tzinfo=None)  # as the times of private runs
+    file = ModelFile(model.artifact_location, run_id, hour, model_uuid=model.model_id, model_id=model.model_id)
     with tempfile.TemporaryDirectory() as folder, _quiet():
         path = Path(folder) / "model"
         mlflow.pytorch.save_model(

@@ -28,6 +28,7 @@ _LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
+_SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 _MOST_MODELS = 10  # more models, such as one for each client, are only files
 
 
@@ -53,6 +54,7 @@ class Tracking(Callback):
         self.how_to_open = self.store.how_to_open
         self._run_name, self._tags, self._per_client = run_name, dict(tags or {}), per_client
         self._run_id, self._resumed = "", False
+        self._complete = False  # whether MLflow has the whole run already
         self._last_step = 0  # the last round that MLflow already has
         self._pending: list[Metric] = []
         self._send_at = 0.0
@@ -62,10 +64,14 @@ class Tracking(Callback):
             earlier = self._earlier_run(view) if self._resumed else None
             self._run_id = earlier or self._begun_run(view)
             if earlier is not None:
-                self.store.tag(earlier, {"status": "running"})
                 self._last_step = max(self.store.history(earlier, "train_participants"), default=0)
+                self._complete = self.store.status(earlier) == "FINISHED"
+                if not self._complete:
+                    self.store.resume(earlier)
+                    self.store.tag(earlier, {"status": "running"})
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
+        self._complete = False
         if report.round <= self._last_step:
             return  # a restored backup repeats rounds that MLflow already has
         values = _values(curves.of_round(report, view.facts), self._per_client)
@@ -74,8 +80,8 @@ class Tracking(Callback):
             self._guarded(self._send_pending)
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
-        if not self._run_id:
-            return  # the run ended before it started
+        if not self._run_id or self._complete:
+            return  # the run ended before it started, or nothing was left to resume
         scores: list[Metric] = []
         if result.finished:
             final = metrics(_final_values(result), result.rounds, view.run.exact_times)
@@ -115,22 +121,25 @@ class Tracking(Callback):
             "mlflow.note.content": describe.description(view.run.strategy_notes),
         }
         run, private = view.run, _private(view)
-        name = self._run_name or describe.run_name(run.strategies, run.budgets, private)
+        options = run.options or _options_of(view)
+        name = self._run_name or describe.run_name(run.strategies, run.budgets, private, options)
         epsilon = describe.epsilon_span(run.budgets, private)
         more = {"epsilon": epsilon, "clients.count": view.facts.num_clients, "num_params": run.num_params}
-        run_id = self.store.begin(name, tags, describe.params(run.options, more), run.options)
+        params = describe.params(options, more)
+        run_id = self.store.begin(name, tags, params, run.options, exact_times=run.exact_times)
         for context in ("training", "test"):
             self.store.log_dataset(run_id, describe.dataset(view.facts, run, context), context)
         return run_id
 
     def _earlier_run(self, view: View) -> str | None:
-        """Resume the MLflow run with the same id, or with the same output folder if the run was killed at once."""
-        if self._run_id and self.store.resume(self._run_id):
+        """Find the MLflow run with the same id, or with the same output folder if the run was killed at once."""
+        if self._run_id and self.store.status(self._run_id):
             return self._run_id
-        latest = self.store.latest("output_dir", str(view.run.output_dir.resolve()))
-        return latest if latest and self.store.resume(latest) else None
+        return self.store.latest("output_dir", str(view.run.output_dir.resolve()))
 
     def _send_pending(self) -> None:
+        scores = {one.key for one in self._pending if one.key.startswith("test_") or one.key in _SHOWN}
+        self.store.show({"metrics": sorted(scores)})
         self.store.log_metrics(self._run_id, self._pending)
 
     def _send_files(self, view: View, result: RunResult) -> None:
@@ -154,7 +163,8 @@ class Tracking(Callback):
                 from dpfl_lightning.reporting.mlflow.models import log_model  # takes seconds
 
                 example, of_one = describe.example(view.facts), scores if len(files) == 1 else ()
-                log_model(self.store, self._run_id, file.stem, net, example, of_one, result.rounds)
+                named = view.facts.features
+                log_model(self.store, self._run_id, file.stem, net, example, of_one, result.rounds, named)
         except Exception as error:  # a net may not be picklable, or a server may fail
             why = (str(error).splitlines() or [""])[0][:200].rstrip(".")
             words = f"MLflow did not get the model ({type(error).__name__}: {why})"
@@ -173,8 +183,8 @@ class Tracking(Callback):
             "mlflow.note.content": describe.description(view.run.strategy_notes, result),
         }
         self.store.tag(self._run_id, tags)
-        unfinished = "KILLED" if result.interrupted else "FAILED"
-        self.store.client.set_terminated(self._run_id, "FINISHED" if result.finished else unfinished)
+        status = "FINISHED" if result.finished else "KILLED" if result.interrupted else "FAILED"
+        self.store.end(self._run_id, status, None if view.run.exact_times else result.wall_seconds)
 
     def _guarded(self, action: Callable[[], None]) -> bool:
         """Return whether `action` reached MLflow. The next write waits ten times as long as this one took."""
@@ -183,6 +193,14 @@ class Tracking(Callback):
         took = time.monotonic() - begun
         self._send_at = begun + took + max(10 * took, 0.0 if arrived else 30.0)
         return arrived
+
+
+def _options_of(view: View) -> dict[str, Any]:
+    """Return the most important options of a run that was built in Python."""
+    optimizer = None if view.optimizer is None else type(view.optimizer).__name__.lower()
+    model = {"class_path": type(view.module.net).__qualname__}
+    seed_and_rounds = {"rounds": view.run.rounds, "seed": view.seed}
+    return {**seed_and_rounds, "model": model, "clients": {"optimizer": {"name": optimizer}}}
 
 
 def _private(view: View) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mlflow.entities import Metric as Metric
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.runtime.text import rounded_up_duration
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
@@ -30,11 +31,9 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retr
 _MOST_METRICS = 1000  # in one request
 _LONGEST_TAG = 8000  # characters
 _VIEW = "dpfl_lightning"  # of an experiment's page, whose own default shows neither metrics nor parameters
-_COLUMNS = {
-    "attributes": ("Created", "Duration"),
-    "metrics": ("test_accuracy", "val_accuracy_min", "train_epsilon_max", "accuracy"),
-    "params": ("strategies", "epsilon", "rounds", "seed"),
-}
+_VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"
+_COLUMNS = {"attributes": ("Created", "Duration"), "params": ("strategies", "epsilon", "rounds", "seed")}
+_HOUR = 3_600_000  # in milliseconds, as all times of MLflow
 
 
 class Store:
@@ -51,6 +50,8 @@ class Store:
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
             self.experiment_id = _experiment(self.client, self.uri, experiment)
+            self._columns = set[str]()  # those that the experiment's page shows
+            self.show(_COLUMNS)
         self.how_to_open = how_to_open(self.uri, self.experiment_id)
 
     def begin(
@@ -60,33 +61,68 @@ class Store:
         params: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
         file: str = "options.yaml",
-        begun: int | None = None,
+        begun: float | None = None,
+        exact_times: bool = False,
     ) -> str:
         """Create a run and return its id.
 
-        `options` are stored without secrets as a `file`. `begun` is the start time in milliseconds, None is now.
+        `options` are stored without secrets as a `file`. The run begins at `begun` (Unix time in seconds; None is now),
+        which is rounded down to an hour unless times are exact.
         """
         texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
-        run = self.client.create_run(self.experiment_id, start_time=begun, run_name=name, tags=texts)
+        start = int(1000 * (time.time() if begun is None else begun))
+        start = start if exact_times else self._first_free(start - start % _HOUR)
+        run = self.client.create_run(self.experiment_id, start_time=start, run_name=name, tags=texts)
         run_id = run.info.run_id
         self.client.log_batch(run_id, params=[Param(key, text) for key, text in (params or {}).items()])
         if options:
             self.client.log_dict(run_id, loggable(options), file)
         return run_id
 
+    def _first_free(self, hour: int) -> int:
+        """Return the first millisecond of an hour at which no run begins, so that MLflow sorts runs as they began."""
+        same = f"attributes.start_time >= {hour} and attributes.start_time < {hour + 1000}"
+        runs = self.client.search_runs([self.experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        return runs[0].info.start_time + 1 if runs else hour
+
+    def end(self, run_id: str, status: str = "FINISHED", seconds: float | None = None) -> None:
+        """End a run `seconds` after its start, rounded up to a power of two; None ends it now (exact times)."""
+        ended = None
+        if seconds is not None:
+            info = self.client.get_run(run_id).info
+            ended = max(info.end_time or 0, info.start_time + int(1000 * rounded_up_duration(seconds)))
+        self.client.set_terminated(run_id, status, ended)
+
+    def show(self, columns: Mapping[str, Iterable[str]]) -> None:
+        """Add columns (attributes, metrics, params) to the table of runs that `how_to_open` names."""
+        wanted = [f"{kind}.`{name}`" for kind, names in columns.items() for name in names]
+        if self._columns.issuperset(wanted):
+            return
+        view = self.client.get_experiment(self.experiment_id).tags.get(_VIEW_TAG)
+        shown_columns = [] if view is None else json.loads(view)["selectedColumns"]
+        merged = list(dict.fromkeys([*shown_columns, *wanted]))
+        if merged != shown_columns:
+            self.client.set_experiment_tag(self.experiment_id, _VIEW_TAG, json.dumps({"selectedColumns": merged}))
+        self._columns = set(merged)
+
     def log_dataset(self, run_id: str, fields: Mapping[str, str], context: str) -> None:
         """Log a data set as an input of a run; `fields` are those of `mlflow.entities.Dataset`."""
         tags = [InputTag("mlflow.data.context", context)]
         self.client.log_inputs(run_id, [DatasetInput(Dataset(**fields), tags)])
 
-    def resume(self, run_id: str) -> bool:
-        """Set the status of a run to running; return False if it does not exist or was deleted."""
+    def status(self, run_id: str) -> str | None:
+        """Return the status of a run, such as FINISHED; None if it does not exist or was deleted."""
         try:
-            exists = self.client.get_run(run_id).info.lifecycle_stage == "active"
+            info = self.client.get_run(run_id).info
         except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return False
+            return None
+        return info.status if info.lifecycle_stage == "active" else None
+
+    def resume(self, run_id: str) -> bool:
+        """Set the status of a run to running; return False if it does not exist or was deleted."""
+        exists = self.status(run_id) is not None
         if exists:
             self.client.update_run(run_id, status="RUNNING")
         return exists
@@ -103,6 +139,13 @@ class Store:
             batch = pending[:_MOST_METRICS]
             self.client.log_batch(run_id, metrics=batch)
             del pending[: len(batch)]
+
+    def copy_params(self, run_id: str, names: Sequence[str]) -> None:
+        """Copy parameters from a run that is nested in this one, if there is any."""
+        nested = f"tags.`mlflow.parentRunId` = '{run_id}'"
+        for run in self.client.search_runs([self.experiment_id], nested, max_results=1):
+            params = [Param(name, run.data.params[name]) for name in names if name in run.data.params]
+            self.client.log_batch(run_id, params=params)
 
     def history(self, run_id: str, metric: str) -> dict[int, float]:
         points = self.client.get_metric_history(run_id, metric)
@@ -124,12 +167,12 @@ class Store:
             return False
 
 
-def metrics(values: Mapping[str, float | None], step: int, exact_times: bool = True) -> list[Metric]:
+def metrics(values: Mapping[str, float | None], step: int, exact_times: bool = False) -> list[Metric]:
     """Return the finite values as MLflow metrics; MLflow charts no others. Their time is that of the last full hour,
     unless times are exact.
     """
     now = int(time.time() * 1000)
-    now -= 0 if exact_times else now % 3_600_000
+    now -= 0 if exact_times else now % _HOUR
     return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
 
 
@@ -175,15 +218,11 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {shown(uri)}. "
             f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
         )
-    columns = [f"{kind}.`{name}`" for kind, names in _COLUMNS.items() for name in names]
-    view = {f"mlflow.sharedViewState.{_VIEW}": json.dumps({"selectedColumns": columns})}
     if known is not None:
-        for key, text in view.items() - known.tags.items():
-            client.set_experiment_tag(known.experiment_id, key, text)
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
     folder = Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ") if database else None
-    tags = {**view, "mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
+    tags = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
     return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=tags)
 
 

@@ -1,5 +1,6 @@
 """Tracking of a search and its trials, and of a run that is repeated for several seeds, in MLflow."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,18 +13,25 @@ from dpfl_lightning.runtime.text import flattened
 
 
 class StudyTracking:
-    """Tracks a search as one run of a `Store`, and each trial as a run nested in it. A failing store stops no trial."""
+    """Tracks a search as one run of a `Store`, and each trial as a run nested in it. A failing store stops no trial.
+
+    MLflow gets rounded times, as from a private run.
+    """
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
-        self.store, self._tags = Store(experiment, uri), dict(tags or {})
+        self.store, self._tags, self._begun = Store(experiment, uri), dict(tags or {}), time.monotonic()
         self.how_to_open = self.store.how_to_open
 
-    def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
-        """Start or resume the run of the search, and return its id."""
+    def begin(self, name: str, options: Mapping[str, Any], sweep: Mapping[str, Any], run_id: str | None = None) -> str:
+        """Start or resume the run of the search, and return its id.
+
+        `options` are those of a trial and the whole section `sweep`, for a file; `sweep` are the ones worth showing.
+        """
         with reported(self.store.uri):
+            self.store.show({"metrics": sweep["scores"], "params": sweep["space"]})
             if run_id is not None and self.store.resume(run_id):
                 return run_id
-            params = describe.params(options, {})
+            params = describe.params({**options, "sweep": sweep}, {})
             return self.store.begin(name, {**self._tags, **describe.program()}, params, options, "sweep.yaml")
 
     def trial(
@@ -38,14 +46,15 @@ class StudyTracking:
         status: str,
     ) -> None:
         """Log a finished trial: drawn values, scores, accuracy after each step, start and end time, and status."""
-        begun, ended = (None if time is None else int(time.timestamp() * 1000) for time in when)
+        begun, ended = (None if time is None else time.timestamp() for time in when)
+        seconds = 0.0 if begun is None or ended is None else ended - begun
 
         def log() -> None:
             trial_tags = {**tags, "mlflow.parentRunId": parent, "mlflow.source.name": "dpfl_lightning"}
             run = self.store.begin(name, trial_tags, flattened(params), begun=begun)
             curve = [metric for step, one in steps.items() for metric in metrics({"accuracy_so_far": one}, step)]
             self.store.log_metrics(run, [*metrics(values, 0), *curve])
-            self.store.client.set_terminated(run, status, ended)
+            self.store.end(run, status, seconds)
 
         self._tried(log)
 
@@ -61,13 +70,13 @@ class StudyTracking:
             self.store.client.log_text(run_id, text, "trials.txt")
             for path in files:
                 self.store.client.log_artifact(run_id, str(path))
-            self.store.client.set_terminated(run_id)
+            self.store.end(run_id, seconds=time.monotonic() - self._begun)
 
         self._tried(log)
 
     def stopped(self, run_id: str) -> None:
         """Mark the search as stopped; `begin` resumes it."""
-        self._tried(lambda: self.store.client.set_terminated(run_id, "KILLED"))
+        self._tried(lambda: self.store.end(run_id, "KILLED", time.monotonic() - self._begun))
 
     def _tried(self, action: Callable[[], None]) -> None:
         self.store.tried(action, "training continues")
@@ -77,14 +86,17 @@ class SeedsTracking:
     """Tracks the runs of several seeds as one run of a `Store`, in which they are nested."""
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
-        self.store, self._tags = Store(experiment, uri), dict(tags or {})
+        self.store, self._tags, self._begun = Store(experiment, uri), dict(tags or {}), time.monotonic()
         self.how_to_open = self.store.how_to_open
 
     def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float] | None) -> str:
         """Start the parent run, or resume that of the same folder, and return its id."""
         place, private = str(folder.resolve()), budgets is not None
         tags = {**self._tags, **describe.program(), "output_dir": place, "status": "running"}
-        run, name = {**options, "seed": None}, name or describe.run_name(options["strategies"], budgets or (), private)
+        run, name = (
+            {**options, "seed": None},
+            name or describe.run_name(options["strategies"], budgets or (), private, options),
+        )
         params = describe.params(run, {"epsilon": describe.epsilon_span(budgets or (), private)})
         with reported(self.store.uri):
             earlier = self.store.latest("output_dir", place)
@@ -100,14 +112,16 @@ class SeedsTracking:
             for name in dict.fromkeys(name for one in runs[0] for name in one.values):
                 if name.startswith(("test_", "val_", "train_epsilon_")):
                     for step, (mean, std) in curves.over_seeds(runs, name).items():
-                        spread = {f"{name}_std": std} if name.startswith("test_") else {}
-                        pending.extend(metrics({name: mean, **spread}, step, exact_times=False))
+                        spread = {f"{name}_std_over_seeds": std} if name.startswith("test_") else {}
+                        pending.extend(metrics({name: mean, **spread}, step))
             self.store.log_metrics(run_id, pending)
+            self.store.copy_params(run_id, ("num_params", "clients.count"))  # known to the runs of the seeds only
             self.store.tag(run_id, {"status": "finished", "mlflow.note.content": text})
-            self.store.client.set_terminated(run_id)
+            self.store.end(run_id, seconds=time.monotonic() - self._begun)
 
         self.store.tried(log, "the runs of the seeds are complete")
 
     def stopped(self, run_id: str) -> None:
         """Mark the run as stopped; `begin` resumes it."""
-        self.store.tried(lambda: self.store.client.set_terminated(run_id, "KILLED"), "finished runs are kept")
+        seconds = time.monotonic() - self._begun
+        self.store.tried(lambda: self.store.end(run_id, "KILLED", seconds), "finished runs are kept")
