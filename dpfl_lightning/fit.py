@@ -153,9 +153,7 @@ def _score(name: str, value: float | None) -> str:
 
 
 def _scored_on(results: Sequence[Mapping[str, Any]]) -> str:
-    from dpfl_lightning.federated.server.summary import without_test_set
-
-    return "Mean over clients on held-out records" if all(map(without_test_set, results)) else "Test scores"
+    return "Test scores" if any(one["test_set"] for one in results) else "Mean over clients on held-out records"
 
 
 def _largest_epsilon(result: Mapping[str, Any]) -> tuple[float, float]:

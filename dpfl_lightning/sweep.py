@@ -272,7 +272,6 @@ class Search:
 
     def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
         """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""
-        from dpfl_lightning.federated.server.summary import without_test_set
         from dpfl_lightning.fit import fit
         from dpfl_lightning.search.report import with_trials_text
 
@@ -287,7 +286,7 @@ class Search:
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         result = fit(final, resume=begun).as_dict() if result is None else result
         if result["test_accuracy"] is not None:
-            score = "mean accuracy over clients on held-out records" if without_test_set(result) else "test accuracy"
+            score = "test accuracy" if result["test_set"] else "mean accuracy over clients on held-out records"
             print(shown(f"Final {score} {result['test_accuracy']:.2%}. {result['guarantee']}"))
         together, added = with_the_set(self.sweep.distilled, self.objective.card, final), None
         if cost is not None:

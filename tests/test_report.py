@@ -198,6 +198,7 @@ def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_m
     ]
     scores = {"test_accuracy": None, "test_loss": 0.3, "test_metrics": {"mae": 0.6}}
     of_rounds = {**scores, "client_accuracy": (None,) * 3}
+    scores |= {"test_set": False}
     of_accuracy = dict.fromkeys(("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"))
     held_out = a_folder(
         tmp_path / "held_out", reports=of_rounds, clients=clients, metrics_mean={"mae": 0.6}, **scores, **of_accuracy

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
-from dpfl_lightning.federated.server.summary import smallest, without_test_set
+from dpfl_lightning.federated.server.summary import smallest
 from dpfl_lightning.reporting.curves import MOST_CLIENTS, Round, history
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
@@ -48,7 +48,7 @@ def _accuracy_figure(rounds: Sequence[Round], result: RunResult) -> Figure | Non
         label = "clients, on their held-out records"
         axes.fill_between(list(low), list(low.values()), list(high.values()), alpha=0.2, linewidth=0, label=label)
     marker = "o" if len(test) <= 30 else None
-    label = "mean over clients" if without_test_set(result.as_dict()) else "test set"
+    label = "test set" if result.test_set else "mean over clients"
     axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label=label)
     axes.legend()
     return figure

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.summary import noise_multiplier, without_test_set
+from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
@@ -124,8 +124,7 @@ class Progress(Callback):
             return
         if self.detail == "full":
             print_table(_result_columns(result), self.console)
-        fields = result.as_dict()
-        score = score_words(fields, held_out=without_test_set(fields))
+        score = score_words(result.as_dict(), held_out=not result.test_set)
         self._print(
             f"{score or 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{_times(view, result)}; {result.reason}.",

@@ -16,7 +16,6 @@ from plotly.offline import get_plotlyjs
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
-from dpfl_lightning.federated.server.summary import without_test_set
 from dpfl_lightning.privacy.accounting.accountant import delta_text
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.reporting.curves import Round, history, over_seeds
@@ -147,7 +146,7 @@ def _held_out(group: RunGroup) -> bool:
     """Return whether test scores are means over clients on held-out records, because there is no test set."""
     finished = [run.result for run in group.runs if run.result is not None]
     if finished:
-        return all(map(without_test_set, finished))
+        return not any(result["test_set"] for result in finished)
     pairs = [(one.values.get("test_accuracy"), one.values.get("val_accuracy_mean")) for one in group.runs[0].rounds]
     known = [pair for pair in pairs if pair != (None, None)]
     return bool(known) and all(None not in pair and math.isclose(*pair) for pair in known)  # type: ignore[arg-type]
@@ -392,7 +391,7 @@ def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[
     rows = [client for run in group.runs if run.result is not None for client in run.result["clients"]]
     rows = [client for client in rows if None not in (client["epsilon_spent"], _scores(client).get(score))]
     return {
-        "x": [client["epsilon_spent"] for client in rows],
+        "x": [shown_epsilon(one["epsilon_spent"], one["epsilon_budget"] or math.inf) for one in rows],
         "y": [_scores(client)[score] for client in rows],
         "text": [html.escape(str(client.get("name", client["client"])), quote=False) for client in rows],
         "name": name,

@@ -87,7 +87,7 @@ def read_run(folder: Path) -> RunFiles:
     path = folder / "result.json"
     result = _json(path) if path.is_file() else None
     if result is not None:
-        for key in ("clients", "rounds", "guarantee", "reason"):
+        for key in ("clients", "rounds", "guarantee", "reason", "test_set"):
             require(key in result, str(path), f"be the result of a run with the key {key}", sorted(result))
     return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
 

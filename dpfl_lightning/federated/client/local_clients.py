@@ -42,7 +42,11 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     """What the server may know about a population; `extra` are further fields of `Facts`."""
     truth = None if population.groups is None else {"groups": population.groups}
     shape = population.num_records, population.num_classes, population.input_shape
-    extra |= {"features": population.features, "empty_x": population.empty_batch[0]}
+    extra |= {
+        "test_set": population.test is not None,
+        "features": population.features,
+        "empty_x": population.empty_batch[0],
+    }
     return Facts(*shape, truth=truth, names=population.names, **extra)
 
 

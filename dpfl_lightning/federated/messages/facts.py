@@ -19,6 +19,7 @@ class Facts:
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.
         names: of the clients, for reports; empty if they have only numbers.
+        test_set: whether models are scored on a test set, and not on the clients' held-out records alone.
         features: names and preprocessing of the inputs of records from a table, see `Population`; else None.
         empty_x: records [0, *X], a tensor or a tuple or dictionary of tensors: their shapes and dtypes without values.
     """
@@ -30,6 +31,7 @@ class Facts:
     reported_epsilon: tuple[float, ...] = ()
     truth: Mapping[str, object] | None = None
     names: tuple[str, ...] = ()
+    test_set: bool = True
     features: Mapping[str, Any] | None = None
     empty_x: Any = field(default=None, compare=False, repr=False)
 

@@ -72,6 +72,7 @@ class RunInfo:
     simulated: bool = False
     exact_times: bool = False
     strategy_notes: tuple[str, ...] = ()
+    test_set: bool = True
     task: str = ""
     strategies: tuple[str, ...] = ()
 
@@ -119,6 +120,7 @@ class RunResult:
             noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
             update, accuracy in [0, 1], mean loss and metrics are those of its final model on its held-out records.
         task: what was learnt, such as "multiclass", and whether it was named or inferred.
+        test_set: whether there is one; without it, test scores are the means over clients on their held-out records.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: what strategies and the run report of the last round.
@@ -143,6 +145,7 @@ class RunResult:
     test_accuracy: float | None
     test_loss: float | None
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    test_set: bool = True
     task: str = ""
     simulated: bool = False
     accuracy_mean: float | None = None

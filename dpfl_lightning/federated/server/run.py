@@ -355,6 +355,7 @@ class Run:
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
             task=self.model.task_note,
+            test_set=self.facts.test_set,
             simulated=self.clients.simulated,
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),

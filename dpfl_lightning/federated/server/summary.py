@@ -89,21 +89,6 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, Any]:
     return dict(accuracy_mean=fmean(known), accuracy_std=pstdev(known), accuracy_worst=worst, accuracy_gap=gap)
 
 
-def without_test_set(result: Mapping[str, Any]) -> bool:
-    """Return whether the test scores of a result (`RunResult.as_dict`) are means over clients on held-out records.
-
-    These means are what `Evaluation.test` holds if there is no test set. Scores of a test set are different numbers.
-    """
-    losses = [client["loss"] for client in result["clients"] if client.get("loss") is not None]
-    pairs = [
-        (result["test_accuracy"], result["accuracy_mean"]),
-        (result["test_loss"], fmean(losses) if losses else None),
-        *((value, result["metrics_mean"].get(name)) for name, value in result["test_metrics"].items()),
-    ]
-    measured = [pair for pair in pairs if pair != (None, None)]
-    return bool(measured) and all(None not in pair and math.isclose(*pair) for pair in measured)
-
-
 def noise_multiplier(schedule: ClientSchedule) -> float | None:
     """Return the noise multiplier of the client's most frequent noised sum; None if no release is planned."""
     return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None

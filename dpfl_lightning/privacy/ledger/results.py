@@ -29,7 +29,16 @@ RESULTS = ("result.json", "guarantees.json")
 #: fields of `result.json`, and of its clients, that are not compared with the ledger
 _NOT_COMPARED = (
     *("output_dir", "wall_seconds", "training_seconds", "client_seconds", "records_per_second", "reason"),
-    *("task", "test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"),
+    *(
+        "task",
+        "test_set",
+        "test_accuracy",
+        "test_loss",
+        "accuracy_mean",
+        "accuracy_std",
+        "accuracy_worst",
+        "accuracy_gap",
+    ),
     *("accuracy_of_groups", "test_metrics", "metrics_mean", "metrics", "client_embedding"),
 )
 _NOT_COMPARED_OF_A_CLIENT = ("name", "noise_std", "accuracy", "loss", "metrics", "model", "true_group")

@@ -145,7 +145,8 @@ def description(notes: Sequence[str], result: RunResult | None = None) -> str:
     plan = [f"**Plan.** {' '.join(notes)}"] if notes else []
     if result is None:
         return "\n\n".join(["**Running.**", *plan])
-    scores = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
+    words = "Test accuracy" if result.test_set else "Mean accuracy over clients on held-out records"
+    scores = [] if result.test_accuracy is None else [f"**{words} {result.test_accuracy:.2%}**"]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {counted(len(result.clients), 'client')}: mean {result.accuracy_mean:.2%}"
         scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
