@@ -229,6 +229,7 @@ class FederatedLoop(ServerLoop):
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
         )
+        module.check_optimizer(rounds, [(client.learning_rate, client.steps) for client in settings])
 
     def run(self, resume: bool = False) -> RunResult:
         result = super().run(resume)

@@ -39,8 +39,7 @@ def audit(
     `tell` gets (done, all) checks.
 
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
-    (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, no such client, or the user's
-    training step.
+    (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
     require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
     x = loop.population.empty_batch[0]
@@ -79,9 +78,7 @@ def audit(
 
 def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
     """Return the loop with a module that takes plain SGD steps, from which the checks know the noise in a release."""
-    module, advice = loop.module, "An audit computes its noise from the steps of plain SGD."
-    own = type(module).__name__
-    require(not module.overrides("training_step"), "training_step", "be that of ClientModule to audit", own, advice)
+    module = loop.module
     if not module.plain_sgd(loop.optimizer):
         left_out.append(
             "the optimiser: the audit uses plain SGD in its place, because every optimiser sees noised gradients only"
@@ -89,7 +86,7 @@ def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
     if module.brings_optimizer:
         usual = {"brings_optimizer": False, "configure_optimizers": ClientModule.configure_optimizers}
         module = copy.deepcopy(module)
-        module.__class__ = type(own, (type(module),), usual)
+        module.__class__ = type(type(module).__name__, (type(module),), usual)
         loop = copy.copy(loop)
         loop.module = module
     return loop

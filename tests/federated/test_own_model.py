@@ -11,7 +11,7 @@ import torchmetrics
 from conftest import FIXED_KEY, blobs, break_off, private, small_net
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.load import from_mapping
@@ -363,6 +363,7 @@ def test_schedules_go_on_from_round_to_round(answer, make_loop, one_noise):
         (lambda one: {"optimizer": one, "lr_scheduler": ReduceLROnPlateau(one)}, "ReduceLROnPlateau"),
         (lambda one: [one, one], "2 optimizers"),
         (lambda one: None, "no optimizer.*remove"),
+        (lambda one: torch.optim.SparseAdam(one.param_groups[0]["params"]), "dense gradients"),
         (lambda one: torch.optim.LBFGS(one.param_groups[0]["params"]), "LBFGS"),
         (lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": StepLR(one, 1), "interval": "hour"}}, "hour"),
         (lambda one: ([one], [OneCycleLR(one, 0.1, total_steps=2)]), "ends after 2 steps"),
@@ -372,6 +373,144 @@ def test_what_cannot_be_used_is_refused_before_anything_is_charged(answer, words
     with pytest.raises(UserError, match=f"configure_optimizers.*{words}"):
         make_loop(module=configured(answer)(small_net()), rounds=4, output_dir=tmp_path / "run").run()
     assert not (tmp_path / "run").exists(), "so that the corrected run may have the same folder"
+
+
+def plain(self, x, y):
+    return F.cross_entropy(self(x), y)
+
+
+def of_init(kept):
+    """Returns the optimiser that the first call keeps, as one that `__init__` makes."""
+
+    def configure(self):
+        kept.extend([] if kept else [torch.optim.SGD(self.parameters(), lr=0.1)])
+        return kept[0]
+
+    return configure
+
+
+class Needing(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+
+
+def freezing(self):
+    self.net[0].requires_grad_(False)
+    return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
+def resetting(self):
+    nn.init.zeros_(self.net[0].weight)
+    return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def by_epoch(factor, of=None):
+    def configure(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rounds = self.trainer.max_epochs
+        return [optimizer], [LambdaLR(of or optimizer, lambda epoch: factor(epoch, rounds))]
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    "configure, words",
+    [
+        (of_init([]), "new optimizer in every call"),
+        (lambda self: torch.optim.Adam(small_net().parameters()), "parameters that the run trains"),
+        (lambda self: torch.optim.SGD([torch.zeros(1)], lr=0.1), "parameters that the run trains"),
+        (lambda self: Needing(self.parameters(), lr=0.1), "not callable.*test_own_model.py, line"),
+        (lambda self: torch.optim.SGD(self.parameters(), lr=-1), "Invalid learning rate.*test_own_model.py, line"),
+        (lambda self: torch.optim.SGD(self.parameters(), lr=torch.nan), "finite.*round 1, got nan"),
+        (by_epoch(lambda epoch, rounds: 1 - epoch), "round 3, got -0.1"),
+        (by_epoch(lambda epoch, rounds: 0), "above 0 in some round"),
+        (by_epoch(lambda epoch, rounds: 1, torch.optim.SGD([torch.zeros(1)], lr=0.1)), "a schedule of another"),
+        (freezing, "leave the parameters"),
+        (resetting, "leave the parameters"),
+    ],
+)
+def test_an_optimiser_that_would_fail_or_train_nothing_is_refused(configure, words):
+    with pytest.raises(UserError, match=f"configure_optimizers.*{words}"):
+        check(configure)
+
+
+def check(configure, rounds=4, steps=(2,)):
+    module = ClientModule(step(plain, configure_optimizers=configure))
+    module.check_optimizer(rounds, [(0.1, number) for number in steps])
+
+
+def test_an_optimiser_is_tried_with_the_rounds_and_steps_of_each_client():
+    check(by_epoch(lambda epoch, rounds: min(1.0, (epoch + 1) / int(0.2 * rounds))), rounds=10)
+
+    def over_steps(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1 / (self.trainer.estimated_stepping_batches - 1))
+
+    check(over_steps, rounds=1)
+    decaying = {"configure_optimizers": lambda self: torch.optim.SGD(self.trainable, 4.0 - self.local_task.round)}
+    own(**decaying)(small_net()).check_optimizer(4, [(0.1, 1)])
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        check(over_steps, rounds=1, steps=(1, 2))
+
+
+def test_an_optimiser_of_some_parameters_or_a_round_without_a_step_is_a_warning(recwarn):
+    def head(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+    def frozen(self):  # may be in a group
+        return torch.optim.SGD([*self.parameters(), torch.zeros(1)], lr=0.1)
+
+    for configure in (head, by_epoch(lambda epoch, rounds: epoch / rounds), frozen):
+        check(configure)
+    assert [str(one.message) for one in recwarn] == [
+        "configure_optimizers of Own leaves out net.0.weight, net.0.bias: freeze what is not to be trained",
+        "configure_optimizers of Own gives learning rate 0 in round 1, which costs budget and trains nothing",
+    ]
+
+
+class Hooks(L.LightningModule):
+    def on_train_batch_end(self, *_):
+        pass
+
+
+def own(*bases, **attributes):
+    return type("Own", (*bases, ClientModule), attributes)
+
+
+def with_attribute(name, value):
+    def build(self, net):
+        ClientModule.__init__(self, net)
+        setattr(self, name, value)
+
+    return own(__init__=build)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (own(training_step=lambda self, batch, batch_idx: None), "training_step"),
+        (own(on_before_optimizer_step=lambda self, optimizer: None, load=None), "load, on_before_optimizer_step"),
+        (own(Hooks), "on_train_batch_end"),
+        (type("Own", (ClientModule, Hooks), {}), "on_train_batch_end"),
+        (own(automatic_optimization=True), "automatic_optimization"),
+        (with_attribute("training_step", print), "training_step"),
+        (with_attribute("loss", nn.CrossEntropyLoss()), "loss"),
+    ],
+)
+def test_a_module_that_trains_otherwise_is_refused(kind, name, make_loop):
+    with pytest.raises(UserError, match=f"`{name}` must be that of ClientModule, which clips"):
+        make_loop(module=kind(small_net()))
+
+
+def test_parameters_outside_the_net_are_a_warning(recwarn):
+    with_attribute("scale", nn.Parameter(torch.ones(1)))(small_net()).check_extension()
+    assert str(recwarn[0].message) == "Own does not train scale: only parameters of its net are trained"
+
+
+def test_a_net_that_is_frozen_after_it_was_wrapped_is_refused(make_loop):
+    module = ClientModule(small_net())
+    module.net[0].requires_grad_(False)
+    with pytest.raises(UserError, match=r"`requires_grad` must be set before.*0.bias, 0.weight"):
+        make_loop(module=module)
 
 
 def test_settings_of_a_schedule_are_those_of_its_optimiser():

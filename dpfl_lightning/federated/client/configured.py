@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 
-#: optimisers that treat every number alike, so that several tensors may be one
+#: optimisers of torch that treat every number alike, so that several tensors may be one
 _ELEMENTWISE = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad")}
 
 
@@ -54,8 +55,43 @@ class ConfiguredOptimizer:
             raise _refused(f"a schedule with interval {interval!r} and frequency {frequency!r}")
         return cls(optimizer, scheduler, interval == "step", frequency)
 
+    def check(self, again: ConfiguredOptimizer, trainable: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of `trainable` parameters that no group contains.
+
+        Raises UserError if `again`, the answer to a second call, is the same optimiser, the schedule is that of another
+        one, or a parameter is not one of `trainable`. Frozen parameters are ignored.
+        """
+        key, new = "configure_optimizers", self.optimizer is not again.optimizer
+        advice = "Make it in this method: each round of a client starts with a new one."
+        require(new, key, "return a new optimizer in every call", "one object", advice)
+        if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
+            raise _refused("a schedule of another optimizer")
+        grouped = {one for group in self.optimizer.param_groups for one in group["params"]}
+        moved = {one for one in grouped if one.requires_grad}
+        advice = "Use self.parameters(), or self.trainable of a ClientModule."
+        fits = {*trainable.values()} >= moved > set()
+        require(fits, key, "use the parameters that the run trains", "other ones", advice)
+        return [name for name, one in trainable.items() if one not in moved]
+
+    def idle_rounds(self, rounds: int, steps: int) -> list[int]:
+        """Return the rounds in which every learning rate is 0. The optimiser cannot be used afterwards.
+
+        Raises UserError if a learning rate is negative or not finite.
+        """
+        settings, idle = GroupSettings(self), []
+        for round in range(1, rounds + 1):
+            numbers = {self.steps_taken(round, steps, step) for step in range(steps)}
+            rates = [rate for number in numbers for rate in rates_of(settings.after(number))]
+            for rate in rates:
+                must = f"give learning rates >= 0 that are finite, also in round {round}"
+                require(0 <= rate < math.inf, "configure_optimizers", must, rate)
+            idle += [] if any(rates) else [round]
+        return idle
+
     def steps_taken(self, round: int, steps: int, step: int) -> int:
         """Steps of the schedule before a local step of a round, both counted from 1 and 0, with `steps` in a round."""
+        if self.scheduler is None:
+            return 0
         passed = (round - 1) * steps + step if self.every_step else round - 1
         return passed // self.frequency
 
@@ -64,7 +100,6 @@ class GroupSettings:
     """The settings of an optimiser's parameter groups (`lr`, `momentum`, ...) after any number of schedule steps."""
 
     def __init__(self, configured: ConfiguredOptimizer) -> None:
-        assert configured.scheduler is not None
         self._optimizer, self._scheduler = configured.optimizer, configured.scheduler
         for group in self._optimizer.param_groups:
             group["params"] = [torch.zeros(()) for _ in group["params"]]  # a step without gradients changes nothing
@@ -73,6 +108,7 @@ class GroupSettings:
     def after(self, number: int) -> list[dict[str, Any]]:
         """Return the settings of each group after `number` steps of the schedule."""
         while len(self._known) <= number:
+            assert self._scheduler is not None  # for mypy
             self._optimizer.step()
             try:
                 self._scheduler.step()
@@ -88,19 +124,23 @@ class GroupSettings:
         ]
 
 
-def on_one_vector(optimizer: torch.optim.Optimizer, views: Mapping[Tensor, Tensor], flat: Tensor) -> list[Tensor]:
-    """Let an optimiser work on `flat` `[P]` in place of parameters, and return the tensors that need a gradient.
+def rates_of(groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the learning rates of parameter groups, 1 for an optimiser that has none."""
+    return [float(group.get("lr", 1.0)) for group in groups]
 
-    `views` maps each parameter to its view of `flat`. An optimiser that treats all numbers alike works on the whole
-    vector at once, and any other one on the views.
+
+def on_one_vector(optimizer: torch.optim.Optimizer, trainable: Sequence[Tensor], flat: Tensor) -> bool:
+    """Let an optimiser work on `flat` `[P]` in place of all `trainable` parameters, if this is known to be the same.
+
+    Returns False if it may treat parameters differently, or knows them otherwise: then it is unchanged.
     """
-    groups = optimizer.param_groups
-    for group in groups:
-        group["params"] = [views[parameter] for parameter in group["params"] if parameter in views]
-    if type(optimizer) in _ELEMENTWISE and len(groups) == 1 and len(groups[0]["params"]) == len(views):
-        groups[0]["params"] = [flat]
-        return [flat]
-    return list(views.values())
+    groups, hooks = optimizer.param_groups, (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if type(optimizer) not in _ELEMENTWISE or len(groups) > 1 or any(hooks):
+        return False
+    if not {*trainable} <= {*groups[0]["params"]}:
+        return False
+    groups[0]["params"] = [flat]
+    return True
 
 
 def _only(several: Any) -> Any:

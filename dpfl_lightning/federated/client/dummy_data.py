@@ -154,7 +154,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     check_net(module.net)  # again: the modes of its layers may have changed
     if not any(one[1] is not None and one[1].pattern == _SLOW_VMAP for one in warnings.filters):
         warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
-    module.check_optimizer(learning_rate=0.1)
+    module.check_extension()
     records = min(max(8, population.num_classes), 32)  # most classes
     with tensors_restored(module.net):
         module.prepare(*dummy_batch(population, records, module.device), population.num_classes)

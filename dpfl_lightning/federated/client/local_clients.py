@@ -90,8 +90,6 @@ class LocalClients:
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         check_budgets(plan.schedule, plan.settings, self.population.name_of)
-        for rate in sorted({client.learning_rate for client in plan.settings}):
-            self.module.check_optimizer(rate, plan.rounds, max(client.steps for client in plan.settings))
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
         keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms

@@ -1,15 +1,20 @@
 """The private training step of a client as a LightningModule."""
 
+import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
+from dpfl_lightning.config.registry import users_code
+from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector, rates_of
+from dpfl_lightning.federated.client.draws import drawing_alike
 from dpfl_lightning.federated.client.lightning_loss import (
     LightningLoss,
     configured_by,
@@ -24,6 +29,10 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
+
+#: what a subclass of ClientModule may override: nothing that clips, adds noise, or trains
+_EXTENSIONS = {"loss", "sample_loss", "output", "logits_of", "infer_task", "configure_optimizers"}
+_EXTENSIONS |= {"personal", "personal_mask", "probabilities", "task"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class ClientModule(Model, L.LightningModule):
     dtypes; `metrics` are keys of `federated.client.metrics.METRICS`, empty for those of the task. Of a LightningModule
     `forward`, the loss of `training_step` and `configure_optimizers` are used, and `unused` lists what is not. To
     change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
-    `stacked`), or set `personal` to the names of parameters that stay with each client.
+    `stacked`), or set `personal` to the names of parameters that stay with each client. A run refuses a subclass that
+    overrides other methods, such as `training_step` or a hook of Lightning.
 
     With a loss of the user, outputs that stay in [0, 1] on random records (a last Sigmoid or Softmax) are scored as
     probabilities; set `probabilities` to True or False to state it.
@@ -130,8 +140,32 @@ class ClientModule(Model, L.LightningModule):
 
     def plain_sgd(self, optimizer: LocalOptimizer | None) -> bool:
         """Return whether a step with the optimiser of a plan is plain SGD, which engines may compute in other ways."""
-        plain = optimizer is not None and optimizer.plain
-        return plain and not self.brings_optimizer and not self.overrides("training_step")
+        return optimizer is not None and optimizer.plain and not self.brings_optimizer
+
+    def check_extension(self) -> None:
+        """Raise UserError if a subclass overrides what it must not, or parameters were frozen after this was made.
+
+        Warns of trainable parameters outside the net.
+
+        **Privacy** Another `training_step`, or a hook that only the engine `trainer` calls, could train without noise.
+        """
+        changed = [name for name in dir(ClientModule) if not name.startswith("__") and self._changes(name)]
+        must = "be that of ClientModule, which clips and adds noise"
+        advice = "Override `loss`, `sample_loss` or `configure_optimizers`, or wrap a LightningModule."
+        require(not changed, ", ".join(changed), must, type(self).__name__, advice)
+        frozen = ", ".join(sorted(self._shapes.keys() ^ self.named_trainable.keys()))
+        require(not frozen, "requires_grad", "be set before a ClientModule is made", frozen, "Set it on the net.")
+        named = ((name, one) for name, one in self.named_parameters() if not name.startswith("net."))
+        if outside := [name for name, one in named if one.requires_grad]:
+            words = f"does not train {', '.join(outside)}: only parameters of its net are trained"
+            warn_user(f"{type(self).__name__} {words}")
+
+    def _changes(self, name: str) -> bool:
+        """Return whether a class or `__init__` replaces an attribute of ClientModule that is no extension."""
+        usual = inspect.getattr_static(ClientModule, name, None)
+        inherited = inspect.getattr_static(type(self), name, None) is usual
+        hidden = name in self._modules or (callable(usual) and name in vars(self))
+        return hidden or not (inherited or name in _EXTENSIONS or name.startswith("_abc_"))
 
     @torch.no_grad()
     def prepare(self, x: Inputs, y: Tensor, num_classes: int) -> None:
@@ -190,18 +224,60 @@ class ClientModule(Model, L.LightningModule):
         task = self._require_task()
         return (task.optimizer or PLAIN_SGD).over(self.trainable, task.learning_rate)
 
-    def check_optimizer(self, learning_rate: float, rounds: int = 1, steps: int = 1) -> None:
-        """Raise UserError unless `configure_optimizers` fits a run of so many rounds and local steps in each."""
+    def check_optimizer(self, rounds: int, clients: Sequence[tuple[float, int]]) -> None:
+        """Check that `configure_optimizers` fits a run of so many rounds of clients `(learning rate, local steps)`.
+
+        It is called on a copy for the first and the last round, and for the least and the greatest rate and number of
+        steps. The optimiser takes one step.
+
+        Raises UserError if it or the step raises, its answer cannot be used, or it changes parameters. Warns of
+        parameters in no group, and of rounds with a learning rate of 0.
+        """
         if not self.brings_optimizer:
             return
         self._rounds = rounds
         self._settings_of.clear()
-        mechanism, noise = Gaussian(1.0, 0.0, 1.0, 1.0), Streams().generator("none", 0, 0)
-        task = LocalTask(VmapClippedSum(self.sample_loss), mechanism, noise, learning_rate, optimizer=None)
+        name = type(self if self.overrides("configure_optimizers") else self.net).__name__
+        copied, notices, keys = copy.deepcopy(self), list[str](), (itemgetter(0), itemgetter(1))
         try:
-            StepOptimizer(self, replace(task, round=rounds, steps=steps), taken=steps - 1)
-        finally:
-            self.local_task = None
+            with users_code("configure_optimizers", name), drawing_alike(self.device), torch.no_grad():
+                for learning_rate, steps in {end(clients, key=key) for end in (min, max) for key in keys}:
+                    left_out, idle = copied._try_optimizer(self.flat, rounds, learning_rate, steps)
+                    if left_out:
+                        notices.append(f"leaves out {', '.join(left_out)}: freeze what is not to be trained")
+                    if idle:
+                        which = ", ".join(map(str, idle))
+                        notices.append(f"gives learning rate 0 in round {which}, which costs budget and trains nothing")
+        except UserError:
+            raise
+        except Exception as error:  # of an optimiser or a schedule of a library
+            raise UserError(f"`configure_optimizers` must work, got {type(error).__name__}: {error}") from error
+        for notice in dict.fromkeys(notices):
+            warn_user(f"configure_optimizers of {name} {notice}")
+
+    def _try_optimizer(
+        self, start: Tensor, rounds: int, learning_rate: float, steps: int
+    ) -> tuple[list[str], list[int]]:
+        """Return the parameters in no group, and the rounds with a learning rate of 0. Moves the parameters."""
+        mechanism, noise, answers = Gaussian(1.0, 0.0, 1.0, 1.0), Streams().generator("none", 0, 0), []
+        task = LocalTask(VmapClippedSum(self.sample_loss), mechanism, noise, learning_rate, optimizer=None, steps=steps)
+        self.load(start)
+        for round in (1, rounds):
+            self.local_task = replace(task, round=round)
+            answers.append(ConfiguredOptimizer.of(self.configure_optimizers()))
+        same = self._shapes.keys() == self.named_trainable.keys() and torch.equal(self.flat, start)
+        require(same, "configure_optimizers", "leave the parameters as they are", "others", "Set them in __init__.")
+        first, last = answers
+        left_out = first.check(last, self.named_trainable)
+        for parameter in self.trainable:
+            parameter.grad = torch.ones_like(parameter)
+        first.optimizer.step()
+        idle = last.idle_rounds(rounds, steps)
+        if len(idle) == rounds:  # or the rate follows the round of the task
+            rates = rates_of(first.optimizer.param_groups)
+            require(any(rates), "configure_optimizers", "give a learning rate above 0 in some round", rates)
+            return left_out, []
+        return left_out, idle
 
     def training_step(self, batch: tuple[Inputs, Tensor], batch_idx: int) -> None:
         """Clip -> sum -> noise -> optimiser, on `x [B, *X]`, `y [B]`, B may be 0."""
@@ -210,9 +286,13 @@ class ClientModule(Model, L.LightningModule):
         step = task.mechanism.privatise(clipped, task.noise, self.flat.dtype)[0]  # [P]
         if task.anchor is not None:
             step += task.pull * (self.flat - task.anchor)
-        for parameter, gradient in zip(self.trainable, self.unflatten(step).values(), strict=True):
-            parameter.grad = gradient.to(parameter.dtype, copy=True)
+        self.set_gradient(step)
         self.local_optimizer.step()
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Set the gradients of all trainable parameters from one vector `[P]`, which is copied."""
+        for parameter, part in zip(self.trainable, self.unflatten(gradient).values(), strict=True):
+            parameter.grad = part.to(parameter.dtype, copy=True)
 
     def begin(self, task: LocalTask, flat: Tensor) -> None:
         """Start a client's round at `flat` `[P]` with a fresh optimiser."""
@@ -237,8 +317,10 @@ class StepOptimizer:
     Without `flat` it works on the parameters of the module, and otherwise on a vector `[P]`.
     """
 
-    def __init__(self, module: ClientModule, task: LocalTask, flat: Tensor | None = None, taken: int = 0) -> None:
-        module.local_task, self._round, self._steps, self._taken = task, task.round, task.steps, taken
+    def __init__(self, module: ClientModule, task: LocalTask, flat: Tensor | None = None) -> None:
+        if flat is not None:
+            module.load(flat)  # an optimiser may use the parameters
+        module.local_task, self._round, self._steps, self._taken = task, task.round, task.steps, 0
         self._configured = ConfiguredOptimizer.of(module.configure_optimizers())
         self._settings: GroupSettings | None = None
         if self._configured.scheduler is not None:
@@ -246,11 +328,8 @@ class StepOptimizer:
             if key not in known:
                 known[key] = GroupSettings(ConfiguredOptimizer.of(module.configure_optimizers()))
             self._settings = known[key]
-            self._schedule()
-        if flat is not None:
-            self._unflatten, parts = module.unflatten, module.unflatten(flat).values()
-            views = dict(zip(module.trainable, parts, strict=True))
-            self._moved = on_one_vector(self._configured.optimizer, views, flat)
+        self._module, self._flat = module, flat
+        self._whole = flat is not None and on_one_vector(self._configured.optimizer, module.trainable, flat)
 
     def step(self) -> None:
         """Take a step by the gradients of the parameters."""
@@ -260,10 +339,14 @@ class StepOptimizer:
 
     def step_by(self, gradient: Tensor) -> None:
         """Take a step of the vector by its gradient `[P]`."""
-        parts = [gradient] if len(self._moved) == 1 else list(self._unflatten(gradient).values())
-        for moved, part in zip(self._moved, parts, strict=True):
-            moved.grad = part.view_as(moved)
+        assert self._flat is not None  # for mypy
+        if self._whole:
+            self._flat.grad = gradient
+            self.step()
+            return
+        self._module.set_gradient(gradient)
         self.step()
+        self._flat.copy_(self._module.flat)
 
     def _schedule(self) -> None:
         if self._settings is None:

@@ -34,8 +34,6 @@ T = TypeVar("T")
 class FastEngine(SerialEngine):
     """Trains `workers` clients at the same time (None: one a core, one on a GPU), on one flat vector of parameters.
 
-    A module that overrides `training_step` is trained by that instead.
-
     Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else `vmap(grad)`; `description`
     says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
 
@@ -127,8 +125,6 @@ class FastEngine(SerialEngine):
             wait(running)  # their passes swap the parameters of the module
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
-        if self.module.overrides("training_step"):
-            return super().local_training(task, start, batches)
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
         plain = self.module.plain_sgd(task.optimizer)

@@ -66,10 +66,7 @@ class StackedEngine(SerialEngine):
         self.description = f"vmap over clients and records, gradients of {self.bytes >> 20} MiB at once"
 
     def choose_clipped_sum(self) -> ClippedSum:
-        must, advice = (
-            "be fast for a module that overrides `configure_optimizers` or `training_step`",
-            "Stacks use SGD.",
-        )
+        must, advice = "be fast for a module that overrides `configure_optimizers`", "Stacks use SGD."
         require(self.module.plain_sgd(PLAIN_SGD), "engine.name", must, self.name, advice)
         must = "be fast or serial for records that are not one tensor in memory"
         require(isinstance(self.population.x, Tensor), "engine.name", must, self.name)
