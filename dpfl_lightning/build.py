@@ -201,6 +201,8 @@ class FederatedLoop(ServerLoop):
         if engine is not None and engine.name == "stacked" and optimizer is not None:
             advice = "Use the engine fast."
             require(optimizer.plain, "clients.optimizer", "be plain sgd with engine stacked", clients.optimizer, advice)
+        if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
+            warn_user(module.task_advice)
         _notice(module, clients)
         facts = facts_of(
             population,

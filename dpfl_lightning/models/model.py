@@ -38,9 +38,11 @@ class Model(nn.Module):
     #: the net's attribute `personal` is used, if there is one
     personal: tuple[str, ...] = ()
 
-    #: the task that fits net and data, once a run knows both; `task_note` says where it comes from
+    #: the task that fits net and data, once a run knows both; `task_note` says where it comes from,
+    #: and `task_advice` how to choose another one
     task: Task | None = None
     task_note: str = ""
+    task_advice: str = ""
 
     def __init__(self, net: nn.Module, task: str | None = None) -> None:
         super().__init__()

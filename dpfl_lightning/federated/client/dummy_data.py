@@ -186,7 +186,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     shapes = tuple(output.shape[1:]), tuple(y.shape[1:])
     module.task_note = described(task, *shapes, module.named_task is not None)
     if module.named_task is None and (others := other_tasks(task, *shapes)):
-        warn_user(
+        module.task_advice = (
             f"task {task.name} is inferred from floating labels. Name it, or, for labels of 0 and 1, "
             f"{' or '.join(others)}: `task` in YAML, ClientModule(net, task=...) in Python"
         )

@@ -28,7 +28,7 @@ from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
 # attributes of a `ClientModule` that are no settings, or follow from its net and the records
-_OF_A_ROUND = ("local_task", "local_optimizer", "net", "metrics", "task", "task_note")
+_OF_A_ROUND = ("local_task", "local_optimizer", "net", "metrics", "task", "task_note", "task_advice")
 _OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # LayerNorm: its creation draws no random numbers
 _COLUMNS = {
     "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),

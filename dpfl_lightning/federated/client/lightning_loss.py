@@ -146,7 +146,12 @@ class LightningLoss:
         return not bool(error > 1e-2 * changes + rounding)  # NaN is another check's
 
     def _failed(self, params: Params, x: Any, y: Tensor, error: Exception) -> UserError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__).rstrip(".")
+        if "between 0 and 1" in reason:  # of torch's binary_cross_entropy; labels are tried that a regression may have
+            return UserError(
+                "`training_step` must take any floating labels, got an error of binary_cross_entropy. Use "
+                "binary_cross_entropy_with_logits, or labels y.long() with y.float() in training_step."
+            )
         try:
             self._of_all(params, x, y)
         except Exception:  # the cause is not that a batch has one record
@@ -156,12 +161,12 @@ class LightningLoss:
                 self._of_all(params, take(x, slice(1)), y[:1])
             except Exception:
                 return UserError(
-                    f"`training_step` must also work for a batch of one record, got: {reason} Write squeeze(-1) for "
+                    f"`training_step` must also work for a batch of one record, got: {reason}. Write squeeze(-1) for "
                     "squeeze(), which removes the dimension of records, too."
                 )
         return UserError(
             "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
-            f"loggers or functional metrics), got {type(error).__name__}: {reason} Move other work to "
+            f"loggers or functional metrics), got {type(error).__name__}: {reason}. Move other work to "
             "validation_step, or wrap the net alone by ClientModule(net)."
         )
 
