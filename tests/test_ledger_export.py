@@ -86,7 +86,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("adjacency", ["add_remove", pytest.param("replace_one", marks=pytest.mark.e2e)])
 def test_every_kind_of_release_has_a_valid_bound(adjacency, tmp_path, monkeypatch, capsys):
     file, clients = tmp_path / "dp_events.json", len(KINDS)
     ledger = Ledger(tmp_path / "l.jsonl", Header("rdp", adjacency, "poisson", (DELTA,) * clients, (9.0,) * clients))

@@ -81,7 +81,7 @@ def one_label(people, train_of) -> None:
 
 
 def one_record_more(people, train_of) -> None:
-    train_of[1] = torch.cat([train_of[1], train_of[1][:1]])
+    train_of[1] = torch.cat([train_of[1], train_of[0][:1]])
 
 
 def one_record_less(people, train_of) -> None:

@@ -312,8 +312,12 @@ MORE = {
     "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
 }
 #: strategy and options -> what its guarantee says where nothing protects its answers
+ASKING = ("clustered", "distillation", "ifca", "minimum_epsilon", "noise_aware", "two_stage_selection")
 VARIANTS = [
-    *((name, {}, "") for name in sorted(strategies.STRATEGIES)),
+    *(
+        pytest.param(name, {}, "", marks=[pytest.mark.e2e] * (name not in ASKING))
+        for name in sorted(strategies.STRATEGIES)
+    ),
     ("ifca", {"selection": "exponential", "selection_rounds": None}, ""),
     ("ifca", {"selection": "paper_argmin", "selection_rounds": None}, PLAIN_CHOICES),
     ("clustered", {"selection": "exponential"}, ""),

@@ -51,7 +51,8 @@ def test_replaced_records_golden_values(rate, noise, steps, delta, tight):
 
 SETTINGS = itertools.product((0.002, 0.05, 0.4, 1.0), (1.0, 6.0), (1, 200), ADJACENCIES)
 LONG = tuple(itertools.product((0.002, 0.4, 1.0), (1.0,), (1, 200), ("replace_one",)))  # take seconds each
-GRID = [pytest.param(*case, marks=pytest.mark.slow if case in LONG else ()) for case in SETTINGS]
+MARKS = {1: (), 200: pytest.mark.e2e}  # by the number of steps
+GRID = [pytest.param(*case, marks=pytest.mark.slow if case in LONG else MARKS[case[2]]) for case in SETTINGS]
 
 
 @pytest.mark.parametrize(("rate", "noise", "steps", "adjacency"), GRID)
@@ -105,7 +106,7 @@ LONG_INTEGRALS = [(0.99, 1.0, 12), (0.03, 0.3, 9.4)]  # take seconds each
 @pytest.mark.parametrize(
     ("rate", "noise", "order", "adjacency"),
     [
-        pytest.param(*case, adjacency, marks=pytest.mark.slow if case in LONG_INTEGRALS else ())
+        pytest.param(*case, adjacency, marks=pytest.mark.slow if case in LONG_INTEGRALS else pytest.mark.e2e)
         for adjacency, cases in (("replace_one", REPLACING), ("add_remove", ADDING))
         for case in cases
     ],
@@ -155,6 +156,7 @@ def test_few_pure_releases_add_up_and_many_do_not():
     assert epsilon("rdp", [LaplaceEvent(20.0, 400)], 1e-5) < 0.4 * 20
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("events", [[LaplaceEvent(20.0, 400)], [LaplaceEvent(4.0, 30), GaussianEvent(0.05, 1.0, 100)]])
 def test_laplace_composes_tightly(events, adjacency):
