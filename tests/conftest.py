@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.build import FederatedLoop
+from dpfl_lightning.build import ENGINES, FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import LocalClients
@@ -127,6 +127,8 @@ def one_noise(monkeypatch):
 
 
 FIXED_KEY = "00112233445566778899aabbccddeeff"
+#: names for `parametrize`; the engine trainer trains as serial does, only slower
+EVERY_ENGINE = [pytest.param(name, marks=[pytest.mark.e2e] * (name == "trainer")) for name in sorted(ENGINES)]
 
 
 def private(epsilon=8.0, **options) -> PrivacyOptions:

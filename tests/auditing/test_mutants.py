@@ -94,7 +94,7 @@ LAPLACE = {"mechanism": "laplace", "delta": 0.0, "batch_size": None}
 QUICK = sorted(set(ENGINES) - {"trainer"})
 
 
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("adjacency", ["add_remove", pytest.param("replace_one", marks=pytest.mark.e2e)])
 @pytest.mark.parametrize(("engine",), fast_first([(engine,) for engine in QUICK]))
 def test_a_sound_build_with_laplace_noise_is_not_refuted(engine, adjacency, monkeypatch):
     found = audited(engine, monkeypatch, adjacency=adjacency, **LAPLACE)

@@ -9,7 +9,7 @@ import pytest
 import reference
 import task_cases
 import torch
-from conftest import FIXED_KEY, small_net
+from conftest import EVERY_ENGINE, FIXED_KEY, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -34,8 +34,6 @@ from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 #: the same for every engine
 STREAMS = Streams(bytes(32))
 OTHERS = sorted(set(ENGINES) - {"serial"})
-#: the engine trainer trains as serial does, only slower
-EVERY = [pytest.param(name, marks=[pytest.mark.e2e] * (name == "trainer")) for name in sorted(ENGINES)]
 
 
 def set_up(engine, loop, streams=STREAMS):
@@ -152,7 +150,7 @@ CLASS_JOBS = {
 
 @pytest.mark.parametrize("job", CLASS_JOBS.values(), ids=CLASS_JOBS)
 @pytest.mark.parametrize("records", [20, 150], ids=["together", "alone"])
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job, make_loop):
     """Record by record through plain autograd, with the noise and the draws of the same streams."""
     population, clients = images(records), ClientOptions(count=4, batch_size=records if job.most_records else 15)
@@ -373,7 +371,7 @@ class Order(Strategy):
         return dataclasses.replace(plan, **{name: getattr(plan, name)[:: self.way] for name in columns})
 
 
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_order_of_clients_does_not_matter(engine, make_loop):
     forwards, backwards = (make_loop(engine=ENGINES[engine](), parts=[Order(way)]) for way in (1, -1))
     forwards.run(), backwards.run()

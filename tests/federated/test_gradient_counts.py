@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import FIXED_KEY, blobs, break_off, small_net
+from conftest import EVERY_ENGINE, FIXED_KEY, blobs, break_off, small_net
 from reference import summed
 from rich.console import Console
 
@@ -73,12 +73,8 @@ def noted(loop) -> list[dict]:
     return [{name: row[name] for name in ("client", "gradients", "not_finite")} for row in rows]
 
 
-#: the engine trainer trains as serial does, only slower
-EVERY = [pytest.param(name, marks=[pytest.mark.e2e] * (name == "trainer")) for name in sorted(ENGINES)]
-
-
 @pytest.mark.parametrize("clients", [SAMPLED, FULL, FULL_TWICE], ids=["sampled", "one step", "two full steps"])
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_every_engine_counts_them_and_trains_on(engine, clients, make_loop):
     loop = make_loop(with_broken_records(), engine=ENGINES[engine](), clients=clients, privacy=PRIVACY, rounds=2)
     loop.run()
@@ -108,7 +104,7 @@ class EachClass(Strategy):
 
 
 @pytest.mark.parametrize("clients", [SAMPLED, FULL], ids=["sampled", "full"])
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_class_gradients_are_counted_too(engine, clients, make_loop):
     """Groups are classes there, or classes of clients side by side."""
     options = {"engine": ENGINES[engine](), "clients": clients, "privacy": PRIVACY, "parts": [EachClass()]}
@@ -118,7 +114,7 @@ def test_class_gradients_are_counted_too(engine, clients, make_loop):
     assert noted(loop) == due and due[1]["not_finite"] > 0
 
 
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
     """One round of one step with all records: each record's gradient by plain autograd at the start."""
     privacy = dataclasses.replace(PRIVACY, clip_norm=4.0)
@@ -214,7 +210,7 @@ class Without2(Strategy):
         return plan.only(lambda client: client != 2)
 
 
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_diagnostics_show_in_each_round_what_the_clients_counted(engine, make_loop):
     options = {"engine": ENGINES[engine](), "privacy": SHOWING, "parts": [Without2()]}
     loop, _, watcher = watched(make_loop, with_broken_records(), **options)
@@ -230,7 +226,7 @@ def test_diagnostics_show_in_each_round_what_the_clients_counted(engine, make_lo
 
 
 @pytest.mark.usefixtures("one_noise")
-@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_diagnostics_change_no_bit_of_the_training_and_engines_agree_on_counts(engine, make_loop):
     quiet = dataclasses.replace(SHOWING, diagnostics=False)
     runs = [(engine, SHOWING), (engine, quiet), ("serial", quiet)]

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import FIXED_KEY, break_off, small_net
+from conftest import EVERY_ENGINE, FIXED_KEY, break_off, small_net
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -72,7 +72,7 @@ def keys(monkeypatch):
     return given
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, make_loop, tmp_path):
     """Two runs of one configuration, one of them broken off in its second round: no two draw the same noise."""
     privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
@@ -211,7 +211,7 @@ def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop
 # ---- the default mode
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_a_protected_run_learns_and_spends_its_budget(engine, make_loop):
     result = make_loop(engine=ENGINES[engine](), privacy=PROTECTED).run()
     assert result.test_accuracy > 0.5
