@@ -72,7 +72,6 @@ class RunInfo:
     simulated: bool = False
     exact_times: bool = False
     strategy_notes: tuple[str, ...] = ()
-    test_set: bool = True
     task: str = ""
     strategies: tuple[str, ...] = ()
 
