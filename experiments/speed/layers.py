@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleModule
-from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -53,19 +53,50 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-SEQUENCE, IMAGE = (STEPS, WIDTH), (32, 16, 16)
+class Scale(nn.Module):
+    """A layer that no library knows, with a factor for each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _stacked_lstm(kind: type[nn.Module]) -> nn.Module:
+    module = Recurrent(kind)
+    module.layer = kind(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+    return module
+
+
+SEQUENCE, IMAGE, VOLUME = (STEPS, WIDTH), (32, 16, 16), (8, 8, 8, 8)
+Build = Callable[[], nn.Module]
+#: layers that Opacus takes as they are, and the shape of a record
+_SAME: dict[str, tuple[Build, tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(512, 256), (512,)),
+    "Linear at 32 positions": (lambda: nn.Linear(WIDTH, WIDTH), SEQUENCE),
+    "Linear with an adapter of rank 8": (LowRank, SEQUENCE),
+    "Conv1d": (lambda: nn.Conv1d(STEPS, 32, 3, padding=1), SEQUENCE),
+    "Conv2d": (lambda: nn.Conv2d(32, 32, 3, padding=1), IMAGE),
+    "Conv3d": (lambda: nn.Conv3d(8, 8, 3, padding=1), VOLUME),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(32, 16, 3, padding=1), IMAGE),
+    "Embedding": (lambda: nn.Embedding(WORDS, WIDTH), (STEPS,)),
+    "LayerNorm": (lambda: nn.LayerNorm(WIDTH), SEQUENCE),
+    "RMSNorm": (lambda: nn.RMSNorm(WIDTH), SEQUENCE),
+    "GroupNorm": (lambda: nn.GroupNorm(4, 32), IMAGE),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(32, affine=True), IMAGE),
+    "PReLU": (lambda: nn.PReLU(32), IMAGE),
+    "your layer with a parameter": (Scale, SEQUENCE),
+}
 #: layer, its equivalent in Opacus, and the shape of a record
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
-    "Linear": (lambda: nn.Linear(512, 256), lambda: nn.Linear(512, 256), (512,)),
-    "Linear at 32 positions": (lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.Linear(WIDTH, WIDTH), SEQUENCE),
-    "Conv2d": (lambda: nn.Conv2d(32, 32, 3, padding=1), lambda: nn.Conv2d(32, 32, 3, padding=1), IMAGE),
-    "Embedding": (lambda: nn.Embedding(WORDS, WIDTH), lambda: nn.Embedding(WORDS, WIDTH), (STEPS,)),
-    "LayerNorm": (lambda: nn.LayerNorm(WIDTH), lambda: nn.LayerNorm(WIDTH), SEQUENCE),
-    "GroupNorm": (lambda: nn.GroupNorm(4, 32), lambda: nn.GroupNorm(4, 32), IMAGE),
+LAYERS: dict[str, tuple[Build, Build, tuple[int, ...]]] = {
+    **{name: (build, build, shape) for name, (build, shape) in _SAME.items()},
     "LSTM": (lambda: Recurrent(nn.LSTM), lambda: Recurrent(DPLSTM), SEQUENCE),
+    "LSTM, two layers, both directions": (lambda: _stacked_lstm(nn.LSTM), lambda: _stacked_lstm(DPLSTM), SEQUENCE),
     "GRU": (lambda: Recurrent(nn.GRU), lambda: Recurrent(DPGRU), SEQUENCE),
+    "RNN": (lambda: Recurrent(nn.RNN), lambda: Recurrent(DPRNN), SEQUENCE),
     "MultiheadAttention": (lambda: Attention(nn.MultiheadAttention), lambda: Attention(DPMultiheadAttention), SEQUENCE),
-    "Linear with an adapter of rank 8": (LowRank, LowRank, SEQUENCE),
 }
 
 
