@@ -142,14 +142,14 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
     signature = inspect.signature(function)
     takes = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
     others = [name for name in init_args if name not in takes]
+    if others and len(takes) == len(signature.parameters):
+        must = f"be an argument of {class_path} ({', '.join(takes) or 'it has none'})"
+        require(False, f"{key}.{others[0]}", must, init_args[others[0]], nearest(others[0], takes))
     for name, one in takes.items():
         given = name in init_args or one.default is not one.empty or one.kind is one.VAR_POSITIONAL
         near = nearest(name, others)
         advice = f"Is it {near.split('`')[1]!r}?" if near else ""
         require(given, f"{key}.{name}", f"be given for {class_path}", None, advice)
-    if others and len(takes) == len(signature.parameters):
-        must = f"be an argument of {class_path} ({', '.join(takes) or 'it has none'})"
-        require(False, f"{key}.{others[0]}", must, init_args[others[0]], nearest(others[0], takes))
     try:
         signature.bind(**init_args)
     except TypeError as error:

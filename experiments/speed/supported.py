@@ -202,7 +202,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     if options.page:
         split_page(Path(options.page), PAGE)
-    text = report({**_saved("bench.json"), **_saved("kinds.json")})
+    text = report({**_saved("layers.json"), **_saved("kinds.json")})
     if options.page:
         fill_page(Path(options.page), PAGE, text)
     else:
