@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -110,10 +110,8 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
     """
     require_one_of(known, f"{key}.name", name)
     allowed = {one.name: (hint, one) for hint, one in _parameters(known[name], len(args))}
-    takes = ", ".join(allowed) or "it has none"
     for option, value in options.items():
-        must, advice = f"be an option of {name} ({takes})", nearest(option, allowed)
-        require(option in allowed, f"{key}.{option}", must, value, advice)
+        _require_known(key, option, value, f"option of {name}", allowed)
         hint = allowed[option][0]
         try:
             converted(hint, value)
@@ -123,6 +121,13 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
         given = option in options or parameter.default is not parameter.empty
         require(given, f"{key}.{option}", f"be given for {name}", None)
     return known[name](*args, **options)
+
+
+def _require_known(key: str, name: str, value: object, what: str, known: Iterable[str]) -> None:
+    """Raise UserError unless the option or argument `name` below `key` is one of the `known` ones."""
+    listed = list(known)
+    must = f"be an {what} ({', '.join(listed) or 'it has none'})"
+    require(name in listed, f"{key}.{name}", must, value, nearest(name, listed))
 
 
 def imported(key: str, class_path: str, base: type[T]) -> type[T]:
@@ -142,9 +147,8 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
     signature = inspect.signature(function)
     takes = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
     others = [name for name in init_args if name not in takes]
-    if others and len(takes) == len(signature.parameters):
-        must = f"be an argument of {class_path} ({', '.join(takes) or 'it has none'})"
-        require(False, f"{key}.{others[0]}", must, init_args[others[0]], nearest(others[0], takes))
+    for name in others if len(takes) == len(signature.parameters) else ():
+        _require_known(key, name, init_args[name], f"argument of {class_path}", takes)
     for name, one in takes.items():
         given = name in init_args or one.default is not one.empty or one.kind is one.VAR_POSITIONAL
         near = nearest(name, others)

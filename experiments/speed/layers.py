@@ -44,10 +44,10 @@ class Recurrent(nn.Module):
 class LowRank(nn.Module):
     """A frozen linear layer with a trainable adapter of rank 8."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 8, bias=False), nn.Linear(8, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -56,9 +56,9 @@ class LowRank(nn.Module):
 class Scale(nn.Module):
     """A layer that no library knows, with a factor for each feature."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.factor = nn.Parameter(torch.ones(WIDTH))
+        self.factor = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor

@@ -24,7 +24,7 @@ from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
 from dpfl_lightning.runtime.text import markdown
 from experiments.pages import fill_page, split_page
 from experiments.speed.kinds import OPTIMIZER_CASES, TASK_CASES
-from experiments.speed.layers import BATCHES
+from experiments.speed.layers import BATCHES, LowRank, Scale
 
 PAGE = "supported"
 RESULTS = Path(__file__).parents[1] / "results"
@@ -42,29 +42,6 @@ class _First(nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
 
-class _Scale(nn.Module):
-    """A user's layer with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class _Adapter(nn.Module):
-    """A frozen linear layer with a trainable adapter of rank 8 (LoRA)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 _Recipe = tuple[Callable[[], nn.Module], Sequence[int]]
 _IMAGE, _STEPS, _WORDS = (8, 8, 8), (32, 8), (32,)
 
@@ -72,7 +49,7 @@ _IMAGE, _STEPS, _WORDS = (8, 8, 8), (32, 8), (32,)
 LAYERS: dict[str, _Recipe] = {
     "Linear": (lambda: nn.Linear(8, 8), (8,)),
     "Linear at 32 positions": (lambda: nn.Linear(8, 8), _STEPS),
-    "Linear with an adapter of rank 8": (_Adapter, _STEPS),
+    "Linear with an adapter of rank 8": (lambda: LowRank(8), _STEPS),
     "Bilinear": (lambda: _First(nn.Bilinear(8, 8, 4), inputs=2), (8,)),
     "Conv1d": (lambda: nn.Conv1d(32, 8, 3), _STEPS),
     "Conv2d": (lambda: nn.Conv2d(8, 8, 3, 2, 1, groups=2), _IMAGE),
@@ -99,7 +76,7 @@ LAYERS: dict[str, _Recipe] = {
     "MultiheadAttention": (lambda: _First(nn.MultiheadAttention(8, 2, batch_first=True), inputs=3), _STEPS),
     "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), _STEPS),
     "PReLU": (lambda: nn.PReLU(8), _IMAGE),
-    "your layer with a parameter": (_Scale, _STEPS),
+    "your layer with a parameter": (lambda: Scale(8), _STEPS),
 }
 
 _EXACT = "exact rule"
