@@ -20,8 +20,8 @@ def grouped(separation: float, num_params: int, seed: int, nested: bool = False)
     return means[TRUE] + rng.standard_normal((len(TRUE), num_params))
 
 
-def updates_of(x: np.ndarray, noise: np.ndarray | float = 1.0, sampling: float = 0.0) -> Updates:
+def updates_of(x: np.ndarray, noise: np.ndarray | float = 1.0) -> Updates:
     """Of `x` `[n, P]`."""
     count = len(x)
     gram = centred_gram(torch.from_numpy(x))
-    return Updates(gram, np.broadcast_to(noise, count).astype(float), x.shape[1], np.full(count, sampling))
+    return Updates(gram, np.broadcast_to(noise, count).astype(float), x.shape[1])

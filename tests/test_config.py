@@ -352,12 +352,14 @@ def test_help_of_a_key_lists_its_names(printed):
     text = printed("--strategies.help")
     for name in strategies.STRATEGIES:
         assert any(line.startswith(f"{name} ") and len(line.split()) > 3 for line in text.splitlines()), name
-    assert re.search("^noise_aware +Robust-HDP: `w_i", text, re.MULTILINE) and "--strategies.help NAME" in text
+    assert (
+        re.search("^noise_aware +Weights by signal and noise", text, re.MULTILINE) and "--strategies.help NAME" in text
+    )
 
 
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
     text = printed("--strategies.help", "noise_aware")
-    assert "the estimated\nnoise" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
+    assert "from the updates alone" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
     assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", text, re.MULTILINE)
     assert "--data.partition.alpha" in printed("--data.partition.help=dirichlet")
     for words, shown in (

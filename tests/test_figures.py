@@ -14,7 +14,7 @@ from dpfl_lightning.reporting.figures import figures
     ("cluster", "words"),
     [
         ({"separation": 24.27, "confident": True, "num_clusters": 4}, "4 clusters, separation 24.3: confident"),
-        ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: not distinguishable from noise"),
+        ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: uncertain"),
     ],
 )
 def test_the_picture_of_the_clients_has_clusters_and_true_groups(tmp_path, cluster, words):

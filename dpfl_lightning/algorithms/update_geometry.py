@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 from scipy.special import erfc
 from torch import Tensor
@@ -30,6 +29,15 @@ def gram_of(blocks: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
+def gram_and_width(deltas: Tensor) -> tuple[np.ndarray, int]:
+    """Return the Gram matrix of updates `[n, P]`, `[n, n]` float64, and how many parameters change in any of them."""
+    gram, width = torch.zeros((), dtype=torch.float64), 0
+    for columns in double_columns(deltas):
+        gram, width = gram + columns @ columns.T, width + int(columns.any(dim=0).sum())
+    return gram.cpu().numpy(), width
+
+
+@torch.no_grad()
 def centred_gram(deltas: Tensor) -> np.ndarray:
     """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs."""
     return gram_of(columns - columns.mean(dim=0) for columns in double_columns(deltas)).numpy()
@@ -42,18 +50,15 @@ class Updates:
     Args:
         gram: `[n, n]` float64, see `centred_gram`.
         noise_std: noise std in each parameter of each update, `[n]`, >= 0.
-        sampling_std: upper bound of the distance between an update and the mean of its group because the client's
-            records are a sample, `[n]`: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
     """
 
     gram: np.ndarray
     noise_std: np.ndarray
     num_params: int
-    sampling_std: np.ndarray
 
     @functools.cached_property
     def unit(self) -> float:
-        """Root mean square of `noise_std`; the unit of separations."""
+        """Root mean square of `noise_std`; the unit of `coordinates`."""
         return math.sqrt(float(np.mean(self.noise_std**2)))
 
     @functools.cached_property
@@ -62,31 +67,14 @@ class Updates:
         return self.gram - np.diag(self.num_params * self.noise_std**2)
 
     @functools.cached_property
-    def tree(self) -> WardTree:
-        """Ward's linkage, as if all updates were as noisy as the noisiest, so that it does not split them by noise."""
-        equalised = self.signal + np.diag(np.full(len(self.gram), self.num_params * np.max(self.noise_std**2)))
-        squares = np.diag(equalised)
-        return WardTree(squares[:, None] + squares[None, :] - 2 * equalised)
+    def weights(self) -> np.ndarray:
+        """Precisions `1 / noise_std^2`, of mean 1: with them noise adds the same to every merge. 1 without noise."""
+        precisions = 1 / self.noise_std**2 if self.noise_std.min() > 0 else np.ones(len(self.gram))
+        return precisions / precisions.mean()
 
-    def half_distances(self, groups: Sequence[np.ndarray], with_noise: bool = False) -> np.ndarray:
-        """Return half the distances between the groups' means, `[m, m]`, without the contribution of noise.
-
-        `|mean_a - mean_b|^2 - P (sum_a noise_std^2 / n_a^2 + sum_b noise_std^2 / n_b^2)`, or 0 if that is negative.
-        """
-        weights = np.zeros((len(groups), len(self.gram)))
-        for row, members in enumerate(groups):
-            weights[row, members] = 1 / len(members)
-        between = weights @ (self.gram if with_noise else self.signal) @ weights.T
-        squares = np.diag(between)
-        return np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2 * between, 0.0)) / 2
-
-    def separation(self, groups: Sequence[np.ndarray], with_noise: bool = False) -> float:
-        """Return the least separation of two groups: half the distance of their means / noise standard deviation.
-
-        It is infinite for one group, and without noise unless two means are equal.
-        """
-        half_distance = least(self.half_distances(groups, with_noise))
-        return half_distance / self.unit if self.unit > 0 else math.inf if half_distance > 0 else 0.0
+    def of(self, members: np.ndarray) -> Updates:
+        """Return the updates of these clients."""
+        return Updates(self.gram[np.ix_(members, members)], self.noise_std[members], self.num_params)
 
     def coordinates(self, dimensions: int) -> np.ndarray:
         """Return the updates along the directions in which they differ most, `[n, dimensions]`, in units of noise std.
@@ -103,37 +91,52 @@ class Updates:
         return np.pad(image, ((0, 0), (0, dimensions - image.shape[1])))
 
 
-class WardTree:
-    """Ward's clustering of `[n, n]` squared distances: nodes 0..n-1 are the points, the others the merges in order."""
+def squared_distances(gram: np.ndarray) -> np.ndarray:
+    """Return the squared distances of points with Gram matrices `[..., n, n]`."""
+    squares = np.diagonal(gram, axis1=-2, axis2=-1)
+    return np.maximum(squares[..., :, None] + squares[..., None, :] - 2 * gram, 0.0)
 
-    def __init__(self, squares: np.ndarray) -> None:
-        self.size = len(squares)
-        distances = np.sqrt(np.maximum(squareform(squares, checks=False), 0.0))
-        self._merges = linkage(distances, "ward")[:, :2].astype(int) if self.size > 1 else np.empty((0, 2), int)
-        self._members: list[list[int]] = [[point] for point in range(self.size)]
-        for left, right in self._merges:
-            self._members.append(self._members[left] + self._members[right])
 
-    @property
-    def root(self) -> int:
-        return 2 * self.size - 2
+def ward(grams: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weighted Ward clustering of points with Gram matrices `[draws, n, n]` and weights `[n]`.
 
-    def parts(self, node: int) -> tuple[int, int]:
-        """Return the two nodes that were merged into this one."""
-        left, right = self._merges[node - self.size]
-        return int(left), int(right)
+    Each of the n - 1 merges is the one that adds least to the weighted sum of squared distances from the clusters'
+    means. Returned are what it adds, `[draws, n - 1]`, and the clusters it merges, `[draws, n - 1, 2]`, named by their
+    first points. SciPy's `linkage` has no weights.
 
-    def members(self, node: int) -> np.ndarray:
-        return np.sort(self._members[node])
+    Reference: Ward (1963), with the recurrence of Lance and Williams (1967).
+    """
+    draws, count = len(grams), len(weights)
+    mass = np.tile(weights, (draws, 1))
+    costs = mass[:, :, None] * mass[:, None, :] / (mass[:, :, None] + mass[:, None, :]) * squared_distances(grams)
+    costs[:, range(count), range(count)] = np.inf
+    added, merges = np.empty((draws, count - 1)), np.empty((draws, count - 1, 2), dtype=int)
+    every = np.arange(draws)
+    for step in range(count - 1):
+        first, second = np.divmod(costs.reshape(draws, -1).argmin(axis=1), count)
+        first, second = np.minimum(first, second), np.maximum(first, second)
+        least_cost, mass_1, mass_2 = (
+            one[:, None] for one in (costs[every, first, second], mass[every, first], mass[every, second])
+        )
+        to_first, to_second = costs[every, first], costs[every, second]
+        joined = (
+            (mass + mass_1) * to_first + (mass + mass_2) * to_second - mass * least_cost
+        )  # infinite if merged before
+        joined /= mass + mass_1 + mass_2
+        added[:, step], merges[:, step] = least_cost[:, 0], np.stack([first, second], axis=1)
+        costs[every, first], costs[every, :, first] = joined, joined
+        costs[every, second] = costs[every, :, second] = np.inf
+        costs[every, first, first] = np.inf
+        mass[every, first] += mass[every, second]
+    return added, merges
 
-    def cut(self, groups: int) -> list[np.ndarray]:
-        """Return the members of each of this number of groups (1..n), in the order of their first members."""
-        nodes = [self.root]
-        while len(nodes) < groups:
-            newest = max(nodes)
-            nodes.remove(newest)
-            nodes += self.parts(newest)
-        return in_order([self.members(node) for node in nodes])
+
+def cut(merges: np.ndarray, groups: int) -> list[np.ndarray]:
+    """Return the members of each of this number of groups (1..n) of a clustering with `merges` `[n - 1, 2]`."""
+    members = {point: [point] for point in range(len(merges) + 1)}
+    for first, second in merges[: len(merges) + 1 - groups].tolist():
+        members[first] += members.pop(second)
+    return in_order([np.sort(one) for one in members.values()])
 
 
 def in_order(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -150,16 +153,15 @@ def overlap(separation: float) -> float:
     return float(erfc(separation / math.sqrt(2)))
 
 
-def expected_separation(
-    gradient_distance: float, num_records: int, noise_multiplier: float, epochs: int = 1, batch_size: int | None = None
-) -> float:
-    """Return the expected separation in the first round, `g sqrt(K N b) / (2 z)`: K epochs, N records, b a batch, z.
+def noise_that_separates(distance: float, num_records: int, num_params: int, epochs: int = 1) -> float:
+    """Return the noise multiplier of full batches at which groups are 1.5 P^(1/4) noise standard deviations apart.
 
-    It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches. g in [0, 2]
-    is the distance between two groups' mean clipped gradients at the start / clip norm; a batch of None is full.
+    `distance` in (0, 2] is that of the groups' mean clipped gradients at the start, in units of the clip norm. After K
+    epochs of N records at noise multiplier z groups are `distance * N sqrt(K) / (2 z)` apart (half the distance of
+    their means / noise std), if steps are so small that gradients stay constant. Means of pure noise lie about P^(1/4)
+    apart.
 
-    >>> expected_separation(0.1, 6600, 1.31)
-    251.9...
+    >>> round(noise_that_separates(0.1, 2285, 28_938), 2)
+    5.84
     """
-    batch = num_records if batch_size is None else batch_size
-    return gradient_distance * math.sqrt(epochs * num_records * batch) / (2 * noise_multiplier)
+    return distance * num_records * math.sqrt(epochs) / (3 * num_params**0.25)

@@ -1,23 +1,25 @@
-"""Number and members of groups of updates: Ward's cuts, compared with what noise and sampling would show.
+"""Number and members of groups of updates: Ward's cuts, compared with what clients without groups would show.
 
-Separations that Ward's cuts find in pure noise are simulated (parametric bootstrap).
+Clients without groups are those that differ by one Gaussian, of any covariance: by noise, sampled records, or labels.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import softmax
+from scipy.stats import chi2
 
-from dpfl_lightning.algorithms.update_geometry import Updates, in_order, least
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.algorithms.update_geometry import Updates, cut, in_order, ward
+from dpfl_lightning.errors import require
 
 MOST_GROUPS = 10
+FALSE_ALARMS = 0.01  # probability in a run of clients without groups
+COMPLETE = 3.0  # separation that the papers call complete: 0.3 % of two Gaussians overlap
 _DRAWS = 1000
-FALSE_ALARMS = 0.01  # probability in a run; groups that lie 1.2 P^(1/4) apart are still found
-_ENOUGH = 100  # draws needed for a quantile
+_SIMULATIONS = 200
+_ROUNDING = 1e-9  # relative, of sums of squares
 _NUMBERS = 1 << 20  # numbers that are drawn at once
 
 
@@ -26,24 +28,17 @@ class GroupOptions:
     """Options of the search for groups.
 
     Args:
-        num_groups: M, if it is known; None determines it by `choose`.
-        choose: `split` cuts in two, and the parts again, as long as a cut is wider than noise explains: it finds groups
-            within groups. `mss` takes the largest least separation: never too many groups, but only the coarsest level.
+        num_groups: M, if it is known; None estimates it.
         min_size: smallest number of clients in a group, >= 1.
-        data_floor: share of the largest separation that sampled records can explain, >= 0; groups must exceed it.
     """
 
     num_groups: int | None = None
-    choose: str = "split"
     min_size: int = 2
-    data_floor: float = 0.6
 
     def __post_init__(self) -> None:
         valid = self.num_groups is None or self.num_groups >= 1
         require(valid, "num_clusters", "be `auto` or at least 1", self.num_groups)
-        require_one_of(_RULES, "choose_m", self.choose)
         require(self.min_size >= 1, "min_cluster_size", "be at least 1", self.min_size)
-        require(self.data_floor >= 0, "data_floor", "be at least 0", self.data_floor)
 
 
 @dataclass(frozen=True)
@@ -52,186 +47,293 @@ class Groups:
 
     Args:
         members: clients of each group, ascending; groups in the order of their first clients.
-        confident: whether the groups are more than noise.
-        separation: least separation of two groups; of Ward's cut in two if there is one group.
-        threshold: value with which the (first) separation was compared.
-        curve: number of groups -> least separation of Ward's cut.
+        memberships: probabilities of the groups for each client, `[n, M]`.
+        probability: estimated probability that these are the groups.
+        p_value: of the first split, or of the one that was rejected.
+        separation: least separation of two groups, see `separation`; of the best cut if there is one group.
     """
 
     members: tuple[np.ndarray, ...]
-    confident: bool
+    memberships: np.ndarray
+    probability: float
+    p_value: float
     separation: float
-    threshold: float
-    curve: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def labels(self) -> np.ndarray:
-        labels = np.empty(sum(map(len, self.members)), dtype=int)
+        labels = np.empty(len(self.memberships), dtype=int)
         for group, members in enumerate(self.members):
             labels[members] = group
         return labels
 
 
-def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups:
-    """Find Ward's groups of the first round's updates, and decide whether they are more than noise. Post-processing.
+@dataclass(frozen=True)
+class _Cut:
+    """Ward's cut of some updates that differs most from cuts of one Gaussian, with its p-value."""
 
-    Means of pure noise lie about `P^(1/4)` noise standard deviations apart, so separations are compared with a
-    parametric bootstrap. If clients differ only by Gaussian noise of `noise_std`, groups are found (or confident, if
-    their number is given) in 1 % of runs. `split` divides a true group in at most 1 % of runs: a cut of m of the n
-    clients may alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
+    groups: list[np.ndarray]
+    p_value: float
+    separation: float
 
-    >>> noise = next(noise_alone(1000, [1.0] * 12, seed=[1]))
-    >>> find_groups(noise).members[0].tolist(), find_groups(noise).confident
-    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], False)
+
+def find_groups(updates: Updates, options: GroupOptions | None = None, distance: float = math.inf) -> Groups:
+    """Find Ward's groups of the first round's updates, and decide whether one Gaussian explains them. Post-processing.
+
+    A cut in 2..10 groups is accepted if the share of the updates' variance within groups is smaller than in 99 % of
+    rotations of the updates, and groups are at least 3 standard deviations from the middle between them (`Separation`).
+    Parts are cut again. Rotations of Gaussian updates, whatever their covariance, are as likely as the updates: the
+    p-value is exact if the noise is equal. A cut of m of the n clients may alarm in 1 % * m / n (Meinshausen 2008), so
+    with equal noise true groups are divided in at most 1 % of runs. Where a few clients have a tenth of the noise of
+    the others or less, and data are skewed, alarms are far more frequent. At last each client gets the group that is
+    nearest to its update.
+
+    `distance`, in units of the updates, is the least distance of groups that matter: the probability of one group takes
+    into account whether such groups would have been found.
+
+    Reference: rotation tests, Langsrud (2005); significance of clusters, Liu, Hayes, Nobel and Marron (2008), Kimes et
+    al. (2017); from p-values to probabilities, Sellke, Bayarri and Berger (2001).
+
+    >>> gram = next(simulated(np.zeros((12, 1)), np.ones(12), 1000, draws=1))[0]
+    >>> [group.tolist() for group in find_groups(Updates(gram, np.ones(12), 1000)).members]
+    [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
     """
     options = options or GroupOptions()
-    count = len(updates.gram)
-    curve = {groups: updates.separation(updates.tree.cut(groups)) for groups in candidates(count)}
-    if count == 1 or options.num_groups == 1:
-        members: Sequence[np.ndarray] = [np.arange(count)]
-        threshold, confident = math.inf, False
-    elif options.num_groups is not None:
-        groups = min(options.num_groups, count)
-        members = updates.tree.cut(groups)
-        noise = given_cut(updates.num_params, _relative_noise(updates), groups, options.min_size)
-        threshold = _threshold(updates, noise, options)
-        large_enough = min(map(len, members)) >= options.min_size
-        confident = groups == options.num_groups and large_enough and updates.separation(members) > threshold
+    count, number = len(updates.gram), options.num_groups
+    if number is None and count > 1:
+        leaves, probability, first = _by_cuts(updates, options, distance)
     else:
-        members, threshold = _RULES[options.choose](updates, options)
-        confident = len(members) > 1
-    cut = members if len(members) > 1 or count == 1 else updates.tree.cut(2)
-    return Groups(tuple(members), confident, updates.separation(cut) if count > 1 else 0.0, threshold, curve)
+        first = _best_cut(updates, range(min(number or 1, count), count + 1)[:1], None)
+        large_enough = 1 < len(first.groups) == number and min(map(len, first.groups)) >= options.min_size
+        leaves, probability = first.groups, _real(first.p_value) if large_enough else 0.0
+    if len(leaves) == 1:
+        return Groups((np.arange(count),), np.ones((count, 1)), probability, first.p_value, first.separation)
+    members, memberships = assigned(updates, leaves, options.min_size)
+    probability *= _recovered(updates, members)
+    return Groups(tuple(members), memberships, probability, first.p_value, Separation.of(updates, members).least)
 
 
-def _by_splits(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], float]:
-    tree = updates.tree
-    root_threshold = math.inf
-    leaves, open_nodes = [], [tree.root]
+def _by_cuts(updates: Updates, options: GroupOptions, distance: float) -> tuple[list[np.ndarray], float, _Cut]:
+    """Return the groups, the probability that every accepted cut is real and none is missed, and the first cut."""
+    count, numbers = len(updates.gram), range(2, MOST_GROUPS + 1)
+    leaves: list[np.ndarray] = []
+    open_nodes, probability, first = [np.arange(count)], 1.0, None
     while open_nodes:
-        node = open_nodes.pop()
-        members = tree.members(node)
-        if len(members) >= 2 * options.min_size:
-            parts = tree.parts(node)
-            pair = [tree.members(part) for part in parts]
-            share = len(members) / tree.size  # share of false alarms: those of all true groups sum to at most 1 %
-            relative_noise = _relative_noise(updates, members)
-            noise = two_way(updates.num_params, relative_noise, options.min_size, share)
-            threshold = _threshold(updates, noise, options)
-            root_threshold = threshold if node == tree.root else root_threshold
-            if min(map(len, pair)) >= options.min_size and updates.separation(pair) > threshold:
-                open_nodes += parts
-                continue
-        leaves.append(members)
-    return in_order(leaves), root_threshold
+        members = open_nodes.pop()
+        part = updates.of(members)
+        best = _best_cut(part, numbers[: max(0, len(members) // options.min_size - 1)], options.min_size)
+        first = first or best
+        p_value = min(1.0, best.p_value * count / len(members))
+        if p_value <= FALSE_ALARMS:
+            open_nodes += [members[group] for group in best.groups]
+            probability *= _real(p_value)
+        else:
+            leaves.append(members)
+            halves = np.arange(len(members)) % 2
+            apart = np.where(halves, distance, 0.0)[:, None]
+            missed = len(members) >= 2 * options.min_size and 1 - _recovery(apart, halves, part)
+            probability /= 1 + max(missed, 1 / _bayes_factor(p_value) - 1)
+    assert first is not None  # for mypy
+    return in_order(leaves), probability, first
 
 
-def _by_mss(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], float]:
-    noise = any_cut(updates.num_params, _relative_noise(updates), options.min_size)
-    threshold = _threshold(updates, noise, options)
-    cuts = [updates.tree.cut(groups) for groups in candidates(len(updates.gram))]
-    cuts = [cut for cut in cuts if min(map(len, cut)) >= options.min_size and updates.separation(cut) > threshold]
-    return max(cuts, key=updates.separation, default=[np.arange(len(updates.gram))]), threshold
+def _bayes_factor(p_value: float) -> float:
+    """Return the least odds of chance against any alternative that a p-value leaves."""
+    return -math.e * p_value * math.log(p_value) if p_value < 1 / math.e else 1.0
 
 
-_RULES: dict[str, Callable[[Updates, GroupOptions], tuple[list[np.ndarray], float]]]
-_RULES = {"split": _by_splits, "mss": _by_mss}
+def _real(p_value: float) -> float:
+    return 1 / (1 + _bayes_factor(p_value))
 
 
-def _relative_noise(updates: Updates, members: np.ndarray | slice = slice(None)) -> np.ndarray:
-    noise_std = updates.noise_std[members]
-    return noise_std / updates.unit if updates.unit > 0 else np.zeros(len(noise_std))
+def _best_cut(updates: Updates, numbers: range, min_size: int | None) -> _Cut:
+    """Return the cut that rotations of the updates explain least; with `min_size`, of those in complete groups."""
+    count = len(updates.gram)
+    numbers = range(numbers.start, min(numbers.stop, count if len(numbers) > 1 else count + 1))
+    if not numbers or count == 1 or numbers.start == 1:
+        return _Cut([np.arange(count)], 1.0, 0.0)
+    added, merges = ward(updates.gram[None], updates.weights)
+    null = np.concatenate([_log_within(ward(grams, updates.weights)[0], numbers) for grams in rotated(updates)])
+    gaps = (null.mean(axis=0) - _log_within(added, numbers))[0]
+    cuts = [cut(merges[0], groups) for groups in numbers]
+    least = [Separation.of(updates, groups).least for groups in cuts]
+    usable = np.ones(len(cuts), dtype=bool)
+    if min_size is not None:
+        usable &= [min(map(len, one)) >= min_size and far >= COMPLETE for one, far in zip(cuts, least, strict=True)]
+    best = int(np.where(usable, gaps, -np.inf).argmax()) if usable.any() else int(gaps.argmax())
+    exceeding = int(((null.mean(axis=0) - null).max(axis=1) >= gaps[best] - _ROUNDING).sum())
+    return _Cut(cuts[best], (1 + exceeding) / (1 + len(null)) if usable.any() else 1.0, least[best])
 
 
-def _threshold(updates: Updates, noise: float, options: GroupOptions) -> float:
-    """Return the separation that noise and sampling explain: `sqrt(noise^2 + floor^2 * sampling^2)`."""
-    sampling = options.data_floor * math.sqrt(float(np.mean(updates.sampling_std**2)))
-    if updates.unit > 0:
-        return math.hypot(noise, sampling / updates.unit)
-    return math.inf if sampling > 0 else 0.0
+def _log_within(added: np.ndarray, numbers: range) -> np.ndarray:
+    """Return the log of the share of the sum of squares that is within groups, `[draws, numbers]`."""
+    from_one = np.pad(added, ((0, 0), (1, 0))).cumsum(axis=1)  # within n groups: 0
+    total = np.where(from_one[:, -1:] > 0, from_one[:, -1:], 1.0)
+    return np.log(np.maximum(from_one[:, [-groups for groups in numbers]] / total, _ROUNDING))
 
 
-# ---- separations of pure noise
+def rotated(updates: Updates) -> Iterator[np.ndarray]:
+    """Yield blocks `[., n, n]` of Gram matrices: the weighted updates after random rotations of the n points.
 
-
-def candidates(points: int) -> range:
-    """Return the numbers of groups to consider: 2..10, each group of at least two points on average."""
-    return range(2, min(MOST_GROUPS, points // 2) + 1)
-
-
-def _remembered(threshold: Callable[..., float]) -> Callable[..., float]:
-    """Cache a threshold; noises that differ by less than three digits share one."""
-    cached = functools.lru_cache(maxsize=256)(threshold)
-
-    @functools.wraps(cached)
-    def with_key(num_params: int, relative_noise: Sequence[float], *args: Any, **kwargs: Any) -> float:
-        return cached(num_params, tuple(sorted(round(float(one), 3) for one in relative_noise)), *args, **kwargs)
-
-    return with_key
-
-
-@_remembered
-def two_way(num_params: int, relative_noise: Sequence[float], min_size: int = 2, share: float = 1.0) -> float:
-    """Return the separation that Ward's cut in two exceeds in 1 % of draws, or in a `share` of that.
-
-    `relative_noise` is the noise of each point / the unit of separations. Cuts with a part below `min_size` count as 0.
+    There are 1,000, or 200 of more than 200 points, as the cost of each grows with n^3.
     """
-    cuts = _cuts(num_params, relative_noise, 2)
-    return _quantile([least_of if size >= min_size else 0.0 for least_of, size in cuts], share)
+    count, root = len(updates.gram), np.sqrt(updates.weights)
+    centred = np.eye(count) - updates.weights / count
+    basis = np.linalg.qr(np.column_stack([root, np.eye(count)[:, 1:]]))[0][:, 1:]  # what centring leaves
+    weighted = basis.T @ (root[:, None] * (centred @ updates.gram @ centred.T) * root) @ basis
+    lengths = np.sqrt(np.maximum(np.linalg.eigvalsh(weighted), 0.0))
+    rng = np.random.default_rng([updates.num_params, count])
+    for draws in _blocks(_DRAWS if count <= 200 else _DRAWS // 5, count):
+        turns, upper = np.linalg.qr(rng.standard_normal((draws, count - 1, count - 1)))
+        turns *= np.sign(np.diagonal(upper, axis1=1, axis2=2))[:, None, :]
+        points = basis @ (turns * lengths) / root[:, None]
+        yield points @ points.transpose(0, 2, 1)
 
 
-@_remembered
-def given_cut(num_params: int, relative_noise: Sequence[float], groups: int, min_size: int = 2) -> float:
-    """Return the 99 % quantile of the least separation in Ward's cuts in `groups` groups that are all large enough.
+# ---- distances from given groups
 
-    If almost no cut of noise has only such groups, all cuts count, because a false alarm is then already rare.
+
+def distances(updates: Updates, groups: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the squared distances of clients from the weighted means of groups without them, `[n, M]`, without noise.
+
+    The second array is the noise that was subtracted for the means. A client alone in its group has distance 0 from it.
     """
-    cuts = list(_cuts(num_params, relative_noise, groups))
-    allowed = [least_of for least_of, size in cuts if size >= min_size]
-    return _quantile(allowed if len(allowed) >= _ENOUGH else [least_of for least_of, _ in cuts])
+    count = len(updates.gram)
+    shares = np.zeros((count, len(groups), count))
+    for column, members in enumerate(groups):
+        shares[:, column, members] = updates.weights[members]
+    shares[np.arange(count), :, np.arange(count)] = 0.0
+    total = shares.sum(axis=2, keepdims=True)
+    shares /= np.where(total > 0, total, 1.0)
+    of_means = updates.num_params * (shares**2 @ updates.noise_std**2)
+    projected = shares @ updates.gram
+    own = np.diagonal(projected, axis1=0, axis2=2).T
+    squares = np.diag(updates.signal)[:, None] - 2 * own + (projected * shares).sum(axis=2) - of_means
+    return np.where(total[:, :, 0] > 0, squares, 0.0), of_means
 
 
-@_remembered
-def any_cut(num_params: int, relative_noise: Sequence[float], min_size: int = 2) -> float:
-    """Return the 99 % quantile of the largest least separation over all `candidates` without a smaller group."""
-    largest = []
-    for updates in noise_alone(num_params, relative_noise):
-        cuts = [updates.tree.cut(groups) for groups in candidates(len(relative_noise))]
-        allowed = [cut for cut in cuts if min(map(len, cut)) >= min_size]
-        largest.append(max((least(updates.half_distances(cut)) for cut in allowed), default=0.0))
-    return _quantile(largest)
+@dataclass(frozen=True)
+class Separation:
+    """How far groups are apart: half the distance of their means / standard deviation of clients on the line between.
 
+    The deviation is that of noise, which is known, and of the clients' spread, which is estimated: it is what 99 % of
+    draws of the noise do not explain.
 
-def _cuts(num_params: int, noise: Sequence[float], groups: int) -> Iterator[tuple[float, int]]:
-    """Yield the least separation, in the unit of `noise`, and the smallest size of each cut."""
-    for updates in noise_alone(num_params, noise):
-        cut = updates.tree.cut(groups)
-        yield least(updates.half_distances(cut)), min(map(len, cut))
-
-
-def _quantile(separations: Sequence[float], share: float = 1.0) -> float:
-    return float(np.quantile(separations, 1 - FALSE_ALARMS * share))
-
-
-def noise_alone(
-    num_params: int, noise: Sequence[float], draws: int = _DRAWS, seed: Sequence[int] = ()
-) -> Iterator[Updates]:
-    """Yield updates of identical clients: Wishart Gram matrices with P degrees of freedom, by Bartlett's factors.
-
-    The cost of a draw does not grow with P. The same arguments give the same draws.
+    Args:
+        least: of all pairs of groups; infinite for one group.
+        noise_factor: variance of a client's position between two groups because of noise / its noise variance; it is
+            above 1, because the means are noisy. Largest of all pairs, as the next one.
+        spread: the same variance because clients differ, >= 0.
     """
-    count, scale = len(noise), np.asarray(noise, dtype=float)
+
+    least: float
+    noise_factor: float
+    spread: float
+
+    @classmethod
+    def of(cls, updates: Updates, groups: Sequence[np.ndarray]) -> "Separation":
+        squares, of_means = distances(updates, groups)
+        variance, worst = updates.noise_std**2, cls(math.inf, 1.0, 0.0)
+        for a, first in enumerate(groups):
+            for b, second in enumerate(groups[:a]):
+                members, weights = np.r_[first, second], updates.weights[np.r_[first, second]]
+                here, there = np.repeat([a, b], [len(first), len(second)]), np.repeat([b, a], [len(first), len(second)])
+                positions = (squares[members, there] - squares[members, here]) / 2
+                square = max(2 * float(np.average(positions, weights=weights)), 0.0)
+                if square == 0:
+                    return cls(0.0, math.inf, math.inf)
+                noisy = square + of_means[members, here] + of_means[members, there]
+                is_first = members[:, None] == first
+                centres = [
+                    np.average(positions[one], weights=weights[one]) for one in (is_first.any(1), ~is_first.any(1))
+                ]
+                residuals = positions - np.where(is_first.any(1), *centres)
+                freedom = max(len(members) - 2, 1)
+                by_noise = chi2.ppf(1 - FALSE_ALARMS, freedom) / freedom * variance[members] * noisy
+                excess = np.average(residuals**2 * len(members) / freedom - by_noise, weights=weights)
+                spread = max(float(excess), 0.0) / square
+                noise = float(np.average(variance[members], weights=weights))
+                deviation = math.sqrt(noise + spread)
+                apart = math.sqrt(square) / 2 / deviation if deviation > 0 else math.inf
+                factor = float((noisy / square).max())
+                worst = cls(min(worst.least, apart), max(worst.noise_factor, factor), max(worst.spread, spread))
+        return worst
+
+
+def assigned(
+    updates: Updates, groups: Sequence[np.ndarray], min_size: int = 1
+) -> tuple[Sequence[np.ndarray], np.ndarray]:
+    """Return the groups after each client has moved to the most likely one, and the memberships `[n, M]`.
+
+    Memberships are the posterior probabilities of equally likely Gaussians around the groups' means, whose deviation is
+    that of `Separation`. If a group would be left with fewer than `min_size` clients, nobody moves.
+    """
+    squares, _ = distances(updates, groups)
+    apart = Separation.of(updates, groups)
+    variance = updates.noise_std[:, None] ** 2 * apart.noise_factor + apart.spread
+    if math.isinf(apart.spread) or not (variance > 0).all():
+        return groups, np.stack([np.isin(np.arange(len(squares)), one) for one in groups], axis=1).astype(float)
+    memberships = softmax(-squares / (2 * variance), axis=1)
+    nearest = memberships.argmax(axis=1)
+    moved = [np.flatnonzero(nearest == group) for group in range(len(groups))]
+    if min(map(len, moved)) < min_size:
+        return groups, np.stack([np.isin(np.arange(len(squares)), one) for one in groups], axis=1).astype(float)
+    order = sorted(range(len(groups)), key=lambda group: moved[group][0])
+    return [moved[group] for group in order], memberships[:, order]
+
+
+# ---- simulations
+
+
+def _recovered(updates: Updates, groups: Sequence[np.ndarray]) -> float:
+    """Return how often the groups are found again in simulated updates with these means and new noise."""
+    labels = np.empty(len(updates.gram), dtype=int)
+    shares = np.zeros((len(groups), len(labels)))
+    for group, members in enumerate(groups):
+        labels[members] = group
+        shares[group, members] = updates.weights[members] / updates.weights[members].sum()
+    values, vectors = np.linalg.eigh(shares @ updates.signal @ shares.T)
+    return _recovery((vectors * np.sqrt(np.maximum(values, 0.0)))[labels], labels, updates)
+
+
+def _recovery(points: np.ndarray, labels: np.ndarray, updates: Updates) -> float:
+    """Return how often Ward's cut and `distances` find the groups `labels` `[n]` of points `[n, r]` in noise."""
+    if not np.isfinite(points).all() or updates.unit == 0:
+        return 1.0
+    right = 0
+    for grams in simulated(points, updates.noise_std, updates.num_params, _SIMULATIONS):
+        for gram, merges in zip(grams, ward(grams, updates.weights)[1], strict=True):
+            one = Updates(gram, updates.noise_std, updates.num_params)
+            nearest = distances(one, cut(merges, int(labels.max()) + 1))[0].argmin(axis=1)
+            right += np.array_equal(nearest[:, None] == nearest, labels[:, None] == labels)
+    return right / _SIMULATIONS
+
+
+def simulated(
+    points: np.ndarray, noise_std: np.ndarray, num_params: int, draws: int, seed: Sequence[int] = ()
+) -> Iterator[np.ndarray]:
+    """Yield blocks `[., n, n]` of Gram matrices of points `[n, r]`, r <= P - n, with Gaussian noise in P dimensions.
+
+    Noise outside the r dimensions is a Wishart matrix by Bartlett's factors, so the cost of a draw does not grow with
+    P. The same arguments give the same draws.
+    """
+    count, dimensions = points.shape
     rng = np.random.default_rng([num_params, count, *seed])
+    for size in _blocks(draws, count):
+        seen = points + rng.standard_normal((size, count, dimensions)) * noise_std[:, None]
+        rest = _bartlett(num_params - dimensions, count, size, rng) * noise_std[:, None]
+        yield seen @ seen.transpose(0, 2, 1) + rest @ rest.transpose(0, 2, 1)
+
+
+def _blocks(draws: int, count: int) -> Iterator[int]:
     at_once = max(1, _NUMBERS // count**2)
     for start in range(0, draws, at_once):
-        for factor in _bartlett(num_params, count, min(at_once, draws - start), rng) * scale[:, None]:
-            yield Updates(factor @ factor.T, scale, num_params, np.zeros(count))
+        yield min(at_once, draws - start)
 
 
 def _bartlett(num_params: int, count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
     """Return factors `[draws, count, .]`; each times its transpose is a Wishart matrix."""
     if num_params < count:
-        return rng.standard_normal((draws, count, num_params))
+        return rng.standard_normal((draws, count, max(num_params, 0)))
     factors = np.tril(rng.standard_normal((draws, count, count)), -1)
     diagonal = np.arange(count)
     factors[:, diagonal, diagonal] = np.sqrt(rng.chisquare(num_params - diagonal, (draws, count)))

@@ -17,6 +17,9 @@ _SMALL = 1e-6  # tolerance of EM, and the term it adds to variances
 _ROUNDING = 1e-6  # bound of the relative rounding of float32 updates; serves as noise if there is no other
 
 
+CONFIDENT = 0.9  # least probability of groups that are used as if they were right
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Memberships of clients in groups, and their certainty.
@@ -25,97 +28,67 @@ class Mixture:
         responsibilities: `[n, M]` float64, rows of sum 1.
         embedding: picture of the updates, `[n, 2]` float64.
         separation: least separation of two groups: half the distance of their means / standard deviation.
-        overlap: `2 Q(separation)`; 1 unless `confident`, which means that the groups are more than noise.
+        probability: estimated probability that these are the groups.
         diagnostics: numbers to log.
     """
 
     responsibilities: Tensor
     embedding: Tensor
     separation: float
-    overlap: float
-    confident: bool
+    probability: float
     diagnostics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_groups(self) -> int:
         return self.responsibilities.shape[1]
 
+    @property
+    def confident(self) -> bool:
+        """Whether the groups are at least as likely as `CONFIDENT`."""
+        return self.probability >= CONFIDENT
 
-def robust_mixture(
-    deltas: Tensor, noise_std: Sequence[float], sampling_std: Sequence[float], options: GroupOptions | None = None
-) -> Mixture:
-    """Find groups that noise and sampling do not explain, and fit a spherical mixture of Gaussians from them.
+    @property
+    def overlap(self) -> float:
+        """`2 Q(separation)`; 1 for one group, and for groups that are not confident."""
+        return overlap(self.separation) if self.confident and self.num_groups > 1 else 1.0
 
-    `deltas` are released updates `[n, P]`, all from one model; the others are those of `Updates` and `find_groups`.
-    Separations are in units of the noise std, without the contribution of noise. Post-processing.
 
-    Reference: Malekmohammadi et al., but Ward's linkage instead of EM from random starts, and a bootstrap for their 3.
-
-    >>> deltas = torch.randn(12, 500, generator=torch.Generator().manual_seed(0))
-    >>> deltas[4:, :50] += 5
-    >>> mixture = robust_mixture(deltas, [1.0] * 12, [0.0] * 12)
-    >>> mixture.responsibilities.argmax(dim=1).tolist(), mixture.confident
-    ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
-    """
+def noisy_updates(deltas: Tensor, noise_std: Sequence[float]) -> Updates:
+    """Return what the search for groups needs of released updates `[n, P]` from one model with noise `[n]`."""
     # personal parameters have no noise
     noisy_params = sum(int(part.any(dim=0).sum()) for part in double_columns(deltas))
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
     rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
-    noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)
-    updates = Updates(centred_gram(deltas), noise, noisy_params, np.asarray(sampling_std, dtype=float))
-    groups = find_groups(updates, options)
-    diagnostics = {"separation_threshold": groups.threshold}
-    if len(groups.members) > 1:
-        diagnostics["separation_with_noise"] = updates.separation(groups.members, with_noise=True)
-    diagnostics |= {f"separation_of_{count}": value for count, value in groups.curve.items()}
+    return Updates(centred_gram(deltas), np.maximum(np.asarray(noise_std, dtype=float), rounding), noisy_params)
+
+
+def robust_mixture(
+    deltas: Tensor,
+    noise_std: Sequence[float],
+    options: GroupOptions | None = None,
+    distance: float = math.inf,
+) -> Mixture:
+    """Find groups that one Gaussian does not explain, and the clients' memberships, by `find_groups`. Post-processing.
+
+    `deltas` are released updates `[n, P]`, all from one model, with noise std `[n]`; groups matter from `distance` on.
+
+    Reference: Malekmohammadi et al., but Ward's linkage instead of EM from random starts, and a rotation test.
+
+    >>> deltas = torch.randn(12, 500, generator=torch.Generator().manual_seed(0))
+    >>> deltas[4:, :50] += 5
+    >>> mixture = robust_mixture(deltas, [1.0] * 12)
+    >>> mixture.responsibilities.argmax(dim=1).tolist(), mixture.confident
+    ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
+    """
+    updates = noisy_updates(deltas, noise_std)
+    groups = find_groups(updates, options, distance)
     return Mixture(
-        torch.from_numpy(memberships(updates, groups.members)),
+        torch.from_numpy(groups.memberships),
         torch.from_numpy(updates.coordinates(2)),
         groups.separation,
-        overlap(groups.separation) if groups.confident else 1.0,
-        groups.confident,
-        diagnostics,
+        groups.probability,
+        {"p_value": groups.p_value},
     )
-
-
-def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the responsibilities `[n, M]` of a spherical mixture in the first `max(1, min(M - 1, 3))` coordinates.
-
-    EM runs once, from the groups' means. The result is one-hot if EM fails, or if a component has less than one client.
-    """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.mixture import GaussianMixture
-
-    count, number = len(updates.gram), len(groups)
-    one_hot = np.zeros((count, number))
-    for column, members in enumerate(groups):
-        one_hot[members, column] = 1.0
-    if number == 1:
-        return one_hot
-    points = updates.coordinates(max(1, min(number - 1, 3)))
-    shares = one_hot / one_hot.sum(axis=0)
-    means = shares.T @ points
-    square = ((points - one_hot @ means) ** 2).mean(axis=1)
-    mixture = GaussianMixture(
-        number,
-        covariance_type="spherical",
-        tol=_SMALL,
-        reg_covar=_SMALL,
-        max_iter=1000,
-        weights_init=one_hot.mean(axis=0),
-        means_init=means,
-        precisions_init=1 / (square @ shares + _SMALL),
-        random_state=0,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            fitted = mixture.fit(points).predict_proba(points)
-        except (ConvergenceWarning, ValueError):  # ValueError: a component collapsed
-            return one_hot
-    if not np.isfinite(fitted).all() or fitted.sum(axis=0).min() < 1:
-        return one_hot
-    return fitted / fitted.sum(axis=1, keepdims=True)
 
 
 def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixture:
@@ -136,7 +109,7 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
     responsibilities, separation = fits[number]
     logged = {f"separation_of_{count}": value for count, (_, value) in fits.items()} if num_groups is None else {}
     members, picture = torch.from_numpy(responsibilities), torch.from_numpy(points)
-    return Mixture(members, picture, separation, overlap(separation), number > 1, logged)
+    return Mixture(members, picture, separation, float(number > 1), logged)
 
 
 @torch.no_grad()

@@ -221,7 +221,7 @@ def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tu
 def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
     """Draw the clients as the server saw them; the colour is the true group if it is known, else the cluster."""
     apart = "" if embedding.separation is None else f", separation {embedding.separation:.3g}"
-    sure = "confident" if embedding.confident else "not distinguishable from noise"
+    sure = "confident" if embedding.confident else "uncertain"
     title = f"{embedding.title}\n{counted(embedding.num_clusters, 'cluster')}{apart}: {sure}"
     figure, axes = new_axes(title, "first direction", "second direction")
     figure.set_size_inches(8.0, 6.0)

@@ -19,7 +19,7 @@ from experiments.papers.cells import RESULTS, Cell, Overrides, finished, missing
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
 from experiments.papers.report import as_dict, figure_path, log_report, overview, page, report
-from experiments.papers.run import EXPERIMENT, RunnerOptions, make, spec, without_data
+from experiments.papers.run import EXPERIMENT, RunnerOptions, make, ready, spec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,17 +74,19 @@ def _make_missing(
         scale = experiment.scale(options.scale)
         required |= dict.fromkeys(required_cells(experiment, scale, options.seeds, overrides))
     missing = list(required) if runner.again else missing_cells(list(required), runner.results)
-    available, without = without_data(missing, runner)
-    for sentence in without:
-        print(sentence, file=sys.stderr)
+    total, failures = len(missing), list[str]()
     try:
-        failures = _make_all(available, runner, options.jobs)
+        while (now := ready(missing, runner))[0]:  # some cells can be made only after others
+            failures += _make_all(now[0], runner, options.jobs)
+            missing = [cell for cell in missing if cell not in now[0]]
     except KeyboardInterrupt:
         print("Finished cells are kept, and the same command goes on with the others.", file=sys.stderr)
         raise
+    for reason, count in now[1].items():
+        print(f"{count} of {total} cells cannot be made, because {reason}", file=sys.stderr)
     for sentence in failures:
         print(f"not made: {sentence}", file=sys.stderr)
-    return not (without or failures)
+    return not (missing or failures)
 
 
 def _make_all(cells: Sequence[Cell], runner: RunnerOptions, jobs: int | None) -> list[str]:

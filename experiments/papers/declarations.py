@@ -6,9 +6,11 @@ The file `<paper>.yaml` holds `tables: {name: table}`, and whatever else its anc
 - `rows`, `columns`: name -> title, mapping or list of mappings. A mapping with `each` (a list) or `product` (lists)
   is repeated, and `{0}`, `{1}` in its name and values are replaced by the item, as in panels. `show` gives every row
   one line per value of its cell; a text of the paper's numbers is then split at `|` among these lines.
+- `elsewhere` of a row: column -> the fields of the row that differ there, as `cell` of another row with the same run.
 - `options`: dotted keys of a run (or a list of mappings of them), of the table, a row or a column, in this order of
   precedence; `strategies.` may be left out. A value may depend on the cell: `{scale: {small: 60}}`, `{row: {...}}`,
-  `{column: {...}}`, or be `{function: module:name, ...}`, called with row, column, scale and the other items.
+  `{column: {...}}`, or be `{function: module:name, ...}`, called with row, column, scale and the other items; it raises
+  `NotYet` if it reads cells that are not finished, and these are made first.
 - `recorder`, `study` or `compute`, of the table or a row: the function that makes a cell, as `module:name` below
   `experiments.papers`; `arguments` of the table, the row and the column are passed to it.
 - `panels`: pictures that `figures.panel` draws; `draw: module:name` adds others.
@@ -40,7 +42,7 @@ from experiments.papers.experiment import (
 )
 
 _MADE_BY = ("compute", "study", "recorder")
-_PLAIN = ("title", "shows", "scales", "seeds", "minutes", "decimals", "shown")
+_PLAIN = ("title", "shows", "scales", "seeds", "minutes", "decimals", "shown", "ours", "rivals")
 _MISSING = object()
 
 
@@ -208,7 +210,9 @@ def _comparison(raw: Mapping[str, Any] | None, rows: Mapping[str, Row]) -> Compa
     better = raw.get("better", "")
     if isinstance(better, Mapping):  # by the last part of the rows' names, as for `special`
         better = {row: how for row in rows for suffix, how in better.items() if row.endswith(suffix)}
-    return Comparison(raw["tolerance"], raw.get("relative", False), better, special)
+    ours = raw.get("ours", ())
+    assert set(ours) <= set(rows), f"`comparison.ours` must name rows, got {ours}"
+    return Comparison(raw["tolerance"], raw.get("relative", False), better, ours, special)
 
 
 def _draw(table: Mapping[str, Any], experiment: Experiment, cells: Any) -> list[Panel]:

@@ -24,6 +24,9 @@ _ACCOUNTED = re.compile(r"accounted by (.+?)\.( |$)")  # in a guarantee
 
 _MOST_NAMED = 8  # rows and columns without finished cells
 
+#: kinds of numbers that differ from the paper's by more than the tolerance
+_BETTER, _FAILED, _OUTSIDE = "Better by more", "Failed reproductions, better than the paper's", "Outside"
+
 
 class Number(NamedTuple):
     """One number of a table: the mean of ours over seeds, and the paper's; None if there is none."""
@@ -67,7 +70,7 @@ def report(
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
     begun = experiment.shown and any(number.ours is not None for number in table)
     if begun:
-        parts += [_table(experiment, table), _verdict(experiment, table)]
+        parts += [_table(experiment, table), _verdict(experiment, table), *_paired(experiment, cells)]
     if experiment.summary is not None:
         parts.append(experiment.summary(experiment, cells))
     picture = figure_path(experiment, scale, results, overrides)
@@ -99,7 +102,8 @@ def _table(experiment: Experiment, table: Sequence[Number]) -> str:
     lines, decimals = [], experiment.decimals
     for row in (name for name in experiment.rows if name in rows):
         line = [number for number in table if number.row == row and number.column in columns]
-        stds = ["" if number.std is None else f" ± {number.std:.{decimals}f}" for number in line]
+        errors = [None if n.std is None else n.std / math.sqrt(n.seeds if experiment.rivals else 1) for n in line]
+        stds = ["" if error is None else f" ± {error:.{decimals}f}" for error in errors]
         ours = [_shown(number.ours, decimals) + std for number, std in zip(line, stds, strict=True)]
         lines.append([experiment.rows[row].title, *ours])
         if any(number.paper is not None for number in line):
@@ -151,10 +155,12 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     within = f"are within {comparison.tolerance:{digits}} of the paper's"
     unless = ", unless said otherwise" if comparison.special else ""
     sentences = [f"{len(near)} of {len(compared)} numbers {within}{unless}."]
-    for words, fine in (("Better by more", True), ("Outside", False)):
-        beyond = [number for number in compared if number not in near and number.within is fine]
-        places = [titles[number.row, number.column] for number in beyond]
-        sentences += [f"{words}: {'; '.join(places)}."] if places else []
+    beyond: dict[str, list[str]] = {_BETTER: [], _FAILED: [], _OUTSIDE: []}
+    for number in (number for number in compared if number not in near):
+        better = comparison.improves(number.row, number.difference or 0.0)
+        kind = _BETTER if number.within else _FAILED if better else _OUTSIDE
+        beyond[kind].append(titles[number.row, number.column])
+    sentences += [f"{kind}: {'; '.join(places)}." for kind, places in beyond.items() if places]
     titles |= {(row, ""): experiment.rows[row].title for row, _ in titles}
     special: dict[Tolerance, list[str]] = {}
     for place, tolerance in comparison.special.items():
@@ -181,6 +187,52 @@ def _leaders(experiment: Experiment, table: Sequence[Number]) -> list[str]:
             same = "as in the paper" if ours.row == paper.row else f"in the paper {experiment.rows[paper.row].title}"
             sentences.append(f"Best in {title.title}: {experiment.rows[ours.row].title}, {same}.")
     return sentences
+
+
+def _paired(experiment: Experiment, cells: Cells) -> list[str]:
+    """Tables of each row's differences to ours and to the best rival of each column, where these are made."""
+    ours = dict.fromkeys(experiment.columns, experiment.ours) if experiment.rivals else {}
+    best = {column: rival for column in experiment.columns if (rival := best_rival(experiment, cells, column))}
+    tables = []
+    for name, bases in ((experiment.rows[experiment.ours].title if ours else "", ours), ("the best rival", best)):
+        columns = [column for column, base in bases.items() if (base, column) in cells]
+        lines = [["best rival", *(experiment.rows[best[column]].title for column in columns)]] if bases is best else []
+        for row, line in experiment.rows.items():
+            pairs = [paired(cells.get((row, one), ()), cells[bases[one], one], line.value) for one in columns]
+            if any(pairs) and {row} != {bases[one] for one in columns}:
+                lines.append([line.title, *(_mean_and_error(pair, experiment.decimals) for pair in pairs)])
+        if columns:
+            caption = f"Differences to {name}, paired over common seeds: mean ± standard error (number of seeds)."
+            tables += [caption, markdown(["", *(experiment.columns[column].title for column in columns)], lines)]
+    return tables
+
+
+def best_rival(experiment: Experiment, cells: Cells, column: str) -> str | None:
+    """The rival of the largest mean over the seeds that all begun rivals of the column have."""
+    scores = {
+        row: {run["seed"]: run["values"][experiment.rows[row].value] for run in cells[row, column]}
+        for row in experiment.rivals
+        if (row, column) in cells
+    }
+    seeds = set.intersection(*map(set, scores.values())) if scores else set()
+    return max(scores, key=lambda row: fmean(scores[row][seed] for seed in seeds)) if seeds else None
+
+
+def paired(runs: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], value: str) -> list[float]:
+    """The differences of a value between the runs of two rows with the same seed."""
+    of_seed = {run["seed"]: run["values"][value] for run in others if value in run["values"]}
+    return [run["values"][value] - of_seed[run["seed"]] for run in runs if run["seed"] in of_seed]
+
+
+def _mean_and_error(differences: Sequence[float], decimals: int) -> str:
+    """Format paired differences.
+
+    >>> _mean_and_error([1.0, 2.0, 3.0], 2), _mean_and_error([1.0], 1), _mean_and_error([], 1)
+    ('+2.00 ± 0.58 (3)', '+1.0 (1)', '-')
+    """
+    count = len(differences)
+    error = f" ± {stdev(differences) / math.sqrt(count):.{decimals}f}" if count > 1 else ""
+    return f"{fmean(differences):+.{decimals}f}{error} ({count})" if count else "-"
 
 
 def as_dict(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> dict[str, Any]:

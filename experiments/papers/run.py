@@ -26,7 +26,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
 from experiments.papers.cells import Cell, circumstances, path_of, read, write
 from experiments.papers.declarations import merged
-from experiments.papers.experiment import Computation, Training
+from experiments.papers.experiment import Computation, NotYet, Training
 from experiments.papers.registry import experiments
 
 if TYPE_CHECKING:
@@ -117,15 +117,22 @@ def spec(cell: Cell) -> Training | Computation:
     return experiments()[cell.experiment].cells[cell.row]
 
 
-def without_data(cells: Sequence[Cell], runner: RunnerOptions) -> tuple[list[Cell], list[str]]:
-    """The cells whose data set is available, and a sentence for each data set that is missing."""
-    data_of = {cell: options_of(cell, runner).data for cell in cells if isinstance(spec(cell), Training)}
-    lacking = {cell: data.name for cell, data in data_of.items() if _lacks(data.name, data.folder, data.download)}
-    return [cell for cell in cells if cell not in lacking], [
-        f"{count} of {len(cells)} cells cannot be made, because the data set {name} is neither on this machine nor can "
-        "it be fetched; with its files in a folder, add --data.folder FOLDER."
-        for name, count in Counter(lacking.values()).items()
-    ]
+def ready(cells: Sequence[Cell], runner: RunnerOptions) -> tuple[list[Cell], Counter[str]]:
+    """The cells that can be made now, and each reason why others cannot, with their number."""
+    reasons = {cell: reason for cell in cells if isinstance(spec(cell), Training) and (reason := _reason(cell, runner))}
+    return [cell for cell in cells if cell not in reasons], Counter(reasons.values())
+
+
+def _reason(cell: Cell, runner: RunnerOptions) -> str:
+    """Why the cell cannot be made now; empty if it can."""
+    try:
+        data = options_of(cell, runner).data
+    except NotYet as error:
+        return str(error)
+    if not _lacks(data.name, data.folder, data.download):
+        return ""
+    advice = "with its files in a folder, add --data.folder FOLDER."
+    return f"the data set {data.name} is neither on this machine nor can it be fetched; {advice}"
 
 
 @functools.cache

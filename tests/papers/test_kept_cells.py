@@ -19,8 +19,8 @@ FORMULAS = dict.fromkeys(
 )
 #: the quick cells of experiments whose others were made by the same code, and a relative tolerance
 SIMULATED = """
-clustered.simulation all p2000_s0 1e-3, clustered.recovery split_28938 equal1 1e-3,
-clustered.recovery mss_2000 nested1 1e-3, selection.noise formulas laplace_1 1e-6,
+clustered.simulation all p2000_s0 1e-3, clustered.recovery ours_2000 equal1 1e-3,
+selection.noise formulas laplace_1 1e-6,
 selection.calibration formulas t40 1e-6, selection.figure1 formulas gaussian_r60 1e-6,
 selection.identifiability fit far 1e-6
 """

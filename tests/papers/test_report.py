@@ -1,19 +1,20 @@
 """Ours beside the paper's: differences, tolerances, who leads, and the pages that are written from files."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from fake_experiments import CELL, fake, held
 
 from dpfl_lightning.errors import UserError
-from experiments.papers.cells import RESULTS, Cell, write
+from experiments.papers.cells import RESULTS, Cell, finished, write
 from experiments.papers.experiment import Column, Comparison, Row, Tolerance
 from experiments.papers.registry import experiments
-from experiments.papers.report import as_dict, listing, numbers, overview, page, report
+from experiments.papers.report import as_dict, best_rival, listing, numbers, overview, page, report
 
 ROOT = Path(__file__).parents[2]
 PAPER = {"ours": (50.0, 60.0), "theirs": (55.0, None)}
-POINTS = Comparison(2.0, better="higher")
+POINTS = Comparison(2.0, better="higher", ours=("ours",))
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -48,6 +49,9 @@ def test_ours_the_papers_and_the_difference(results):
     assert "Best in B" not in text, "not all are made"
     far = shown(results, paper={"ours": (40.0, 54.0), "theirs": (60.0, None)}, comparison=POINTS)
     assert "1 of 3 numbers are within 2 of the paper's. Better by more: ours, A. Outside: theirs, A." in far
+    failed = shown(results, paper={"ours": (40.0, 54.0), "theirs": (40.0, None)}, comparison=POINTS)
+    assert "Better by more: ours, A. Failed reproductions, better than the paper's: theirs, A." in failed
+    assert "Outside" not in failed and failed.count("| +12.00") == 1 and failed.count("| **+12.00**") == 1
     mixed = Comparison(2.0, better={"ours": "higher", "theirs": "lower"})
     assert "Best in" not in shown(results, paper=PAPER, comparison=mixed), "numbers of several kinds"
     write(results, CELL._replace(seed=0), held(accuracy=53.5))
@@ -72,18 +76,20 @@ def test_what_is_within_the_tolerance():
         (Comparison(2.0), 52.0, True),
         (Comparison(2.0), 52.1, False),
         (Comparison(2.0), 47.9, False),
-        (Comparison(2.0, better="higher"), 90.0, True),
-        (Comparison(2.0, better="higher"), 47.9, False),
-        (Comparison(2.0, better="lower"), 10.0, True),
-        (Comparison(2.0, better="lower"), 52.1, False),
+        (Comparison(2.0, better="higher", ours=("ours",)), 90.0, True),
+        (Comparison(2.0, better="higher", ours=("ours",)), 47.9, False),
+        (Comparison(2.0, better="higher", ours=("theirs",)), 52.1, False),
+        (Comparison(2.0, better="higher", ours=("theirs",)), 51.9, True),
+        (Comparison(2.0, better="lower", ours=("ours",)), 10.0, True),
+        (Comparison(2.0, better="lower", ours=("ours",)), 52.1, False),
         (Comparison(0.02, relative=True), 51.0, True),
         (Comparison(0.02, relative=True), 51.1, False),
         (Comparison(2.0, special={("ours", "a"): wider}), 54.9, True),
         (Comparison(2.0, special={("ours", "b"): wider}), 54.9, False),
         (Comparison(2.0, special={("ours", ""): wider}), 54.9, True),
         (Comparison(2.0, special={("ours", ""): wider, ("ours", "a"): one}), 54, False),
-        (Comparison(2.0, better={"ours": "lower", "theirs": "higher"}), 10.0, True),
-        (Comparison(2.0, better={"theirs": "lower"}), 10.0, False),
+        (Comparison(2.0, better={"ours": "lower", "theirs": "higher"}, ours=("ours",)), 10.0, True),
+        (Comparison(2.0, better={"theirs": "lower"}, ours=("ours",)), 10.0, False),
     ):
         assert comparison.holds("ours", "a", ours, 50.0) == within, (comparison, ours)
 
@@ -105,6 +111,26 @@ def test_a_table_without_the_papers_numbers_compares_nothing(results):
     write(results, CELL, held(accuracy=51.0, worst=7.0))
     text = shown(results, rows={"worst": Row("worst client", "worst", "ours")}, columns={"a": Column("A")})
     assert row_of(text, "worst client")[1] == "7.00", "a row reads its own value, which only seed 0 has"
+
+
+def test_paired_differences_are_over_common_seeds(tmp_path):
+    """In a: theirs 50, 54, 51 for seeds 0, 1, 2 and ours 1 and 3 more for two of them; in b nobody has ours."""
+    for row, column, values in (("theirs", "a", [50, 54, 51]), ("ours", "a", [51, 57]), ("theirs", "b", [40])):
+        for seed, value in enumerate(values):
+            write(tmp_path, Cell("fake.table1", row, column, "small", seed), held(accuracy=float(value)))
+    third = {"third": Row("third")}
+    table = fake(rows={**fake().rows, **third}, cells={**fake().cells, "third": fake().cells["ours"]}, ours="ours")
+    table = dataclasses.replace(table, rivals=("theirs", "third"))
+    text = report(table, "small", tmp_path)
+    assert rows_of(text)[2] == ["ours", "54.00 ± 3.00", "-"], "standard errors"
+    to_ours, to_best = text.partition("Differences to ")[2].split("Differences to the best rival")
+    assert rows_of(to_ours) == [["", "A"], ["-" * 6, "-" * 16], ["theirs", "-2.00 ± 1.00 (2)"]]
+    assert rows_of(to_best)[0::2] == [["", "A", "B"], ["best rival", "theirs", "theirs"]]
+    assert row_of(to_best, "ours") == ["ours", "+2.00 ± 1.00 (2)", "-"]
+    write(tmp_path, Cell("fake.table1", "third", "a", "small", 1), held(accuracy=55.0))
+    cells = finished(tmp_path, table, "small")
+    assert best_rival(table, cells, "a") == "third", "55 beside 54 in the seed that both have, though 51.7 is the mean"
+    assert best_rival(table, {}, "a") is None and "Differences" not in report(fake(), "small", tmp_path)
 
 
 def test_for_programs(results):

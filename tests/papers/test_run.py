@@ -24,9 +24,9 @@ from experiments.papers.run import (
     command_of,
     make,
     options_of,
+    ready,
     run_folder,
     seconds_of,
-    without_data,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
@@ -125,10 +125,10 @@ def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
     monkeypatch.setenv("DPFL_DATA", str(tmp_path))
     offline = dataclasses.replace(work, free=(*QUIET, "--data.download=false"))
     cells = [*cells_of("noise_aware.table12", columns=["dist1"]), CELL]
-    there, sentences = without_data(cells, offline)
-    assert there == [CELL] and len(sentences) == 1
-    assert "6 of 7 cells" in sentences[0] and "mnist" in sentences[0] and "--data.folder" in sentences[0]
-    assert "\n" not in sentences[0]
+    there, reasons = ready(cells, offline)
+    ((reason, count),) = reasons.items()
+    assert there == [CELL] and count == 6
+    assert "mnist" in reason and "--data.folder" in reason and "\n" not in reason
 
 
 def test_time_is_estimated_from_finished_cells_of_the_row_else_as_declared(work):

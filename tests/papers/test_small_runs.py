@@ -72,6 +72,17 @@ def test_a_run_has_all_metrics_and_is_read_beside_its_reference(run, groups, cap
     assert ["DPFedAvg: best - worst", f"{plain['values']['accuracy_gap']:.2f}"] in shown
 
 
+def test_the_leaderboards_number_is_that_of_the_test_set_where_data_are_alike(run, groups):
+    groups |= {"data__test_per_client": 16, "data__public_records": 100, "data__records_per_client": 70}
+    plain, local = run(
+        "leaderboard.tuning --rows local_0.05,dpfedavg_0.1 --columns alike --rounds 1 --clients.batch_size 10", **groups
+    )
+    for cell in (local, plain):
+        assert cell["values"]["accuracy"] == pytest.approx(cell["values"]["test_accuracy"])
+    assert len(set(plain["clients"]["accuracy"])) == 1 < len(set(local["clients"]["accuracy"]))
+    assert local["values"]["accuracy_worst"] == 100 * min(local["clients"]["accuracy"])
+
+
 def test_groups_are_looked_for_after_one_round(run, groups):
     """Random images: nothing can be found, and the run ends after a round all the same."""
     (cell,) = run("clustered.found --rows ours_num_clusters --columns rotation --seeds 0", **groups)

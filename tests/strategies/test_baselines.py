@@ -257,6 +257,20 @@ def test_true_groups_are_the_base_rule_in_each(make_loop):
     assert all("a simulation" in words for words in (result.guarantee, loop.clients.budgets.guarantees()[3].words()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["oracle_clusters", "kmeans_clusters", "ifca"])
+@pytest.mark.parametrize("variant", ["liu_code", "liu_printed", "hdpfl"])
+def test_projected_updates_stay_within_their_cluster(name, variant, make_loop):
+    """The clients of group 0 have large budgets, so the subspace of all of them would be that of group 0."""
+    population, options = of_two_kinds(), {"privacy": private([80.0, 8.0, 40.0, 8.0]), "rounds": 12, "seed": 1}
+    more = {"selection": "paper_argmin", "selection_rounds": None} if name == "ifca" else {}
+    (rule,) = strategies.build({"pfa": {"variant": variant}})
+    result = make_loop(
+        population, parts=[rule, *strategies.build({name: {**BASELINES[name], **more}})], **options
+    ).run()
+    assert result.accuracy_worst > 0.9
+
+
 # ---- clients on their own
 
 
@@ -318,13 +332,18 @@ def test_kmeans_in_few_dimensions_is_kmeans_in_all():
     assert sorted(kmeans(points[:3], 4, seed=0)) == [0, 1, 2], "more clusters than points"
 
 
-def test_clients_add_the_mean_update_of_their_cluster(make_loop):
-    _, _, seen = run(make_loop, "kmeans_clusters", base="uniform", rounds=3)
+@pytest.mark.parametrize("merge", [False, True])
+def test_clients_add_the_mean_update_of_their_cluster_to_their_model_or_to_their_mean(merge, make_loop):
+    absent = Absent({2: (0, 2)})
+    _, _, seen = run(make_loop, "kmeans_clusters", base="uniform", rounds=3, more={"merge": merge}, extra=[absent])
     for before, updates, sums, after, group in rounds_of(seen):
-        assert sums.tolist() == pytest.approx([1.0] * 4)
+        assert sums.tolist() == pytest.approx([float(client in updates.clients) for client in range(4)])
         for client in range(4):
-            mates = (group == group[client]).nonzero().flatten()
-            torch.testing.assert_close(after[client], before[client] + updates.deltas[mates].mean(dim=0))
+            mates = (group == group[client]).nonzero().flatten()  # of an absent client, none
+            rows = [updates.clients.index(mate) for mate in mates.tolist()]
+            begun = before[mates].mean(dim=0) if merge and rows else before[client]
+            expected = begun + updates.deltas[rows].mean(dim=0) if rows else begun
+            torch.testing.assert_close(after[client], expected)
 
 
 def test_absent_clients_keep_their_models_and_order_does_not_count(make_loop):

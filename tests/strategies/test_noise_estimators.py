@@ -201,27 +201,19 @@ def doubles(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@given(
-    values=st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(1, 100)), min_size=1, max_size=15),
-    seed=st.integers(0, 1000),
-)
+@given(values=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=15), seed=st.integers(0, 1000))
 @settings(deadline=None)
-def test_no_other_weights_give_less_noise_or_a_better_ratio_of_signal_to_noise(values, seed):
-    v, steps = doubles([value for value, _ in values]), doubles([count for _, count in values])
+def test_no_other_weights_give_less_noise(values, seed):
+    v = doubles(values)
     points = torch.rand(1000, len(v), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) ** 4 + 1e-12
     points = points / points.sum(dim=1, keepdim=True)  # many mixtures of few and of many clients
 
     def noise(w):
         return (w**2 * v).sum(dim=-1)
 
-    def ratio(w):
-        return (w * steps).sum(dim=-1) ** 2 / noise(w)
-
     w = weights(v, floor=0.0)
     assert float(noise(w)) == pytest.approx(1 / float((1 / v).sum()), rel=1e-12)
     assert bool((noise(torch.cat([points, 0.99 * w + 0.01 * points])) >= noise(w) * (1 - 1e-12)).all())
-    w = weights(v, [int(count) for count in steps], objective="max_snr", floor=0.0)
-    assert bool((ratio(torch.cat([points, 0.99 * w + 0.01 * points])) <= ratio(w) * (1 + 1e-9)).all())
 
 
 @given(values=variances, cap=st.floats(0.02, 1.0), unit=st.sampled_from([7.3, 1e-300, 1e290]), data=st.data())

@@ -1,20 +1,23 @@
 """Server optimisers, robust means and PFA, held to their formulas."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from conftest import FIXED_KEY, blobs
+from conftest import FIXED_KEY, blobs, small_net
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.models.model import Model
 from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 from dpfl_lightning.strategies.aggregation.fedyogi import FedYogi
 from dpfl_lightning.strategies.aggregation.median import Median
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from dpfl_lightning.strategies.aggregation.pfa import larger_budgets, projected_mean
+from dpfl_lightning.strategies.aggregation.pfa import Pfa, larger_budgets
 from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
@@ -130,59 +133,72 @@ def test_one_of_five_clients_cannot_carry_the_model_away(strategy):
 DIST2 = np.array([5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17])
 
 
-def setting(clients=6, params=40, public=3, seed=0):
-    deltas = torch.randn(clients, params, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    weights = torch.arange(1, clients + 1, dtype=torch.float64)
-    return deltas, weights / weights.sum(), torch.arange(clients) >= clients - public
+def combined(deltas, weights, public, **options):
+    """PFA's updates `[K, P]` of the models of `small_net`, if the `public` clients claim the larger budgets."""
+    pfa = Pfa(grouping="kmeans", **options)
+    facts = SimpleNamespace(reported_epsilon=[8.0 if one else 1.0 for one in public])
+    view = SimpleNamespace(facts=facts, seed=0, module=Model(small_net()))
+    pfa.plan_run(None, view)
+    return pfa.combine(of(deltas), weights, view)
 
 
 def dense(deltas, weights, public, variant, components):
-    """By dense P x P projections, one private client at a time."""
-    mean, std = deltas[public].mean(0), deltas[public].std(0, correction=0)
-    if variant == "liu_printed":
-        shift, scale = torch.zeros_like(mean), torch.ones_like(mean)
-        rows = (weights[public] @ deltas[public])[None]
-    else:
-        shift, scale = mean, std if variant == "hdpfl" else torch.ones_like(mean)
-        rows = (deltas[public] - shift) / scale
-    directions = torch.linalg.svd(rows, full_matrices=False).Vh[: min(components, len(rows))]
-    projection = directions.T @ directions
-    total = weights[public] @ deltas[public]
-    for weight, delta in zip(weights[~public], deltas[~public], strict=True):
-        total = total + weight * (projection @ ((delta - shift) / scale) * scale + shift)
-    return total
+    """The update of one model, by a P x P projection of each private client's update of each tensor."""
+    count = [one.numel() for one in small_net().parameters()] if variant == "liu_code" else [deltas.shape[1]]
+    takes_part = weights > 0
+    deltas, weights, public = deltas[takes_part], weights[takes_part], public[takes_part]
+    if public.all() or not public.any():
+        return weights @ deltas
+    parts = []
+    for part in deltas.split(count, dim=1):
+        shift, scale = torch.zeros(part.shape[1]), torch.ones(part.shape[1])
+        rows = (weights[public] @ part[public])[None]
+        if variant != "liu_printed" and public.sum() > 1:
+            shift = part[public].mean(0)
+            scale = part[public].std(0, correction=0) if variant == "hdpfl" else scale
+            rows = (part[public] - shift) / scale
+        directions = torch.linalg.svd(rows, full_matrices=False).Vh[:components]
+        total = weights[public] @ part[public]
+        for weight, delta in zip(weights[~public], part[~public], strict=True):
+            total = total + weight * (directions.T @ (directions @ ((delta - shift) / scale)) * scale + shift)
+        parts.append(total)
+    return torch.cat(parts)
 
 
-@pytest.mark.parametrize("variant", ["liu_code", "liu_printed", "hdpfl"])
-@pytest.mark.parametrize("components", [1, 2])
-def test_the_gram_trick_is_the_dense_projection(variant, components):
-    if variant == "liu_printed" and components > 1:
-        return
-    own = setting()
-    expected = dense(*own, variant, components)
-    torch.testing.assert_close(projected_mean(*own, variant, components), expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("variant", ["liu_code", "hdpfl"])
-def test_one_public_client_is_its_own_direction(variant):
-    deltas, weights, public = setting(public=1)
-    direction = deltas[-1] / deltas[-1].norm()
-    private = weights[:-1] @ deltas[:-1]
-    expected = weights[-1] * deltas[-1] + direction * (direction @ private)
-    torch.testing.assert_close(projected_mean(deltas, weights, public, variant), expected)
-
-
-@pytest.mark.parametrize("public", [0, 6])
-def test_one_kind_alone_is_the_weighted_mean(public):
-    deltas, weights, _ = setting()
-    kind = torch.full((6,), public > 0)
-    torch.testing.assert_close(projected_mean(deltas, weights, kind, "liu_code"), weights @ deltas)
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        ({}, ("liu_code", 1)),
+        ({"components": 2}, ("liu_code", 2)),
+        ({"variant": "hdpfl"}, ("hdpfl", 1)),
+        ({"variant": "hdpfl", "components": 2}, ("hdpfl", 2)),
+        ({"variant": "liu_printed", "components": 2}, ("liu_printed", 1)),
+    ],
+)
+def test_pfa_is_the_dense_projection_for_the_clients_of_each_model(options, reference):
+    deltas = torch.randn(8, 83, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    public = torch.tensor([False, False, False, True, True, True, True, False])
+    weights = torch.tensor(
+        [
+            [0.1, 0.2, 0.1, 0.1, 0.1, 0.2, 0.1, 0.1],
+            [0.0, 0.3, 0.2, 0.0, 0.1, 0.2, 0.2, 0.0],
+            [0.2, 0.0, 0.3, 0.5, 0.0, 0.0, 0.0, 0.0],  # one public client
+            [0.1, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.3],  # private clients alone
+            [0.0, 0.0, 0.0, 0.5, 0.0, 0.1, 0.4, 0.0],  # public clients alone
+            [0.0] * 8,
+        ],
+        dtype=torch.float64,
+    )
+    expected = torch.stack([dense(deltas, row, public, *reference) for row in weights])
+    torch.testing.assert_close(combined(deltas, weights, public, **options), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_identical_public_updates_have_no_direction_but_a_mean():
-    deltas, weights, public = setting()
+    deltas = torch.randn(6, 83, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    public = torch.arange(6) >= 3
     deltas[public] = deltas[-1].clone()
-    torch.testing.assert_close(projected_mean(deltas, weights, public, "liu_code"), deltas[-1])
+    weights = torch.full((1, 6), 1 / 6, dtype=torch.float64)
+    torch.testing.assert_close(combined(deltas, weights, public)[0], deltas[-1])
 
 
 @pytest.mark.parametrize("grouping", ["mixture", "kmeans", "hierarchical"])

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
@@ -87,6 +89,7 @@ class ClientUpdates:
             because no strategy needs single ones.
         lost: clients whose update was not finite. They are in none of the other fields.
         model_of: row of the server's models that each client started from.
+        route: which updates are added to which model, `[K, C]`, without weights; None until it is known.
     """
 
     clients: tuple[int, ...]
@@ -97,6 +100,7 @@ class ClientUpdates:
     lost: tuple[int, ...] = ()
     model_of: tuple[int, ...] = ()
     mechanism_of: tuple[Mechanism, ...] = ()
+    route: Tensor | None = None
 
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
@@ -105,6 +109,17 @@ class ClientUpdates:
         sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
+
+    @property
+    def rows_by_model(self) -> list[list[int]]:
+        """The rows of the updates that are added up: those of each model, or of models that share updates."""
+        if self.route is None:
+            return [
+                [row for row, one in enumerate(self.model_of) if one == model] for model in dict.fromkeys(self.model_of)
+            ]
+        together = (self.route > 0).double().cpu().numpy()
+        count, label = connected_components(together.T @ together)
+        return [np.flatnonzero(label == one).tolist() for one in range(count)]
 
     @property
     def released(self) -> Tensor:

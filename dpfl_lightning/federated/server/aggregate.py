@@ -18,26 +18,30 @@ from dpfl_lightning.federated.server.view import ServerState, View
 def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
     """The product of all strategies' factors (`[C]` or `[K, C]`, >= 0): `[K, C]` in float64, not normalised.
 
-    It starts from the one-hot rows of `plan.model_of`, or from a `route` `[K, C]`. Only strategies whose
-    `needs_updates` is true receive the updates.
+    It starts from the one-hot rows of `plan.model_of`, or from a `route` `[K, C]`, which the other strategies see. Only
+    strategies whose `needs_updates` is true receive the updates.
     """
-    facts_only = dataclasses.replace(updates, deltas=None, total=None)
     num_models, num_clients = len(view.state.models), len(plan.clients)
-    product = torch.zeros(num_models, num_clients, dtype=torch.float64)
-    product[list(plan.model_of), range(num_clients)] = 1.0
-    factors = []
+    route = torch.zeros(num_models, num_clients, dtype=torch.float64)
+    route[list(plan.model_of), range(num_clients)] = 1.0
+
+    def answer(strategy: Strategy, updates: ClientUpdates) -> Tensor | None:
+        visible = answer_of(strategy, "needs_updates", plan, view)
+        factor = answer_of(strategy, "weigh", updates if visible else without_single(updates), view)
+        return None if factor is None else _checked(factor, strategy, num_models, num_clients)
+
     for strategy in strategies:
-        visible = updates if answer_of(strategy, "needs_updates", plan, view) else facts_only
-        answer = answer_of(strategy, "weigh", visible, view)
-        if answer is None:
-            continue
-        if strategy.role == "route":
-            product = _checked(answer, strategy, num_models, num_clients)
-        else:
-            factors.append(_checked(answer, strategy, num_models, num_clients))
-    for factor in factors:
-        product = product * factor
+        if strategy.role == "route" and (answered := answer(strategy, updates)) is not None:
+            route = answered
+    product, routed = route, dataclasses.replace(updates, route=route)
+    for strategy in strategies:
+        if strategy.role != "route" and (factor := answer(strategy, routed)) is not None:
+            product = product * factor
     return product
+
+
+def without_single(updates: ClientUpdates) -> ClientUpdates:
+    return dataclasses.replace(updates, deltas=None, total=None)
 
 
 def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: int) -> Tensor:

@@ -101,7 +101,7 @@ class ServerLoop(Run):
         weights = aggregate.normalised(raw_weights)  # a row of zeros leaves its model unchanged
         combined = sole_answer(self.strategies, "combine", updates, weights, view)
         if combined is None:
-            combined = fold(self.strategies, "scale", aggregate.combine(raw_weights, updates), view)
+            combined = fold(self.strategies, "scale", aggregate.combine(raw_weights, updates), updates, weights, view)
         stepped = sole_answer(self.strategies, "step", state, combined, view)
         state = aggregate.step(state, combined) if stepped is None else stepped
         state = fold(self.strategies, "after_step", state, updates, view)

@@ -24,8 +24,8 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 class ClientEmbedding:
     """Some clients as points (x, y) of a plane for a figure, each in a cluster with a probability of `membership`.
 
-    Of `num_clusters` some may be empty. `separation` is the distance of the two nearest clusters in units of the noise,
-    None if it is not known; `confident` says that noise alone would not explain it.
+    Of `num_clusters` some may be empty. `separation` is half the distance of the two nearest clusters / standard
+    deviation of a client, None if it is not known; `confident` says that the clusters are probably right.
     """
 
     title: str

@@ -82,8 +82,11 @@ class Strategy:
         """The combined update `[K, P]` instead of `weights @ deltas`. Exclusive."""
         return None
 
-    def scale(self, combined: Tensor, view: View) -> Tensor:
-        """The weighted sum `[K, P]`, scaled. All strategies are called in order, unless one overrides `combine`."""
+    def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
+        """The weighted sum `[K, P]`, scaled; `weights` `[K, C]` of the clients that arrived are those of the sum.
+
+        All strategies are called in order, unless one overrides `combine`.
+        """
         return combined
 
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:

@@ -20,16 +20,18 @@ def projected_mean(deltas: Tensor, weights: Tensor, public: Tensor, variant: str
     (liu_printed, `v` the direction of the weighted public mean), or as liu_code in coordinates `(x - m) / s` (hdpfl).
 
     Args:
-        weights: `[C]`, >= 0, with sum 1.
-        public: `[C]` bool; if all or none are public, the result is the plain weighted mean.
+        deltas: P numbers are projected together: those of one tensor, or of all of them.
+        weights: `[C]`, >= 0, with sum 1, or all 0. A client with weight 0 is in no mean and in no direction.
+        public: `[C]` bool; if all or none of the weighted clients are public, the result is the plain weighted mean.
     """
+    weighted = weights > 0
+    rows, weights, public = deltas[weighted].double(), weights[weighted].double(), public[weighted]
     if bool(public.all()) or not bool(public.any()):
-        return (weights @ deltas.double()).to(deltas.dtype)
-    weights, rows = weights.to(deltas.device, torch.float64), deltas.double()
-    of_public, of_private = weights * public, weights * ~public
-    private_mean = of_private @ rows / of_private.sum().clamp_min(1e-300)
-    image = _image(private_mean, rows[public], of_public[public], variant, components)
-    return (of_public @ rows + of_private.sum() * image).to(deltas.dtype)
+        return (weights @ rows).to(deltas.dtype)
+    of_public, of_private = weights[public], weights[~public]
+    private_mean = of_private @ rows[~public] / of_private.sum()
+    image = _image(private_mean, rows[public], of_public, variant, components)
+    return (of_public @ rows[public] + of_private.sum() * image).to(deltas.dtype)
 
 
 def _image(x: Tensor, public: Tensor, weights: Tensor, variant: str, components: int) -> Tensor:
@@ -81,12 +83,13 @@ class Pfa(EpsilonWeighted):
     """Projected federated averaging: weights by claimed budgets, small budgets projected onto large ones.
 
     Clients are split once, by their claimed epsilon, into "public" (large) and "private" (small). In every round the
-    private updates are replaced by their projection onto the leading directions of the public updates. If a round has
-    only clients of one kind, it is WeiAvg (`epsilon_weighted`). The claimed epsilon is trusted for weights and groups.
+    private updates are replaced by their projection onto the leading directions of the public updates. With several
+    models, this is done for each model with the clients that have weight in it. A model with clients of one kind only
+    is that of WeiAvg (`epsilon_weighted`). The claimed epsilon is trusted for weights and groups.
 
     Args:
-        variant: form of the projection: `liu_code`, `liu_printed`, or `hdpfl`, with which the numbers of the
-            noise-aware paper were computed.
+        variant: form of the projection: `liu_code`, for each parameter tensor separately; `liu_printed`, for the whole
+            update; or `hdpfl`, for the whole update, with which the numbers of the noise-aware paper were computed.
         grouping: how clients are split: `mixture` (two Gaussians), `top` (the largest `top_fraction`), `kmeans` or
             `hierarchical`.
         components: dimension of the subspace, >= 1; `liu_printed` always uses 1.
@@ -94,8 +97,8 @@ class Pfa(EpsilonWeighted):
 
     **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
 
-    Reference: Liu et al. (2021), Algorithm 3 (liu_printed) and its code (liu_code), which projects each parameter
-    tensor separately; here the whole vector is projected. The code of Malekmohammadi et al. (2024) (hdpfl).
+    Reference: Liu et al. (2021), Algorithm 3 (liu_printed) and its code (liu_code). The code of Malekmohammadi et al.
+    (2024) (hdpfl).
     """
 
     needs_training = True
@@ -120,11 +123,11 @@ class Pfa(EpsilonWeighted):
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
         deltas = updates.released
-        public = self._public[list(updates.clients)].to(deltas.device)
+        public, weights = self._public[list(updates.clients)].to(deltas.device), weights.to(deltas.device)
+        sizes = [tensor.numel() for tensor in view.module.trainable] if self._variant == "liu_code" else deltas.shape[1]
+        parts = deltas.split(sizes, dim=1)
         rows = [
-            projected_mean(deltas, share.to(deltas.device), public, self._variant, self._components)
-            if bool(share.any())
-            else torch.zeros_like(deltas[0])
-            for share in weights
+            torch.cat([projected_mean(part, row, public, self._variant, self._components) for part in parts])
+            for row in weights
         ]
         return torch.stack(rows)

@@ -5,12 +5,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import public_generator
-from dpfl_lightning.algorithms.update_groups import GroupOptions
-from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
+from dpfl_lightning.algorithms.update_groups import GroupOptions, distances
+from dpfl_lightning.algorithms.update_mixture import (
+    CONFIDENT,
+    Mixture,
+    noisy_updates,
+    paper_mixture,
+    robust_mixture,
+    switch_round,
+)
 from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -25,7 +33,11 @@ from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, Mod
 
 _KEY = "strategies.clustered"
 _SIMILARITY = "server_similarity"
-_KEPT = ("responsibilities", "embedding", "separation", "overlap", "confident", "last_drawn_round", "diagnostics")
+_KEPT = (
+    *("responsibilities", "embedding", "separation", "overlap", "confident", "probability"),
+    *("last_drawn_round", "diagnostics", "_unplaced"),
+)
+_LOOK = ("clients", "steps", "noise_std", "deltas", "model_of")
 
 
 def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, seed: int) -> tuple[int, ...]:
@@ -38,12 +50,13 @@ def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, s
 
 
 class Clustered(GroupingStrategy):
-    """R-DPCFL: groups of clients are found by their updates from one full batch, and then train separate models.
+    """R-DPCFL: groups of clients are found by their updates from full batches, and then train separate models.
 
     It suits clients of a few very different kinds, some of which may be rare, that have enough records for a full batch
-    to be nearly free of noise. In round 1 all clients compute a full-batch update of one model, and the server fits a
-    mixture to the updates. Up to `switch_round` each client's model is drawn from its memberships. After that each
-    client chooses a model by its loss.
+    to be nearly free of noise. In round 1 all clients compute a full-batch update of one model, and the server groups
+    the updates. If it is not sure of the groups, round 2 repeats this with the same model and new noise, and the server
+    averages the updates. Up to `switch_round` each client's model is drawn from its memberships. After that each client
+    chooses a model by its loss.
 
     The aggregation rule works within each group. Name this strategy before selections (`uniform_selection`), whose
     quotas are for the later rounds, and before strategies that pull towards the round's model. In later rounds, clients
@@ -51,14 +64,19 @@ class Clustered(GroupingStrategy):
 
     Args:
         num_clusters: number M of groups, or `auto`, which estimates it. 1 is the aggregation rule alone.
-        mixture: `robust` finds only groups that noise does not explain; `paper` works in two dimensions and never
-            reports that it is uncertain.
-        choose_m: `robust` with `auto`: `split` finds groups within groups, `mss` finds only the coarsest level.
-        min_cluster_size: `robust`: smallest number of clients of a group, >= 1.
-        data_floor: `robust`: lower bound on the distance of groups, as a share of the largest distance that the
-            sampling of records explains, >= 0.
-        first_round_noise_multiplier: noise multiplier of the full batch, > 0. null is 5, or 3 above a million
-            parameters. `same` uses one multiplier for all rounds (as in the papers): later rounds pay for the first.
+        mixture: `robust` finds only groups that neither noise nor a gradual difference of clients explains; `paper`
+            works in two dimensions and never reports that it is uncertain.
+        min_cluster_size: `robust`: smallest number of clients of a group, >= 1. Unless it is 1, a client far from all
+            others hides the groups.
+        smallest_distance: least distance of groups that are worth finding, in (0, 2]: of their mean clipped gradients
+            at the start, in units of the clip norm. Rotated Fashion-MNIST images have 0.11. It determines each client's
+            noise of the full batch: the largest that separates such groups.
+        first_round_share: limit of that price, in (0, 1): the epsilon of the full batch and its repetition alone, as a
+            share of the client's budget. At 0.5 the noise multiplier of later rounds grows by about a fifth at most.
+        first_round_noise_multiplier: noise multiplier of the full batch, > 0; null is what the two options above
+            determine. `same` uses one multiplier for all rounds (as in the papers): later rounds pay for the first.
+        second_look: whether the full batch may be repeated (with `robust` and noise that is not `same`, in runs of at
+            least 3 rounds). The repetition is planned and its budget reserved; if it is not needed, it is not charged.
         reuse_first_round: true applies the first updates to the new models; false starts all models from the initial
             parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
@@ -73,10 +91,12 @@ class Clustered(GroupingStrategy):
         loss_bound: losses of choices with noise are clipped to [0, loss_bound], > 0; null is 2 log(classes).
 
     While all models are the same, clients are not asked to choose; the models of such a round are drawn. Models that no
-    client trains are not changed. A client that missed round 1 has equal memberships in all groups. If `auto`
-    finds M = 1, training continues as under the aggregation rule, and the budget planned for choices is not spent.
+    client trains are not changed. A client that missed the full batches has equal memberships in all groups. With
+    `robust` it first trains each group's model once, without weight, and then belongs to the group whose updates of the
+    same model were nearest to its own, unless it has chosen a group by its loss. If `auto` finds M = 1, training
+    continues as under the aggregation rule, and the budget planned for choices is not spent.
 
-    **Guarantees** The whole run fits each budget: the full batch, later rounds and choices are solved together.
+    **Guarantees** The whole run fits each budget: full batches, later rounds and choices are solved together.
 
     **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
     `selection: paper_argmin` has no noise and makes every epsilon infinite.
@@ -92,10 +112,11 @@ class Clustered(GroupingStrategy):
         self,
         num_clusters: int | str = "auto",
         mixture: str = "robust",
-        choose_m: str = "split",
         min_cluster_size: int = 2,
-        data_floor: float = 0.6,
+        smallest_distance: float = 0.1,
+        first_round_share: float = 0.5,
         first_round_noise_multiplier: float | str | None = None,
+        second_look: bool = True,
         reuse_first_round: bool = True,
         switch_round: int | str = "auto",
         selection: str = "exponential_frozen",
@@ -106,23 +127,22 @@ class Clustered(GroupingStrategy):
         require_one_of(("robust", "paper"), f"{_KEY}.mixture", mixture)
         known = _count(num_clusters, f"{_KEY}.num_clusters")
         try:
-            self._options = GroupOptions(known, choose_m, min_cluster_size, data_floor)
+            self._options = GroupOptions(known, min_cluster_size)
         except UserError as error:  # add the prefix of this strategy to the key
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
         if mixture == "paper":
-            usual = GroupOptions()
-            refuse_unused(
-                _KEY,
-                "mixture paper, which finds groups by another method",
-                choose_m=(choose_m, usual.choose),
-                min_cluster_size=(min_cluster_size, usual.min_size),
-                data_floor=(data_floor, usual.data_floor),
-            )
+            beside = "mixture paper, which finds groups by another method"
+            refuse_unused(_KEY, beside, min_cluster_size=(min_cluster_size, GroupOptions().min_size))
+        must = "be above 0 and at most 2"
+        require(0 < smallest_distance <= 2, f"{_KEY}.smallest_distance", must, smallest_distance)
+        require(0 < first_round_share < 1, f"{_KEY}.first_round_share", "be above 0 and below 1", first_round_share)
+        require(isinstance(second_look, bool), f"{_KEY}.second_look", "be true or false", second_look)
         noise, must = first_round_noise_multiplier, "be a number above 0, `same` or null"
         number = isinstance(noise, int | float) and not isinstance(noise, bool) and 0 < noise < math.inf
         require(noise in (None, "same") or number, f"{_KEY}.first_round_noise_multiplier", must, noise)
         require(isinstance(reuse_first_round, bool), f"{_KEY}.reuse_first_round", "be true or false", reuse_first_round)
         self._mixture, self._first_noise, self._reuse = mixture, noise, reuse_first_round
+        self._distance, self._share, self._second_look = smallest_distance, first_round_share, second_look
         self.needs_noise_std = mixture == "robust"
         self._last_drawn = _count(switch_round, f"{_KEY}.switch_round")
         require_one_of((*SELECTIONS, _SIMILARITY), f"{_KEY}.selection", selection)
@@ -137,23 +157,33 @@ class Clustered(GroupingStrategy):
             )
         by_loss = SELECTIONS[0] if self._by_similarity else selection
         self._choice = ModelSelection(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
-        # results of round 1; absent clients have equal memberships, and NaN in `embedding`
+        self._looks = 1  # number of rounds that may be full batches
+        self._first_look: ClientUpdates | None = None  # while the server is not sure of the groups
+        # results of the full batches; absent clients have equal memberships, and NaN in `embedding`
         self.responsibilities: Tensor | None = None  # [N, M]
         self.embedding = torch.empty(0, 2)  # [N, 2]
-        self.separation, self.overlap, self.confident = 0.0, 1.0, False
+        self.separation, self.overlap, self.confident, self.probability = 0.0, 1.0, False, 0.0
         self.last_drawn_round = 1
         self.diagnostics: dict[str, float] = {}
+        self._unplaced: dict[int, Tensor] = {}  # client -> visits, precision, weighted distance of the groups [3, M]
 
     @property
     def _alone(self) -> bool:
         return self._options.num_groups == 1
 
+    def _looking(self, view: View) -> bool:
+        """Whether this round is a full batch of all clients, after which the server may group them."""
+        return not self._alone and self.responsibilities is None and view.round <= self._looks
+
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         if self._alone:
             return schedule
         self._check(schedule, view)
-        schedule = first_round.with_full_batch(schedule, view, self._first_noise)
-        first_round.warn_if_blind(schedule, view)
+        repeats = self._second_look and self._mixture == "robust" and self._first_noise != "same"
+        self._looks = 2 if repeats and schedule.rounds > 2 else 1
+        options = self._first_noise, self._distance, self._share, self._looks
+        schedule = first_round.with_full_batches(schedule, view, *options)
+        first_round.warn_if_blind(schedule, view, self._distance)
         if self._by_similarity:
             return schedule
         # if groups overlap, clients may choose from round 2 on, so these choices must be in the plan
@@ -166,13 +196,17 @@ class Clustered(GroupingStrategy):
             raise UserError(
                 f"`{_KEY}` must be named before strategies that pull towards the round's model, got it after one."
             )
-        if view.round == 1:
+        if self._looking(view):
             one = len(view.state.models) == 1
             require(one, _KEY, "be the only strategy that creates models", len(view.state.models))
             return view.plan(first_round.PURPOSE, plan.clients)
         models, memberships = view.state.models, self.responsibilities
         if memberships is None or len(models) == 1:
             return plan
+        exploring = self._exploring(plan.clients)
+        plan = dataclasses.replace(
+            plan, model_of=tuple(exploring.get(i, row) for i, row in zip(plan.clients, plan.model_of, strict=True))
+        )
         if view.round <= self.last_drawn_round:
             model_of = drawn_groups(memberships, plan.clients, view.round, view.seed)
         elif self._by_similarity:
@@ -182,19 +216,27 @@ class Clustered(GroupingStrategy):
             model_of = drawn_groups(even, plan.clients, view.round, view.seed)
         else:
             model_of = self._choice.models_of(plan, view, models)
-        return dataclasses.replace(plan, model_of=model_of)
+            for client in self._choice.answered & exploring.keys():
+                del self._unplaced[client], exploring[client]
+        rows = zip(plan.clients, model_of, strict=True)
+        return dataclasses.replace(plan, model_of=tuple(exploring.get(client, row) for client, row in rows))
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        return not self._alone and view.round == 1
+        return self._looking(view) or any(client in self._unplaced for client in plan.clients)
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
-        if self._alone or view.round > 1:
+        if self._looking(view):  # the model is not changed
+            return torch.zeros(len(updates.clients), dtype=torch.float64)
+        if not any(client in self._unplaced for client in updates.clients):
             return None
-        return torch.zeros(len(updates.clients), dtype=torch.float64)  # the model is not changed
+        return torch.tensor([float(client not in self._unplaced) for client in updates.clients], dtype=torch.float64)
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         state = super().after_step(state, updates, view)
-        return self._divided(state, updates, view) if view.round == 1 and not self._alone else state
+        if self._looking(view):
+            return self._divided(state, updates, view)
+        self._place(updates)
+        return state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         metrics = dict(super().metrics(view))
@@ -203,12 +245,13 @@ class Clustered(GroupingStrategy):
         metrics |= {
             "num_clusters": memberships.shape[1],
             "confident": self.confident,
+            "probability": self.probability,
             "separation": self.separation,
             "overlap": self.overlap,
             "switch_round": self.last_drawn_round,
             "membership_entropy": float(-(memberships * memberships.clamp_min(1e-300).log()).sum(dim=1).mean()),
         }
-        return metrics | (self.diagnostics if view.state.round == 1 else {})
+        return metrics | (self.diagnostics if view.state.round == self.diagnostics["looks"] else {})
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
         if self.responsibilities is None:
@@ -228,10 +271,12 @@ class Clustered(GroupingStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         kept = () if self.responsibilities is None else _KEPT
-        return {"choice": self._choice.state_dict(), **{name: getattr(self, name) for name in kept}}
+        look = None if self._first_look is None else {name: getattr(self._first_look, name) for name in _LOOK}
+        return {"choice": self._choice.state_dict(), "look": look, **{name: getattr(self, name) for name in kept}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._choice.load_state_dict(state["choice"])
+        self._first_look = None if state["look"] is None else ClientUpdates(**state["look"])
         for name in _KEPT if "responsibilities" in state else ():
             value = state[name]
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
@@ -254,13 +299,17 @@ class Clustered(GroupingStrategy):
                     )
 
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
-        """Return the state with M models instead of one, by the mixture of the first updates."""
+        """Return the state with M models instead of one, or the same state if another full batch is needed."""
         if self._mixture == "paper":
             mixture = paper_mixture(updates.released, self._options.num_groups, view.seed)
         else:
-            rows = zip(updates.clients, updates.steps, strict=True)
-            sampling_std = [first_round.sampling_std(client, steps, view) for client, steps in rows]
-            mixture = robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
+            updates = _averaged(self._first_look, updates)
+            distance = first_round.distance_of_updates(self._distance, updates.clients, updates.steps, view)
+            mixture = robust_mixture(updates.released, updates.noise_std, self._options, distance)
+            if not mixture.confident and view.round < self._looks:
+                self._first_look = updates
+                return state
+        self._first_look = None
         memberships = self._keep(mixture, updates.clients, view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
@@ -268,23 +317,50 @@ class Clustered(GroupingStrategy):
             models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
+    def _exploring(self, clients: Sequence[int]) -> dict[int, int]:
+        """Return the group whose model each client without a group trains next: the one that it trained least often."""
+        return {client: int(self._unplaced[client][0].argmin()) for client in clients if client in self._unplaced}
+
+    def _place(self, updates: ClientUpdates) -> None:
+        """Note how far updates of clients without a group are from those of a group; decide when all were compared."""
+        if not (late := [client for client in updates.clients if client in self._unplaced]):
+            return
+        assert self.responsibilities is not None  # for mypy
+        deltas, noise_std = updates.released, torch.tensor(updates.noise_std)
+        for client in late:
+            row, seen = updates.clients.index(client), self._unplaced[client]
+            group = updates.model_of[row]
+            seen[0, group] += 1
+            pairs = enumerate(zip(updates.clients, updates.model_of, strict=True))
+            if members := [one for one, (i, of) in pairs if of == group and i not in self._unplaced]:
+                rows = [row, *members]
+                near = noisy_updates(deltas[rows], noise_std[rows].tolist())
+                squares, of_means = distances(near, [np.array([0]), np.arange(1, len(rows))])
+                precision = (near.num_params * near.noise_std[0] ** 2 + of_means[0, 1]) ** -2.0
+                seen[1:, group] += precision * torch.tensor([1.0, squares[0, 1]], dtype=torch.float64)
+            if bool((seen[0] > 0).all()) and bool((seen[1] > 0).any()):
+                nearest = int((seen[2] / seen[1]).nan_to_num(nan=math.inf).argmin())
+                self.responsibilities[client] = torch.eye(seen.shape[1], dtype=torch.float64)[nearest]
+                del self._unplaced[client]
+
     def _keep(self, mixture: Mixture, clients: Sequence[int], view: View) -> Tensor:
         """Store the fitted mixture, and return the memberships of all clients, `[N, M]`."""
         count, groups = view.facts.num_clients, mixture.num_groups
         self.responsibilities = torch.full((count, groups), 1 / groups, dtype=torch.float64)
         self.responsibilities[list(clients)] = mixture.responsibilities
         self.embedding = torch.stack([of_all(clients, coordinate, count) for coordinate in mixture.embedding.T], dim=1)
-        self.separation, self.overlap, self.confident = mixture.separation, mixture.overlap, mixture.confident
+        self.separation, self.overlap = mixture.separation, mixture.overlap
+        self.confident, self.probability = mixture.confident, mixture.probability
+        if groups > 1 and self._mixture == "robust":
+            self._unplaced = {client: torch.zeros(3, groups).double() for client in {*range(count)} - {*clients}}
         self.last_drawn_round = self._last_drawn or switch_round(mixture.overlap, view.schedule.rounds)
-        self.diagnostics = dict(mixture.diagnostics)
+        self.diagnostics = {"looks": view.round, **mixture.diagnostics}
         if not mixture.confident:
-            then = "all clients share one model" if groups == 1 else "models begin with groups that may be noise"
-            threshold, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
-            alone = f" of a split with a group of fewer than {size}" if mixture.separation > threshold else ""
+            then = "all clients share one model" if groups == 1 else "models begin with groups that may be wrong"
+            found = "the clients are one group" if groups == 1 else f"these {groups} groups of clients are right"
             warn_user(
-                f"strategy clustered: noise and sampling of records explain the updates of round 1 as well as groups "
-                f"of {size} or more clients do (separation {mixture.separation:.3g}{alone}, threshold "
-                f"{threshold:.3g}): {then}."
+                f"strategy clustered: the probability that {found} is {mixture.probability:.2g}, below {CONFIDENT:g} "
+                f"(separation {mixture.separation:.3g}): {then}."
             )
         return self.responsibilities
 
@@ -294,3 +370,26 @@ def _count(value: int | str, key: str) -> int | None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     require(whole or value == "auto", key, "be `auto` or a whole number of at least 1", value)
     return None if isinstance(value, str) else value
+
+
+def _averaged(first: ClientUpdates | None, second: ClientUpdates) -> ClientUpdates:
+    """Return the updates of all clients of two full batches of one model, averaged by precision for those in both."""
+    if first is None:
+        return second
+    parts = [
+        {
+            client: (delta, std, steps)
+            for client, delta, std, steps in zip(one.clients, one.released, one.noise_std, one.steps, strict=True)
+        }
+        for one in (first, second)
+    ]
+    clients = tuple(sorted({*first.clients, *second.clients}))
+    deltas, stds = [], []
+    for client in clients:
+        looks = [part[client] for part in parts if client in part]
+        precisions = [std**-2.0 if std > 0 else 1.0 for _, std, _ in looks]
+        mean = sum(w * delta.double() for w, (delta, _, _) in zip(precisions, looks, strict=True)) / sum(precisions)
+        deltas.append(mean.to(second.released.dtype))
+        stds.append(sum(precisions) ** -0.5 if all(std > 0 for _, std, _ in looks) else 0.0)
+    steps = tuple((parts[1].get(client) or parts[0][client])[2] for client in clients)
+    return ClientUpdates(clients, steps, tuple(stds), torch.stack(deltas), model_of=(0,) * len(clients))

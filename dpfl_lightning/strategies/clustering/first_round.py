@@ -2,38 +2,49 @@
 
 import dataclasses
 import math
+from statistics import median
 
-from dpfl_lightning.algorithms.update_geometry import expected_separation
+from dpfl_lightning.algorithms.update_geometry import noise_that_separates
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 PURPOSE = "first_round"
-_MANY = 1_000_000  # number of parameters above which less noise is added
-_BAR = 1.5  # separation / P^(1/4) from which groups are found
-_FAR = 0.2  # distance of mean clipped gradients / clip norm; distances of real groups are rarely larger
 
 
-def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float | str | None) -> RunSchedule:
-    """Return the schedule in which each client's first round uses full batches, one in each local epoch.
+def with_full_batches(
+    schedule: RunSchedule,
+    view: View,
+    noise_multiplier: float | str | None,
+    distance: float,
+    share: float,
+    batches: int,
+) -> RunSchedule:
+    """Return the schedule in which each client has `batches` releases of full batches, one in each local epoch.
 
-    Rounds that are planned beyond the run's rounds are a reserve, of which the first round gets one. `noise_multiplier`
-    is the option of `Clustered`; clients without noise add none.
+    The first one is for the first round, the others are a reserve. Of the rounds that are planned beyond the run's
+    rounds, a reserve as well, the first round gets one. `noise_multiplier`, `distance` and `share` are options of
+    `Clustered`; clients without noise add none.
     """
-    usual = 5.0 if view.run.num_params <= _MANY else 3.0
+    full = [_full_batch(client, schedule, view) for client in range(len(schedule.clients))]
+    price = schedule.replan(lambda client, one: _alone(one, share, Planned(PURPOSE, full[client], batches)))
+    cheapest = price if noise_multiplier is not None else view.solve(price)
+
+    def noise_of(client: int, given: float | None) -> float | None:
+        if not schedule.clients[client].adds_noise or noise_multiplier == "same":
+            return given
+        if noise_multiplier is not None:
+            return float(noise_multiplier)
+        least = cheapest.noised(client, PURPOSE).noise_multiplier or 0.0
+        return max(least, _wanted(full[client], client, distance, view))
 
     def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
-        train, event = schedule.planned(client, "train"), schedule.noised(client, "train")
-        noise = event.noise_multiplier
-        if client_schedule.adds_noise and noise_multiplier != "same":
-            noise = float(usual if noise_multiplier is None else noise_multiplier)
-        epochs = max(1, event.steps // math.ceil(view.facts.num_records[client] / view.facts.batch_size[client]))
+        train = schedule.planned(client, "train")
+        noise = noise_of(client, schedule.noised(client, "train").noise_multiplier)
         reserve = min(1, max(0, train.count - schedule.rounds))
-        laplace = isinstance(event, LaplaceEvent)
-        full = LaplaceEvent(noise, epochs) if laplace else GaussianEvent(1.0, noise, epochs)
-        first = Planned(PURPOSE, full, 1 + reserve)
+        first = Planned(PURPOSE, dataclasses.replace(full[client], noise_multiplier=noise), batches + reserve)
         later = dataclasses.replace(train, count=max(0, train.count - 1))
         others = (line for line in client_schedule.planned if line is not train)
         return dataclasses.replace(client_schedule, planned=(later, first, *others))
@@ -41,24 +52,40 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
     return schedule.replan(change)
 
 
-def sampling_std(client: int, steps: int, view: View) -> float:
-    """Bound the distance of a client's full-batch update from its group's mean that sampling explains; 0: unknown."""
-    if math.isinf(view.clip_norm[client]):
-        return 0.0
-    return steps * view.learning_rate[client] * view.clip_norm[client] / math.sqrt(view.facts.num_records[client])
+def _full_batch(client: int, schedule: RunSchedule, view: View) -> NoisedEvent:
+    event = schedule.noised(client, "train")
+    epochs = max(1, event.steps // math.ceil(view.facts.num_records[client] / view.facts.batch_size[client]))
+    return LaplaceEvent(None, epochs) if isinstance(event, LaplaceEvent) else GaussianEvent(1.0, None, epochs)
 
 
-def warn_if_blind(schedule: RunSchedule, view: View) -> None:
-    """Warn the user if the given noise of the first round hides all but unusually different groups."""
-    events = [schedule.noised(client, PURPOSE) for client in range(len(schedule.clients))]
-    separations = [
-        expected_separation(1.0, view.facts.num_records[client], event.noise_multiplier, event.steps)
-        for client, event in enumerate(events)
-        if isinstance(event, GaussianEvent) and event.noise_multiplier
+def _alone(client_schedule: ClientSchedule, share: float, line: Planned) -> ClientSchedule:
+    epsilon = share * client_schedule.target_epsilon
+    return dataclasses.replace(client_schedule, target_epsilon=epsilon, planned=(line,))
+
+
+def _wanted(event: NoisedEvent, client: int, distance: float, view: View) -> float:
+    """Return the noise multiplier of `noise_that_separates`; Laplace noise has a standard deviation of sqrt(2)."""
+    wanted = noise_that_separates(distance, view.facts.num_records[client], view.run.num_params, event.steps)
+    return wanted / math.sqrt(2) if isinstance(event, LaplaceEvent) else wanted
+
+
+def distance_of_updates(distance: float, clients: tuple[int, ...], steps: tuple[int, ...], view: View) -> float:
+    """Return the distance of two groups' mean updates at a `distance` of mean gradients in units of the clip norm."""
+    lengths = [one * view.learning_rate[i] * view.clip_norm[i] for i, one in zip(clients, steps, strict=True)]
+    return distance * median(lengths)
+
+
+def warn_if_blind(schedule: RunSchedule, view: View, distance: float) -> None:
+    """Warn the user if the noise of the first round hides groups at this distance from most clients."""
+    lines = [(client, schedule.planned(client, PURPOSE)) for client in range(len(schedule.clients))]
+    noises = [
+        line.event.noise_multiplier / math.sqrt(line.count) / _wanted(line.event, client, 1.0, view)
+        for client, line in lines
+        if isinstance(line.event, NoisedEvent) and line.event.noise_multiplier
     ]
-    if separations and (needed := _BAR * view.run.num_params**0.25 / min(separations)) > _FAR:
+    if noises and (needed := median(noises)) > distance:
         warn_user(
             "strategy clustered: the first round separates groups only if their mean clipped gradients differ by "
-            f"{needed:.2g} of the clip norm (0.11 for rotated Fashion-MNIST images). Use more records per client, more "
-            "local epochs, or a smaller first_round_noise_multiplier."
+            f"{needed:.2g} of the clip norm, more than smallest_distance {distance:g} (0.11 for rotated Fashion-MNIST "
+            "images). Use more records per client, more local epochs, or a larger budget or first_round_share."
         )

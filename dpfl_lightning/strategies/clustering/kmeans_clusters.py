@@ -1,5 +1,7 @@
 """KM-CDPFL: k-means on the updates of each round decides which clients share their updates."""
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ class KMeansClusters(GroupingStrategy, Local):
 
     Args:
         num_clusters: M, >= 1; a round with fewer clients has as many clusters as clients.
+        merge: whether the clients of a cluster then continue from the mean of their models. The paper does not say;
+            Werner et al. do not merge.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
@@ -47,9 +51,9 @@ class KMeansClusters(GroupingStrategy, Local):
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
 
-    def __init__(self, num_clusters: int = 4) -> None:
+    def __init__(self, num_clusters: int = 4, merge: bool = False) -> None:
         require(num_clusters >= 1, "strategies.kmeans_clusters.num_clusters", "be >= 1", num_clusters)
-        self._num_clusters = num_clusters
+        self._num_clusters, self._merge = num_clusters, merge
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
         """Return the weights `[N, C]`: row i is for client i's model, with 1 for each member of its cluster."""
@@ -64,4 +68,10 @@ class KMeansClusters(GroupingStrategy, Local):
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, self._labels)
-        return state
+        if not self._merge:
+            return state
+        clients, labels, models = torch.tensor(updates.clients), torch.tensor(self._labels), state.models.clone()
+        for label in set(self._labels):
+            members = clients[labels == label]
+            models[members] = models[members].mean(dim=0)
+        return dataclasses.replace(state, models=models)

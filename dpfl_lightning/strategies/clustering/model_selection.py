@@ -70,6 +70,11 @@ class ModelSelection:
         """Whether no client has a selection left."""
         return not any(self._left)
 
+    @property
+    def answered(self) -> set[int]:
+        """The clients that have chosen at least once."""
+        return set(self._last)
+
     def plan_run(self, schedule: RunSchedule, view: View, most_rounds: int) -> RunSchedule:
         """Return the schedule with every client's selections, in at most `most_rounds` rounds."""
         count = most_rounds

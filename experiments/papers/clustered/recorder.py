@@ -73,7 +73,7 @@ def matches(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class FirstRound(GroupRecorder, FirstRoundOnly):
-    """Ends the run after its first round, to read the clusters that this round alone shows.
+    """Ends the run after its first round, or its second if the first left the groups open, to read the clusters.
 
     `silhouette` is of the true groups in `points`, each client's update in two principal components.
     """
@@ -83,6 +83,14 @@ class FirstRound(GroupRecorder, FirstRoundOnly):
     def __init__(self) -> None:
         super().__init__()
         self._points: list[list[float]] = []
+        self._open = False
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        super().on_round_end(view, report)
+        self._open = "group" in report.metrics and "num_clusters" not in report.metrics
+
+    def stop(self, view: View) -> str | None:
+        return None if self._open and view.round == 2 else super().stop(view)
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         self._points = principal_points(updates.released.flatten(1)).tolist()

@@ -6,7 +6,15 @@ import torch
 
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram
 from experiments.papers.clustered import simulation
-from experiments.papers.clustered.simulation import group_means, methods_at, recovery, true_groups, updates_at
+from experiments.papers.clustered.simulation import (
+    calibration,
+    group_means,
+    methods_at,
+    numbers_of_groups,
+    recovery,
+    true_groups,
+    updates_at,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +48,7 @@ def test_cheap_updates_have_the_law_of_drawn_ones():
 
 
 def _plain(x: np.ndarray) -> Updates:
-    return Updates(centred_gram(torch.from_numpy(x)), np.ones(len(x)), x.shape[1], np.zeros(len(x)))
+    return Updates(centred_gram(torch.from_numpy(x)), np.ones(len(x)), x.shape[1])
 
 
 def test_methods_on_a_small_model(monkeypatch):
@@ -55,8 +63,13 @@ def test_methods_on_a_small_model(monkeypatch):
     assert abs(none["ward_ari"]) < 0.2 and none["split_groups"] == 1
 
 
-def test_rules_for_the_number_of_groups(monkeypatch):
+def test_the_number_of_groups(monkeypatch):
     monkeypatch.setattr(simulation, "RUNS", 10)
-    assert recovery(0.0, CNN, "split")["found"] >= 80
-    split, mss = (recovery(1.5, CNN, rule, nested=True) for rule in ("split", "mss"))
-    assert split["ari"] > 0.9 and mss["found"] == 0, "mss sees the two pairs only"
+    assert recovery(0.0, CNN)["found"] >= 80 and recovery(1.5, CNN, nested=True)["found"] == 100
+    assert numbers_of_groups(3)["right"] >= 90
+
+
+def test_reported_probabilities_are_sorted_into_classes():
+    values = calibration(draws=12)
+    assert sum(values[f"draws_{low}"] for low in (0, 25, 50, 75, 90)) == 12
+    assert 90 <= values["reported_90"] <= 100 and 0 <= values["right_90"] <= 100

@@ -1,0 +1,209 @@
+"""Aggregation weights from the cosines between updates: as much signal per noise as possible, and no client decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+_SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
+_MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite
+_EDGE = 3.27  # 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
+
+
+@dataclass(frozen=True)
+class SignalEstimate:
+    """What the cosines of C updates of one model say about their signals; all arrays are float64.
+
+    Args:
+        alignment: length of the common part of each update's signal / length of the update, `[C]`, in [0, 1).
+        factors: loadings of the updates on all directions that clients share, `[C, r]`; the first is `alignment`.
+        length: lengths of the updates, each limited to the range of the others, `[C]`.
+    """
+
+    alignment: np.ndarray
+    factors: np.ndarray
+    length: np.ndarray
+
+    @property
+    def shared(self) -> np.ndarray:
+        """Length of the signal that each update shares with others / length of the update, `[C]`."""
+        return np.sqrt(np.square(self.factors).sum(axis=1))
+
+    @property
+    def noise_share(self) -> np.ndarray:
+        """Share of each update's squared length that is noise or concerns this client alone, `[C]`, in (0, 1]."""
+        return np.maximum(1 - np.square(self.factors).sum(axis=1), 1 - _MOST_ALIGNED**2)
+
+
+def estimate_signals(
+    cosines: np.ndarray, lengths: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray
+) -> list[SignalEstimate]:
+    """Estimate how much of each update is signal that it shares with others of its model. Post-processing.
+
+    Noise of different clients is independent, so the cosine of two updates of one model is the product of their
+    alignments, give or take an error of variance 1 / `precision`. Where this shows too little, alignments follow a law:
+    they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
+    equal signals), over which the estimate averages. Clients differ from the law as far as cosines prove it (empirical
+    Bayes). Further directions, which clients with one kind of data share, count if noise alone shows as much in one of
+    1,000 rounds.
+
+    Args:
+        cosines: between updates, `[C, C]`; of several rounds their mean.
+        lengths: of the updates, `[C]`, > 0.
+        models: rows of the clients of each model.
+        precision: number of parameters times number of rounds in which the cosine was seen, `[C, C]`.
+    """
+    limited, known = lengths.copy(), lengths > 0
+    limited[known] = within_others(lengths[known])
+    prior = _law(cosines, limited, models, precision)
+    estimates = []
+    for rows in map(list, models):
+        block, seen = _pairs(cosines, rows), _pairs(precision, rows)
+        alignment = _shrunk(block, seen, prior[rows], (limited != lengths)[rows])
+        rest = block - np.outer(alignment, alignment)
+        np.fill_diagonal(rest, 0.0)
+        factors = np.column_stack([alignment, _further(rest, seen, 1 - alignment**2)])
+        estimates.append(SignalEstimate(alignment, factors, limited[rows]))
+    return estimates
+
+
+def within_others(values: np.ndarray) -> np.ndarray:
+    """Limit values `[C]` > 0 to at least half of the smallest, and at most the largest one of the others.
+
+    No limit is beyond 30 times the median. An honest client with far less noise than all others loses by this.
+
+    >>> within_others(np.array([0.001, 1.0, 2.0, 3.0])).tolist()
+    [0.5, 1.0, 2.0, 2.0]
+    """
+    if len(values) < 2:
+        return values
+    ordered, median = np.sort(values), float(np.median(values))
+    return np.clip(values, max(ordered[1] / 2, median / 30), min(ordered[-2], 30 * median))
+
+
+def _law(
+    cosines: np.ndarray, lengths: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray
+) -> np.ndarray:
+    """Return the alignments `[C]` of the law, averaged over its power by how well each explains the cosines."""
+    fits, misfits = np.zeros((len(_SLOPES), len(lengths))), np.zeros(len(_SLOPES))
+    for rows in map(list, models):
+        block, known = _pairs(cosines, rows), _pairs(precision, rows)
+        relative = lengths[rows].min(initial=np.inf) / lengths[rows]
+        for number, slope in enumerate(_SLOPES):
+            shape = relative**slope
+            product = np.outer(shape, shape)
+            weight = (known * product**2).sum()
+            scale = max((known * product * block).sum() / weight, 0.0) if weight > 0 else 0.0
+            fits[number, rows] = np.sqrt(scale) * shape if scale > 0 else 1e-9 * shape
+            misfits[number] += (known * (block - scale * product) ** 2).sum() / 2
+    share = np.exp(-(misfits - misfits.min()) / 2)
+    return np.minimum(share @ fits / share.sum(), 0.99)
+
+
+def _pairs(matrix: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Return these rows and columns of a matrix, with zeros on the diagonal."""
+    pairs = matrix[rows][:, rows]
+    np.fill_diagonal(pairs, 0.0)
+    return pairs
+
+
+def _shrunk(block: np.ndarray, precision: np.ndarray, law: np.ndarray, outside: np.ndarray) -> np.ndarray:
+    """Return alignments between those of the law and those that the cosines show, by the errors of both.
+
+    The law says little of clients whose lengths are `outside` the range of the others.
+    """
+    if len(law) < 3 or not (precision @ law**2 > 0).all():
+        return law
+    seen, variance = _seen(block, precision, law)
+    relative, spread = variance / law**2, 0.0
+    for _ in range(30):  # relative variance of alignments around the law, by moments, less one standard error
+        weight = 1 / (relative + spread) ** 2
+        spread = float((weight * ((seen / law - 1) ** 2 - relative)).sum() / weight.sum() - (2 / weight.sum()) ** 0.5)
+        spread = min(max(spread, 0.0), 1.0)  # a law that is lost in noise is followed rather than the noise
+    alignment, trust = law, np.where(outside, 1.0, spread) * law**2
+    for _ in range(100):
+        seen, variance = _seen(block, precision, alignment)
+        wanted = (trust * seen + variance * law) / (trust + variance)
+        wanted = (alignment + np.clip(wanted, 0.0, _MOST_ALIGNED)) / 2
+        moved, alignment = np.abs(wanted - alignment).max(), wanted
+        if moved < 1e-10:
+            break
+    return alignment
+
+
+def _seen(block: np.ndarray, precision: np.ndarray, alignment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the alignment of each client that its cosines with the others show, and its variance."""
+    information = np.maximum(precision @ alignment**2, 1e-300)
+    noise = np.maximum(1 - alignment**2, 1 - _MOST_ALIGNED**2)
+    return (precision * block) @ alignment / information, noise / information
+
+
+def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Return loadings `[C, r]` on directions that explain the matrix off its diagonal beyond noise; r is often 0."""
+    count = len(rest)
+    if count < 4 or not (precision + np.eye(count) > 0).all():
+        return np.zeros((count, 0))
+    edge = float(precision[precision > 0].mean()) ** -0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6))
+    shared = rest.copy()
+    for _ in range(100):
+        values, vectors = np.linalg.eigh(shared)
+        kept = values > edge
+        loadings = vectors[:, kept] * np.sqrt(values[kept])
+        diagonal = np.minimum(np.square(loadings).sum(axis=1), room)
+        moved = np.abs(diagonal - shared.diagonal()).max()
+        np.fill_diagonal(shared, diagonal)
+        if moved < 1e-8:
+            break
+    length = np.square(loadings).sum(axis=1)
+    return loadings * np.sqrt(np.where(length > 0, diagonal / np.where(length > 0, length, 1.0), 0.0))[:, None]
+
+
+def contributions(signals: SignalEstimate, rounds: int, max_influence: float) -> np.ndarray:
+    """Return how long each client's part of the aggregate is, `[C]` >= 0 of sum 1, at most `max_influence` each.
+
+    They minimise the expected squared error of the sum of `rounds` rounds as an estimate of the clients' mean signal:
+    `(c - t)' S (c - t) + c' V c / rounds`, with S the shared signals, V the noise, t the plain mean. Noise averages out
+    over rounds and a bias does not. With one shared direction the ratio of signal to noise is largest.
+    """
+    noise, target = signals.noise_share, signals.length / signals.length.sum()
+    if signals.factors.shape[1] == 1:
+        share = signals.alignment / noise
+    else:
+        stacked = np.vstack([np.diag(np.sqrt(noise / rounds)), signals.factors.T])
+        share, _ = nnls(stacked, np.concatenate([np.zeros(len(noise)), signals.factors.T @ target]))
+    return limited_shares(share, max_influence)
+
+
+def most_influence(num_clients: int) -> float:
+    """Return the default bound on one client's share: a quarter, or twice an equal share if more, but at most half.
+
+    >>> [most_influence(count) for count in (1, 3, 5, 20)]
+    [0.5, 0.5, 0.4, 0.25]
+    """
+    return max(0.25, min(0.5, 2 / num_clients))
+
+
+def limited_shares(share: np.ndarray, largest: float) -> np.ndarray:
+    """Scale shares `[C]` >= 0 to sum 1; those above `largest` become it, and the others grow in proportion.
+
+    Shares of 0 grow, equally, only if the others cannot. Fewer than 1 / largest shares become equal.
+
+    >>> limited_shares(np.array([8.0, 1.0, 1.0, 0.0]), 0.4).round(2).tolist()
+    [0.4, 0.3, 0.3, 0.0]
+    >>> limited_shares(np.array([1.0, 0.0, 0.0, 0.0]), 0.4).round(2).tolist()
+    [0.4, 0.2, 0.2, 0.2]
+    """
+    share = np.maximum(share, 0.0)
+    total = share.sum()
+    share = np.full(len(share), 1 / max(len(share), 1)) if not total > 0 else share / total
+    largest = max(largest, 1 / max(len(share), 1))
+    if largest * int((share > 0).sum()) < 1:
+        rest = share == 0
+        share = np.where(rest, (1 - largest * (~rest).sum()) / max(rest.sum(), 1), largest)
+    limited = np.zeros(len(share), dtype=bool)
+    while (above := (share > largest * (1 + 1e-12)) & ~limited).any():
+        limited |= above
+        rest = share[~limited].sum()
+        share = np.where(limited, largest, share * (1 - largest * limited.sum()) / rest if rest > 0 else share)
+    return share

@@ -1,0 +1,117 @@
+"""The first round of real clients without the rest of a run: their exact clipped gradients, with noise of every plan.
+
+The full-batch update of a client is -(learning rate) * (sum of its clipped gradients + noise) / N at the initial model.
+The sums are computed once for each cell; the noise is that of the plans of the methods and budgets that are compared.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture
+from dpfl_lightning.build import build_loop, build_net, build_population
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.local_clients import facts_of
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.strategies.clustering.first_round import PURPOSE
+from experiments.papers.run import CellContext
+
+PAPER = {"num_clusters": 4, "mixture": "paper", "first_round_noise_multiplier": "same"}
+PAPER |= {"selection": "paper_argmin", "reuse_first_round": False}
+METHODS: Mapping[str, Mapping[str, Any]] = {"ours": {}, "paper": PAPER, "paper_auto": PAPER | {"num_clusters": "auto"}}
+NOISY = 20  # the client that has more noise, or fewer records, than all others
+
+
+def found(context: CellContext, epsilons: Sequence[float], methods: Sequence[str], odd: bool = False) -> dict[str, Any]:
+    """Values `<method>_eps<epsilon>_perfect` (1 or 0), `_groups`, and of our default `_looks` and `_probability`.
+
+    With `odd`, of our default also `noisy_` and `few_`: one client has ten times the noise, or a tenth of the records;
+    `_others` is whether the groups of the other clients are right.
+    """
+    options = context.options
+    population = build_population(options)
+    sums = clipped_sums(options, population)
+    few = dataclasses.replace(population, train_of=[*population.train_of])
+    few.train_of[NOISY] = few.train_of[NOISY][: len(few.train_of[NOISY]) // 10]
+    sums_of_few = clipped_sums(options, few, [NOISY]) if odd else sums
+    values: dict[str, float] = {}
+    for epsilon in epsilons:
+        for method in methods:
+            noises = planned_noise(options, population, epsilon, METHODS[method])
+            values |= _one(f"{method}_eps{epsilon}", sums, population, noises, METHODS[method], options.seed)
+        if odd:
+            noises = planned_noise(options, population, epsilon, {})
+            noises[NOISY] *= 10
+            values |= _one(f"noisy_eps{epsilon}", sums, population, noises, {}, options.seed)
+            noises = planned_noise(options, few, epsilon, {})
+            replaced = torch.cat([sums[:NOISY], sums_of_few, sums[NOISY + 1 :]])
+            values |= _one(f"few_eps{epsilon}", replaced, few, noises, {}, options.seed)
+    return {"values": values}
+
+
+def clipped_sums(options: Options, population: Population, clients: Sequence[int] | None = None) -> Tensor:
+    """Return the sums of clipped gradients at the initial model of these clients (None: all), `[C, P]`."""
+    net = build_net(options, facts_of(population))
+    x, y = population.empty_batch
+    compute, _ = clipped_sum_for(net, None, x, y)
+    assert options.privacy is not None and isinstance(options.privacy.clip_norm, int | float)  # for mypy
+    request, params = ClipRequest(float(options.privacy.clip_norm)), dict(net.named_parameters())
+    sums = []
+    for client in range(population.num_clients) if clients is None else clients:
+        records = population.records(client, torch.arange(population.num_records[client]))
+        sums.append(compute(params, *records, request)[0])
+    return torch.cat(sums)
+
+
+def planned_noise(options: Options, population: Population, epsilon: float, clustered: Mapping[str, Any]) -> np.ndarray:
+    """Return the noise multipliers of the first round in the plan of a run with this budget, `[N]`."""
+    assert options.privacy is not None  # for mypy
+    privacy = dataclasses.replace(options.privacy, epsilon=epsilon)
+    strategies: dict[str, Any] = {"clustered": dict(clustered)}
+    loop = build_loop(dataclasses.replace(options, privacy=privacy, strategies=strategies), population=population)
+    schedule = loop.plan_schedule()
+    return np.array([client.noise_multiplier(PURPOSE) for client in schedule.clients])
+
+
+def _one(
+    name: str,
+    sums: Tensor,
+    population: Population,
+    noises: np.ndarray,
+    clustered: Mapping[str, Any],
+    seed: int,
+) -> dict[str, float]:
+    mixture, looks = looked_at(sums, population.num_records, noises, clustered, seed)
+    labels = mixture.responsibilities.argmax(dim=1).numpy()
+    values = {"groups": float(mixture.num_groups), "probability": mixture.probability, "looks": float(looks)}
+    if population.groups is not None:
+        true = np.array(population.groups)
+        right = (labels[:, None] == labels) == (true[:, None] == true)
+        values["perfect"] = float(right.all())
+        values["others"] = float(np.delete(np.delete(right, NOISY, axis=0), NOISY, axis=1).all())
+    return {f"{name}_{key}": value for key, value in values.items()}
+
+
+def looked_at(
+    sums: Tensor, num_records: Sequence[int], noises: np.ndarray, clustered: Mapping[str, Any], seed: int
+) -> tuple[Mixture, int]:
+    """Return the mixture of updates at clip norm 1 and learning rate 1, and the number of full batches it needed."""
+    generator = torch.Generator().manual_seed(seed)
+    records = torch.tensor(num_records, dtype=torch.float64)
+    noise_std = torch.from_numpy(noises) / records
+    total = torch.zeros_like(sums)
+    for looks in (1, 2):
+        total += sums / records[:, None] + noise_std[:, None] * torch.randn(sums.shape, generator=generator)
+        if clustered.get("mixture") == "paper":
+            number = clustered["num_clusters"]
+            return paper_mixture(total, None if number == "auto" else number, seed), looks
+        mixture = robust_mixture(total / looks, (noise_std / looks**0.5).tolist(), distance=0.1)
+        if mixture.confident:
+            break
+    return mixture, looks
