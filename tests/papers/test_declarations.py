@@ -141,7 +141,7 @@ def _clustered(cell: Cell, run: Options, small: bool) -> bool:
         run.rounds == fewer.get(cell.experiment, 60 if small else 200)
         and run.clients.count == (24 if "composed" in cell.experiment else 21)
         and (run.privacy is None or run.privacy.delta == 1e-4)
-        and (run.data.groups is None) == (cell.column == "none")
+        and (run.data.groups is None) == (cell.experiment == "clustered.false_alarms")
     )
 
 
@@ -215,8 +215,8 @@ clustered.table7 oracle eps4 paper:
 clustered.table9 kmeans eps3 small: {data.groups: {name: label_shift, sizes: [3, 6, 6, 6]}}
 clustered.reference reference cifar10 small: {privacy: null, strategies: {oracle_clusters: {}}}
 clustered.tuning ours_0.2 eps2 small: {clients.learning_rate: 0.2, data.use_public: true}
-clustered.found paper_auto none small: {data.groups: null}
-clustered.found ours rotation_700 small: {data.records_per_client: 700}
+clustered.figure1 full_eps4 fashion_mnist small: {data.records_per_client: 2285}
+clustered.other_data paper dirichlet0.3 small: {data.partition: {name: dirichlet, alpha: 0.3}}
 clustered.composed ours_noise dist3 small: {strategies: {noise_aware: {}, clustered: {}}}
 clustered.batch_sizes ours b128 small: {clients.batch_size: 128}
 selection.methods ours fashion_mnist_gaussian small: {model: {name: cnn_tiny}, clients.learning_rate: 0.1}

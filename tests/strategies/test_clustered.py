@@ -106,9 +106,9 @@ def test_kinds_are_found_and_trained_apart_and_the_first_round_is_a_full_batch(s
     assert embedding.points == tuple(map(tuple, clustered.embedding.tolist()))
 
     assert [line.purpose for line in loop.schedule.clients[0].planned] == ["train", "first_round", "select"]
-    first = loop.schedule.planned(0, "first_round")
-    assert first.count == 2, "the second one is planned, and not needed"
     for client in range(COUNT):
+        first = loop.schedule.planned(client, "first_round")
+        assert first.count == 2, "the second one is planned, and not needed"
         events = loop.clients.budgets.ledger.events(client)
         assert events[0] == GaussianEvent(1.0, first.event.noise_multiplier, 1)
         trained = [event for event in events[1:] if isinstance(event, GaussianEvent)]

@@ -73,9 +73,9 @@ def matches(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class FirstRound(GroupRecorder, FirstRoundOnly):
-    """Ends the run after its first round, or its second if the first left the groups open, to read the clusters.
+    """Ends the run after its first round, and keeps each client's update in two principal components.
 
-    `silhouette` is of the true groups in `points`, each client's update in two principal components.
+    `silhouette` is of the true groups in these `points`.
     """
 
     _kept = ("_curve", "_curves", "_points")
@@ -83,14 +83,6 @@ class FirstRound(GroupRecorder, FirstRoundOnly):
     def __init__(self) -> None:
         super().__init__()
         self._points: list[list[float]] = []
-        self._open = False
-
-    def on_round_end(self, view: View, report: RoundReport) -> None:
-        super().on_round_end(view, report)
-        self._open = "group" in report.metrics and "num_clusters" not in report.metrics
-
-    def stop(self, view: View) -> str | None:
-        return None if self._open and view.round == 2 else super().stop(view)
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         self._points = principal_points(updates.released.flatten(1)).tolist()
@@ -101,14 +93,10 @@ class FirstRound(GroupRecorder, FirstRoundOnly):
         self.record["points"] = self._points
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        values, groups, embedding = super()._values(view, result), true_groups(view.facts), result.client_embedding
-        if groups and self._points:
+        values = super()._values(view, result)
+        if groups := true_groups(view.facts):
             values["silhouette"] = float(silhouette_score(self._points, groups))
-        if embedding is None:
-            return values
-        values |= {"num_clusters": float(embedding.num_clusters), "confident": float(embedding.confident)}
-        values |= {} if embedding.separation is None else {"separation": embedding.separation}
-        return values | (matches(clustering(embedding.cluster, groups)) if groups else {})
+        return values
 
 
 def fairness(cell: Mapping[str, Any], reference: Mapping[str, Any]) -> Values:
