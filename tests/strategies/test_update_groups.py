@@ -143,7 +143,7 @@ def test_few_clients_and_small_groups():
     x = far + np.random.default_rng(1).standard_normal((6, 50))
     assert len(find_groups(updates_of(x)).members) == 1, "one client is no group"
     given = find_groups(updates_of(x), GroupOptions(2))
-    assert len(given.members) == 2 and given.probability == 0
+    assert [len(one) for one in given.members] == [3, 3] and given.probability < 0.2, "nor one of two groups"
     assert [len(find_groups(updates_of(x[:count]), GroupOptions(4)).members) for count in (1, 2, 3)] == [1, 2, 3]
     assert find_groups(updates_of(x[:1])).probability == 0
 
@@ -196,7 +196,7 @@ def test_groups_far_apart_have_sure_members(num_groups):
     assert found.separation == pytest.approx(25, rel=0.05) and found.overlap < 1e-100
     torch.testing.assert_close(found.responsibilities, torch.eye(4, dtype=torch.float64)[torch.from_numpy(TRUE)])
     assert found.embedding.shape == (21, 2)
-    assert found.diagnostics == {"p_value": pytest.approx(1 / 1001)}
+    assert found.diagnostics["p_value"] < 1e-4
 
 
 def test_noise_is_one_group_or_an_unsure_mixture():
@@ -222,7 +222,9 @@ def test_memberships_are_soft_between_groups_that_touch():
     assert [one.tolist() for one in moved] == [np.flatnonzero(found.argmax(axis=1) == k).tolist() for k in range(3)]
     assert sum(len(np.setdiff1d(one, other)) for one, other in zip(moved, groups, strict=True)) < 12
     same, sure = assigned(updates_of(x), groups, min_size=41)
-    assert same is groups and set(sure.ravel()) == {0.0, 1.0}, "nobody moves if a group would be too small"
+    assert [one.tolist() for one in same] == [one.tolist() for one in groups] and set(sure.ravel()) == {0.0, 1.0}, (
+        "nobody moves if a group would be too small"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
