@@ -40,7 +40,8 @@ class GroupOptions:
     def __post_init__(self) -> None:
         valid = self.num_groups is None or self.num_groups >= 1
         require(valid, "num_clusters", "be `auto` or at least 1", self.num_groups)
-        require(self.min_size >= 1, "min_cluster_size", "be at least 1", self.min_size)
+        valid = isinstance(self.min_size, int) and not isinstance(self.min_size, bool) and self.min_size >= 1
+        require(valid, "min_cluster_size", "be a whole number of at least 1", self.min_size)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def find_groups(updates: Updates, options: GroupOptions | None = None, distance:
     with equal noise true groups are divided in at most 1 % of runs.
 
     If one Gaussian does not explain a cut in one group and others below `min_size`, the clients in these are outliers,
-    and the rest is tested without them. At last each client, outliers too, gets the group that is nearest to its update.
+    and the rest is tested without them. At last each client, outliers too, gets the group nearest to its update.
 
     `distance`, in units of the updates, is the least distance of groups that matter: the probability of one group takes
     into account whether such groups would have been found.
@@ -218,7 +219,7 @@ def _against_rotations(updates: Updates, within: np.ndarray, numbers: range) -> 
 
 
 def _p_value(gap: float, null: np.ndarray) -> float:
-    """Return the share of null draws of at least `gap`; if there are few, the tail of a Gumbel distribution, or less."""
+    """Return the share of null draws of at least `gap`; if few are, the tail of a Gumbel distribution if smaller."""
     exceeding = int((null >= gap - _ROUNDING).sum())
     counted = (1 + exceeding) / (1 + len(null))
     if exceeding >= _ENOUGH:

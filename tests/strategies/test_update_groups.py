@@ -172,7 +172,7 @@ def test_clients_in_another_order_are_the_same_groups():
 def test_mistakes_are_one_sentence():
     for wrong, words in (
         ({"num_groups": 0}, "`num_clusters` must be `auto` or at least 1, got 0"),
-        ({"min_size": 0}, "`min_cluster_size` must be at least 1"),
+        ({"min_size": 0}, "`min_cluster_size` must be a whole number of at least 1"),
     ):
         with pytest.raises(UserError, match=words):
             GroupOptions(**wrong)
