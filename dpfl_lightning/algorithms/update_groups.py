@@ -52,7 +52,8 @@ class Groups:
         members: clients of each group, ascending; groups in the order of their first clients.
         memberships: probabilities of the groups for each client, `[n, M]`.
         probability: estimated probability that these are the groups of all clients but outliers, see `find_groups`, and
-            those with more than three times the median noise std, whose memberships may be unsure.
+            those with more than three times the median noise std, whose memberships may be unsure. 0 if the clients are
+            too few to be tested.
         p_value: of the first split, or of the one that was rejected.
         separation: least separation of two groups, see `separation`; of the best cut if there is one group.
     """
@@ -142,7 +143,8 @@ def _by_cuts(updates: Updates, min_size: int, distance: float) -> tuple[list[np.
             part = updates.of(groups[0])
             halves = np.arange(len(part.gram)) % 2
             apart = np.where(halves, distance, 0.0)[:, None]
-            missed = len(halves) >= 2 * min_size and 1 - _recovery(apart, halves, part)
+            testable = [len(some) >= 2 * min_size for some in (members, halves)]  # with and without outliers
+            missed = 1 - _recovery(apart, halves, part) if testable[1] else float(testable[0])
             probability /= 1 + max(missed, 1 / _bayes_factor(p_value) - 1)
     assert first is not None  # for mypy
     return in_order(leaves), probability, first
@@ -162,7 +164,8 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
     """Return the cut in complete groups that one Gaussian explains least, if its p-value is at most `level`.
 
     Otherwise the clients are one group. If a cut in one group and outliers has such a p-value, these are left out, and
-    the others are cut again. If `numbers` has only one number, any cut in so many groups is returned.
+    the others are cut again. If `numbers` has only one number, any cut in so many groups is returned. A p-value of at
+    most `level` beside one group means: there seem to be several, but also clients in none.
     """
     members, given, whole = np.arange(len(updates.gram)), len(numbers) == 1, None
     while True:
