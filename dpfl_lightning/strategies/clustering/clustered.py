@@ -5,16 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import public_generator
-from dpfl_lightning.algorithms.update_groups import GroupOptions, distances
+from dpfl_lightning.algorithms.update_groups import GroupOptions
 from dpfl_lightning.algorithms.update_mixture import (
     CONFIDENT,
     Mixture,
-    noisy_updates,
     paper_mixture,
     robust_mixture,
     switch_round,
@@ -29,13 +27,19 @@ from dpfl_lightning.federated.server.summary import of_all
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering import first_round
 from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
-from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, ModelSelection, refuse_unused
+from dpfl_lightning.strategies.clustering.late_clients import LateClients
+from dpfl_lightning.strategies.clustering.model_selection import (
+    SELECTIONS,
+    ModelSelection,
+    is_number,
+    refuse_unused,
+)
 
 _KEY = "strategies.clustered"
 _SIMILARITY = "server_similarity"
 _KEPT = (
     *("responsibilities", "embedding", "separation", "overlap", "confident", "probability"),
-    *("last_drawn_round", "diagnostics", "_unplaced"),
+    *("last_drawn_round", "diagnostics", "_found_in"),
 )
 _LOOK = ("clients", "steps", "noise_std", "deltas", "model_of")
 
@@ -67,7 +71,7 @@ class Clustered(GroupingStrategy):
         mixture: `robust` finds only groups that neither noise nor a gradual difference of clients explains; `paper`
             works in two dimensions and never reports that it is uncertain.
         min_cluster_size: `robust`: smallest number of clients of a group, >= 1. Unless it is 1, a client far from all
-            others hides the groups.
+            others belongs to the nearest group.
         smallest_distance: least distance of groups that are worth finding, in (0, 2]: of their mean clipped gradients
             at the start, in units of the clip norm. Rotated Fashion-MNIST images have 0.11. It determines each client's
             noise of the full batch: the largest that separates such groups.
@@ -77,6 +81,7 @@ class Clustered(GroupingStrategy):
             determine. `same` uses one multiplier for all rounds (as in the papers): later rounds pay for the first.
         second_look: whether the full batch may be repeated (with `robust` and noise that is not `same`, in runs of at
             least 3 rounds). The repetition is planned and its budget reserved; if it is not needed, it is not charged.
+            If it brings no update, the first full batch decides in the next round that brings any.
         reuse_first_round: true applies the first updates to the new models; false starts all models from the initial
             parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
@@ -130,16 +135,22 @@ class Clustered(GroupingStrategy):
             self._options = GroupOptions(known, min_cluster_size)
         except UserError as error:  # add the prefix of this strategy to the key
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
-        if mixture == "paper":
-            beside = "mixture paper, which finds groups by another method"
-            refuse_unused(_KEY, beside, min_cluster_size=(min_cluster_size, GroupOptions().min_size))
-        must = "be above 0 and at most 2"
-        require(0 < smallest_distance <= 2, f"{_KEY}.smallest_distance", must, smallest_distance)
-        require(0 < first_round_share < 1, f"{_KEY}.first_round_share", "be above 0 and below 1", first_round_share)
+        in_range, must = is_number(smallest_distance) and 0 < smallest_distance <= 2, "be a number above 0, at most 2"
+        require(in_range, f"{_KEY}.smallest_distance", must, smallest_distance)
+        in_range, must = is_number(first_round_share) and 0 < first_round_share < 1, "be a number above 0, below 1"
+        require(in_range, f"{_KEY}.first_round_share", must, first_round_share)
         require(isinstance(second_look, bool), f"{_KEY}.second_look", "be true or false", second_look)
         noise, must = first_round_noise_multiplier, "be a number above 0, `same` or null"
-        number = isinstance(noise, int | float) and not isinstance(noise, bool) and 0 < noise < math.inf
+        number = is_number(noise) and 0 < noise < math.inf
         require(noise in (None, "same") or number, f"{_KEY}.first_round_noise_multiplier", must, noise)
+        looks, distance = {"second_look": (second_look, True)}, {"smallest_distance": (smallest_distance, 0.1)}
+        if mixture == "paper":
+            beside = "mixture paper, which finds groups by another method"
+            refuse_unused(_KEY, beside, min_cluster_size=(min_cluster_size, GroupOptions().min_size), **looks)
+        if noise is not None:
+            beside = f"first_round_noise_multiplier {noise}, which is the noise of the full batch"
+            unused = (looks if noise == "same" else {}) | (distance if mixture == "paper" else {})
+            refuse_unused(_KEY, beside, first_round_share=(first_round_share, 0.5), **unused)
         require(isinstance(reuse_first_round, bool), f"{_KEY}.reuse_first_round", "be true or false", reuse_first_round)
         self._mixture, self._first_noise, self._reuse = mixture, noise, reuse_first_round
         self._distance, self._share, self._second_look = smallest_distance, first_round_share, second_look
@@ -165,7 +176,8 @@ class Clustered(GroupingStrategy):
         self.separation, self.overlap, self.confident, self.probability = 0.0, 1.0, False, 0.0
         self.last_drawn_round = 1
         self.diagnostics: dict[str, float] = {}
-        self._unplaced: dict[int, Tensor] = {}  # client -> visits, precision, weighted distance of the groups [3, M]
+        self._found_in = 0  # round
+        self._late = LateClients()
 
     @property
     def _alone(self) -> bool:
@@ -203,7 +215,7 @@ class Clustered(GroupingStrategy):
         models, memberships = view.state.models, self.responsibilities
         if memberships is None or len(models) == 1:
             return plan
-        exploring = self._exploring(plan.clients)
+        exploring = self._late.next_models(plan.clients)
         plan = dataclasses.replace(
             plan, model_of=tuple(exploring.get(i, row) for i, row in zip(plan.clients, plan.model_of, strict=True))
         )
@@ -217,25 +229,29 @@ class Clustered(GroupingStrategy):
         else:
             model_of = self._choice.models_of(plan, view, models)
             for client in self._choice.answered & exploring.keys():
-                del self._unplaced[client], exploring[client]
+                del self._late.seen[client], exploring[client]
         rows = zip(plan.clients, model_of, strict=True)
         return dataclasses.replace(plan, model_of=tuple(exploring.get(client, row) for client, row in rows))
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        return self._looking(view) or any(client in self._unplaced for client in plan.clients)
+        return self._looking(view) or any(client in self._late.seen for client in plan.clients)
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         if self._looking(view):  # the model is not changed
             return torch.zeros(len(updates.clients), dtype=torch.float64)
-        if not any(client in self._unplaced for client in updates.clients):
+        if not any(client in self._late.seen for client in updates.clients):
             return None
-        return torch.tensor([float(client not in self._unplaced) for client in updates.clients], dtype=torch.float64)
+        return torch.tensor([float(client not in self._late.seen) for client in updates.clients], dtype=torch.float64)
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         state = super().after_step(state, updates, view)
         if self._looking(view):
             return self._divided(state, updates, view)
-        self._place(updates)
+        if self._first_look is not None:  # the second full batch brought no update
+            return self._divided(state, None, view)
+        for client, group in self._late.placed(updates).items():
+            assert self.responsibilities is not None  # for mypy
+            self.responsibilities[client] = torch.eye(self.responsibilities.shape[1], dtype=torch.float64)[group]
         return state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
@@ -251,7 +267,7 @@ class Clustered(GroupingStrategy):
             "switch_round": self.last_drawn_round,
             "membership_entropy": float(-(memberships * memberships.clamp_min(1e-300).log()).sum(dim=1).mean()),
         }
-        return metrics | (self.diagnostics if view.state.round == self.diagnostics["looks"] else {})
+        return metrics | (self.diagnostics if view.state.round == self._found_in else {})
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
         if self.responsibilities is None:
@@ -272,11 +288,13 @@ class Clustered(GroupingStrategy):
     def state_dict(self) -> dict[str, Any]:
         kept = () if self.responsibilities is None else _KEPT
         look = None if self._first_look is None else {name: getattr(self._first_look, name) for name in _LOOK}
-        return {"choice": self._choice.state_dict(), "look": look, **{name: getattr(self, name) for name in kept}}
+        states = {"choice": self._choice.state_dict(), "look": look, "late": self._late.seen}
+        return states | {name: getattr(self, name) for name in kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._choice.load_state_dict(state["choice"])
         self._first_look = None if state["look"] is None else ClientUpdates(**state["look"])
+        self._late = LateClients(state["late"])
         for name in _KEPT if "responsibilities" in state else ():
             value = state[name]
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
@@ -284,8 +302,18 @@ class Clustered(GroupingStrategy):
     def _check(self, schedule: RunSchedule, view: View) -> None:
         """Check the number of groups, and that no quotas were planned before, which round 1 would spend."""
         key, number, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
-        require(number is None or number <= count, key, f"be at most the {count} clients", number)
-        blind = number is None and self._mixture == "robust" and math.inf in view.clip_norm
+        robust, least = self._mixture == "robust", self._options.min_size
+        if number is None:
+            advice = "Set num_clusters: 1 for one model."
+            must = f"be at most half of the {count} clients, so that there may be two groups"
+            require(not robust or 2 * least <= count, f"{_KEY}.min_cluster_size", must, least, advice)
+        else:
+            must = (
+                f"be at most {count // least}, as groups have at least min_cluster_size {least} of the {count} clients"
+            )
+            must = must if robust and least > 1 else f"be at most the {count} clients"
+            require(number * (least if robust else 1) <= count, key, must, number)
+        blind = number is None and robust and math.inf in view.clip_norm
         advice = "The number of groups is estimated from noise and clipping, and there is neither."
         require(not blind, key, "be a number without privacy", "auto", advice)
         for client, client_schedule in enumerate(schedule.clients):
@@ -298,52 +326,30 @@ class Clustered(GroupingStrategy):
                         f"{view.facts.name_of(client)} trains in {quota} of {schedule.rounds} rounds."
                     )
 
-    def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
-        """Return the state with M models instead of one, or the same state if another full batch is needed."""
+    def _divided(self, state: ServerState, updates: ClientUpdates | None, view: View) -> ServerState:
+        """Return the state with M models instead of one, or the same state if another full batch is needed.
+
+        Without `updates`, the first full batch alone decides.
+        """
+        looks = [one for one in (self._first_look, updates) if one is not None]
+        updates = first_round.averaged(*looks) if len(looks) == 2 else looks[0]
         if self._mixture == "paper":
             mixture = paper_mixture(updates.released, self._options.num_groups, view.seed)
         else:
-            updates = _averaged(self._first_look, updates)
             distance = first_round.distance_of_updates(self._distance, updates.clients, updates.steps, view)
             mixture = robust_mixture(updates.released, updates.noise_std, self._options, distance)
             if not mixture.confident and view.round < self._looks:
                 self._first_look = updates
                 return state
         self._first_look = None
-        memberships = self._keep(mixture, updates.clients, view)
+        memberships = self._keep(mixture, updates.clients, len(looks), view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
             records = torch.tensor([view.facts.num_records[client] for client in updates.clients])
             models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
-    def _exploring(self, clients: Sequence[int]) -> dict[int, int]:
-        """Return the group whose model each client without a group trains next: the one that it trained least often."""
-        return {client: int(self._unplaced[client][0].argmin()) for client in clients if client in self._unplaced}
-
-    def _place(self, updates: ClientUpdates) -> None:
-        """Note how far updates of clients without a group are from those of a group; decide when all were compared."""
-        if not (late := [client for client in updates.clients if client in self._unplaced]):
-            return
-        assert self.responsibilities is not None  # for mypy
-        deltas, noise_std = updates.released, torch.tensor(updates.noise_std)
-        for client in late:
-            row, seen = updates.clients.index(client), self._unplaced[client]
-            group = updates.model_of[row]
-            seen[0, group] += 1
-            pairs = enumerate(zip(updates.clients, updates.model_of, strict=True))
-            if members := [one for one, (i, of) in pairs if of == group and i not in self._unplaced]:
-                rows = [row, *members]
-                near = noisy_updates(deltas[rows], noise_std[rows].tolist())
-                squares, of_means = distances(near, [np.array([0]), np.arange(1, len(rows))])
-                precision = (near.num_params * near.noise_std[0] ** 2 + of_means[0, 1]) ** -2.0
-                seen[1:, group] += precision * torch.tensor([1.0, squares[0, 1]], dtype=torch.float64)
-            if bool((seen[0] > 0).all()) and bool((seen[1] > 0).any()):
-                nearest = int((seen[2] / seen[1]).nan_to_num(nan=math.inf).argmin())
-                self.responsibilities[client] = torch.eye(seen.shape[1], dtype=torch.float64)[nearest]
-                del self._unplaced[client]
-
-    def _keep(self, mixture: Mixture, clients: Sequence[int], view: View) -> Tensor:
+    def _keep(self, mixture: Mixture, clients: Sequence[int], looks: int, view: View) -> Tensor:
         """Store the fitted mixture, and return the memberships of all clients, `[N, M]`."""
         count, groups = view.facts.num_clients, mixture.num_groups
         self.responsibilities = torch.full((count, groups), 1 / groups, dtype=torch.float64)
@@ -352,9 +358,9 @@ class Clustered(GroupingStrategy):
         self.separation, self.overlap = mixture.separation, mixture.overlap
         self.confident, self.probability = mixture.confident, mixture.probability
         if groups > 1 and self._mixture == "robust":
-            self._unplaced = {client: torch.zeros(3, groups).double() for client in {*range(count)} - {*clients}}
+            self._late = LateClients.of(sorted({*range(count)} - {*clients}), groups)
         self.last_drawn_round = self._last_drawn or switch_round(mixture.overlap, view.schedule.rounds)
-        self.diagnostics = {"looks": view.round, **mixture.diagnostics}
+        self.diagnostics, self._found_in = {"looks": looks, **mixture.diagnostics}, view.round
         if not mixture.confident:
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be wrong"
             found = "the clients are one group" if groups == 1 else f"these {groups} groups of clients are right"
@@ -370,26 +376,3 @@ def _count(value: int | str, key: str) -> int | None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     require(whole or value == "auto", key, "be `auto` or a whole number of at least 1", value)
     return None if isinstance(value, str) else value
-
-
-def _averaged(first: ClientUpdates | None, second: ClientUpdates) -> ClientUpdates:
-    """Return the updates of all clients of two full batches of one model, averaged by precision for those in both."""
-    if first is None:
-        return second
-    parts = [
-        {
-            client: (delta, std, steps)
-            for client, delta, std, steps in zip(one.clients, one.released, one.noise_std, one.steps, strict=True)
-        }
-        for one in (first, second)
-    ]
-    clients = tuple(sorted({*first.clients, *second.clients}))
-    deltas, stds = [], []
-    for client in clients:
-        looks = [part[client] for part in parts if client in part]
-        precisions = [std**-2.0 if std > 0 else 1.0 for _, std, _ in looks]
-        mean = sum(w * delta.double() for w, (delta, _, _) in zip(precisions, looks, strict=True)) / sum(precisions)
-        deltas.append(mean.to(second.released.dtype))
-        stds.append(sum(precisions) ** -0.5 if all(std > 0 for _, std, _ in looks) else 0.0)
-    steps = tuple((parts[1].get(client) or parts[0][client])[2] for client in clients)
-    return ClientUpdates(clients, steps, tuple(stds), torch.stack(deltas), model_of=(0,) * len(clients))

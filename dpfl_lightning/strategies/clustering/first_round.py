@@ -1,12 +1,15 @@
-"""The first round of `clustered`, with full batches: its plan, its noise, and which groups it can separate."""
+"""The full batches of `clustered`: their plan, their noise, which groups they can separate, and their mean."""
 
 import dataclasses
 import math
 from statistics import median
 
+import torch
+
 from dpfl_lightning.algorithms.update_geometry import noise_that_separates
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
@@ -89,3 +92,24 @@ def warn_if_blind(schedule: RunSchedule, view: View, distance: float) -> None:
             f"{needed:.2g} of the clip norm, more than smallest_distance {distance:g} (0.11 for rotated Fashion-MNIST "
             "images). Use more records per client, more local epochs, or a larger budget or first_round_share."
         )
+
+
+def averaged(first: ClientUpdates, second: ClientUpdates) -> ClientUpdates:
+    """Return the updates of all clients of two full batches of one model, averaged by precision for those in both."""
+    parts = [
+        {
+            client: (delta, std, steps)
+            for client, delta, std, steps in zip(one.clients, one.released, one.noise_std, one.steps, strict=True)
+        }
+        for one in (first, second)
+    ]
+    clients = tuple(sorted({*first.clients, *second.clients}))
+    deltas, stds = [], []
+    for client in clients:
+        looks = [part[client] for part in parts if client in part]
+        precisions = [std**-2.0 if std > 0 else 1.0 for _, std, _ in looks]
+        mean = sum(w * delta.double() for w, (delta, _, _) in zip(precisions, looks, strict=True)) / sum(precisions)
+        deltas.append(mean.to(second.released.dtype))
+        stds.append(sum(precisions) ** -0.5 if all(std > 0 for _, std, _ in looks) else 0.0)
+    steps = tuple((parts[1].get(client) or parts[0][client])[2] for client in clients)
+    return ClientUpdates(clients, steps, tuple(stds), torch.stack(deltas), model_of=(0,) * len(clients))

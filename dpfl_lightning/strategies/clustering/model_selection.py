@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -49,13 +49,14 @@ class ModelSelection:
         key: str = "strategies",
     ) -> None:
         require_one_of(SELECTIONS, f"{key}.selection", selection)
-        in_range = epsilon is None or 0 < epsilon < math.inf
+        in_range = epsilon is None or (is_number(epsilon) and 0 < epsilon < math.inf)
         require(in_range, f"{key}.selection_epsilon", "be above 0 and finite", epsilon)
-        require(rounds is None or rounds >= 1, f"{key}.selection_rounds", "be >= 1", rounds)
+        in_range = rounds is None or (is_number(rounds) and isinstance(rounds, int) and rounds >= 1)
+        require(in_range, f"{key}.selection_rounds", "be a whole number >= 1", rounds)
         if selection != "exponential_frozen":
             beside = f"selection {selection}, which chooses in every round"
             refuse_unused(key, beside, selection_rounds=(rounds, None))
-        in_range = loss_bound is None or 0 < loss_bound < math.inf
+        in_range = loss_bound is None or (is_number(loss_bound) and 0 < loss_bound < math.inf)
         require(in_range, f"{key}.loss_bound", "be above 0 and finite", loss_bound)
         if selection == "paper_argmin":
             beside = f"selection {selection}, which neither adds noise nor clips"
@@ -142,6 +143,10 @@ class ModelSelection:
         given = self._loss_bound is not None or classes > 1
         require(given, f"{self._key}.loss_bound", "be a number for a regression", None, advice)
         return 2 * math.log(classes) if self._loss_bound is None else float(self._loss_bound)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
