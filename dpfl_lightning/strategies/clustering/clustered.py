@@ -135,9 +135,9 @@ class Clustered(GroupingStrategy):
             self._options = GroupOptions(known, min_cluster_size)
         except UserError as error:  # add the prefix of this strategy to the key
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
-        in_range, must = is_number(smallest_distance) and 0 < smallest_distance <= 2, "be a number above 0, at most 2"
+        in_range, must = is_number(smallest_distance) and 0 < smallest_distance <= 2, "be above 0 and at most 2"
         require(in_range, f"{_KEY}.smallest_distance", must, smallest_distance)
-        in_range, must = is_number(first_round_share) and 0 < first_round_share < 1, "be a number above 0, below 1"
+        in_range, must = is_number(first_round_share) and 0 < first_round_share < 1, "be above 0 and below 1"
         require(in_range, f"{_KEY}.first_round_share", must, first_round_share)
         require(isinstance(second_look, bool), f"{_KEY}.second_look", "be true or false", second_look)
         noise, must = first_round_noise_multiplier, "be a number above 0, `same` or null"
