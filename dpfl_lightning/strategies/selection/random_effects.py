@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfl_lightning.algorithms.random_effects import excess_spread, shares
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -15,8 +16,6 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.strategies.selection.quotas import TRAINING
-
-_LEAST_NOISE = 1e-3  # as a share of the mean variance, so that no update without noise is compared alone
 
 
 class RandomEffects(Strategy):
@@ -68,31 +67,20 @@ class RandomEffects(Strategy):
         size = torch.tensor([view.learning_rate[client] for client in clients]) * torch.tensor(updates.steps)
         gradients = updates.released / size.to(updates.released)[:, None]
         noise = gradients.shape[1] * (np.array(updates.noise_std) / size.double().numpy()) ** 2
-        squares = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).cpu().numpy() ** 2
         for rows in updates.rows_by_model:
-            variance = noise[rows]
-            weight = 1 / (variance + _LEAST_NOISE * variance.mean()) if variance.any() else np.ones(len(rows))
-            total = weight.sum()
-            mean = torch.from_numpy(weight / total).to(gradients) @ gradients[rows]
-            spread = float(weight @ squares[rows] - total * torch.linalg.vector_norm(mean, dtype=torch.float64) ** 2)
-            self._spread += spread - float(weight @ variance - weight**2 @ variance / total)
-            self._precision += float(total - weight @ weight / total)
+            spread, precision = excess_spread(gradients[rows], noise[rows])
+            self._spread, self._precision = self._spread + spread, self._precision + precision
 
     def _variance_between(self) -> float:
         return max(self._spread / self._precision, 0.0) if self._precision > 0 else 0.0
 
     def _shares(self, view: View) -> tuple[np.ndarray, np.ndarray]:
-        """Return each client's share `[N]` up to a common factor, 0 if it never trains, and T_n, at least 1, `[N]`."""
+        """Return each client's share `[N]`, 0 if it never trains, and T_n, at least 1, `[N]`."""
         if self._planned is None or self._planned[0] is not view.schedule:
             pairs = [self._rounds_and_noise(client, view) for client in range(view.facts.num_clients)]
             self._planned = (view.schedule, *np.array(pairs).T)
         _, rounds, noise = self._planned
-        error = noise / np.maximum(rounds, 1) + self._variance_between()
-        least = error[error > 0].min(initial=math.inf)
-        share = (
-            np.where(rounds > 0, 1 / np.maximum(error, _LEAST_NOISE * least), 0.0) if least < math.inf else rounds > 0
-        )
-        return share.astype(float), np.maximum(rounds, 1)
+        return shares(noise, rounds, self._variance_between()), np.maximum(rounds, 1)
 
     def _rounds_and_noise(self, client: int, view: View) -> tuple[int, float]:
         """Return T_n and v_n of a client, both 0 if it never trains."""
