@@ -221,11 +221,13 @@ clustered.other_data paper dirichlet0.3 small: {data.partition: {name: dirichlet
 clustered.composed ours_noise dist3 small: {strategies: {noise_aware: {}, clustered: {}}}
 clustered.batch_sizes ours b128 small: {clients.batch_size: 128}
 selection.tuning ours_0.05 fashion_mnist_gaussian small:
-  {model: {name: cnn_tiny}, clients.learning_rate: 0.05, rounds: 25, data.use_public: true, data.records_per_client: 480}
+  {model: {name: cnn_tiny}, clients.learning_rate: 0.05, rounds: 25, data.use_public: true,
+   data.records_per_client: 480}
 selection.tuning biased_0.02 fashion_mnist_laplace paper: {model: {name: lenet5}, rounds: 50, privacy.delta: 0.0}
 selection.tuning uniform_0.02 cifar10_laplace paper: {model: {name: resnet20}, data.partition: {name: overlapping}}
 selection.tuning pfa_0.02 mnist_gaussian paper:
-  {strategies: {pfa: {grouping: top}, uniform_selection: {clients_per_round: 20, top_fraction: 0.1}, server_momentum: {}},
+  {strategies:
+    {pfa: {grouping: top}, uniform_selection: {clients_per_round: 20, top_fraction: 0.1}, server_momentum: {}},
    clients.schedule: {name: inverse, half_after: 200}, privacy.epsilon: {name: uniform, low: 0.1, high: 3}}
 distillation.baselines one_step alpha1 small:
   {clients.count: 10, privacy: null, rounds: 100, set.images_per_class: 10, set.records_per_class: 64,

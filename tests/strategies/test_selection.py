@@ -451,11 +451,16 @@ def test_the_description_has_quotas_and_gain_also_after_a_resume(make_loop):
     assert "No client adds noise" in planned(make_loop, BiasedSelection(COHORT), privacy=None).describe()[1]
 
 
-def test_without_a_number_a_round_has_a_fifth_of_the_clients_or_two_where_participations_cost_most(make_loop):
+def test_without_a_number_a_round_has_a_fifth_of_the_clients_or_the_fewest_if_noise_grows_fast(make_loop):
     more = {"population": blobs(num_clients=20), "rounds": 10, "clients": ClientOptions(count=20, batch_size=None)}
-    for laplace, delta, size in ((False, DELTA, 4), (True, 0.0, 2), (True, DELTA, 4)):
-        privacy = {"epsilon": 2.0, "delta": delta}
-        described = planned(make_loop, UniformSelection(), laplace=laplace, privacy=privacy, **more).describe()
+    for laplace, delta, rounds, size in (
+        (False, DELTA, 10, 4),
+        (True, 0.0, 10, 2),
+        (True, 0.0, 6, 4),
+        (True, DELTA, 10, 4),
+    ):
+        options = {**more, "rounds": rounds, "privacy": {"epsilon": 2.0, "delta": delta}}
+        described = planned(make_loop, UniformSelection(), laplace=laplace, **options).describe()
         assert described[0].startswith(f"{size} of 20 clients a round")
     one = make_loop(
         population=blobs(num_clients=1),

@@ -1,6 +1,7 @@
 """Selection of clients: a cohort in each round, and a quota of rounds for each client."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,8 +70,9 @@ class QuotaSelection(Strategy, Callback):
 
     Args:
         clients_per_round: number K of clients in each round, from 1 to N. The noise of a round's mean is ~ K^(z - 1) if
-            that of an update is ~ T_n^z, so null is 2 for Laplace noise with delta 0 (z = 2), and a fifth of the
-            clients otherwise: with Gaussian noise of full batches (z = 1), K does not matter.
+            that of an update is ~ T_n^z. So null is the fewest for Laplace noise with delta 0 (z = 2), at least 2 and
+            enough for every client to take part, and a fifth of the clients otherwise: with Gaussian noise of full
+            batches (z = 1), K does not matter.
         sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
             describes it).
         top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
@@ -106,12 +108,13 @@ class QuotaSelection(Strategy, Callback):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         count = view.facts.num_clients
-        least_noise = _FEWEST if (exact_exponent(schedule) or 1.0) > 1 else round(count / _USUAL_SHARE)
-        self._cohort_size = min(max(1, least_noise), count) if self._size is None else self._size
-        must = f"be at most the {count} clients"
-        require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
         upper = self._paid_rounds(schedule)
         self._horizon = int(upper.max())
+        fewest = max(_FEWEST, math.ceil(count / max(self._horizon, 1)))  # of which every client takes part once
+        usual = fewest if (exact_exponent(schedule) or 1.0) > 1 else max(1, round(count / _USUAL_SHARE))
+        self._cohort_size = min(usual, count) if self._size is None else self._size
+        must = f"be at most the {count} clients"
+        require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
         self._quota = self._quotas(total, upper, schedule, view)
         self._taken, self._settled = np.zeros(count, dtype=np.int64), False
