@@ -199,6 +199,24 @@ def methods_of(**fields: Any) -> dict[str, float]:
     return values | {"gain": fmean(gains), "gain_error": stdev(gains) / len(gains) ** 0.5}
 
 
+def participations_of(**fields: Any) -> dict[str, float]:
+    """Mean test accuracy, and `..._std`, of quotas and of weights, with 2, 6 and 12 clients in a round.
+
+    `gain2` is `effects2` minus `anchored2`, with the standard error `gain2_error` of paired differences.
+    """
+
+    def runs(problem: Problem, setting: Setting) -> Runs:
+        return {
+            f"{method}{size}": (method, quotas(method, problem, setting, cohort=size), None)
+            for method in ("anchored", "effects")
+            for size in (2, COHORT, 12)
+        }
+
+    accuracies = _accuracies(Setting(**fields), runs)
+    gains = [a - b for a, b in zip(accuracies["effects2"], accuracies["anchored2"], strict=True)]
+    return _means(accuracies) | {"gain2": fmean(gains), "gain2_error": stdev(gains) / len(gains) ** 0.5}
+
+
 def _accuracies(
     setting: Setting, runs_of: Callable[[Problem, Setting], Runs], most: int = 20
 ) -> dict[str, list[float]]:

@@ -107,13 +107,14 @@ def test_the_kept_verification_holds_what_its_page_says(request):
     for column in ("gaussian_a0.5_0.1", "gaussian_a3_0.1"):
         assert at("uniform", column) + 10 < at("weiavg", column) < at("inverse", column) < at("effects", column)
     for _, column in found:
-        assert at("weight_regret", column) < 0.5, "the estimate is as good as the best constant"
         if column.startswith("gaussian"):
+            assert at("weight_regret", column) < 0.5, "the estimate is as good as the best constant"
             assert abs(at("gain", column)) < 1, "quotas gain nothing with Gaussian noise"
             assert all(abs(at(f"effects{size}", column) - at("effects", column)) < 1.5 for size in (2, 12))
     assert at("quota_regret", "clip4") > 2 and at("gain", "clip4") > 2, "a constant depends on the clip norm"
     for column in pure:
-        assert at("gain", column) > 0 and at("effects2", column) > at("effects", column) + 2 > at("effects12", column)
+        assert at("weight_regret", column) < 1.5
+        assert at("effects2", column) > at("effects", column) + 2 > at("effects12", column)
 
 
 def test_the_kept_bias_term_brings_nothing(request):
