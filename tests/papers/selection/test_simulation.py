@@ -38,7 +38,7 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
             epsilon=tuple(problem.epsilon.tolist()),
             delta=0.0 if pure else simulation.DELTA,
             mechanism=mechanism,
-            clip_norm=setting.clip_norm,
+            clip_norm=setting.clip,
             adjacency="replace_one",
         ),
         parts=strategies.build({"biased_selection": {"clients_per_round": simulation.COHORT}}),
@@ -49,7 +49,7 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
     std = np.sqrt(noise_of(problem, setting).variance(quota) / 650)
     for client, schedule in enumerate(planned.clients):
         if quota[client]:
-            scale = schedule.noise_multiplier("train") * setting.clip_norm / len(problem.rows_of[client])
+            scale = schedule.noise_multiplier("train") * setting.clip / len(problem.rows_of[client])
             assert scale * (np.sqrt(2) if pure else 1) == pytest.approx(std[client], rel=1e-4)
 
 
