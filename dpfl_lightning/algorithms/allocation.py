@@ -1,10 +1,10 @@
 """Participation quotas that balance the noise of frequent clients and the bias against rare ones.
 
-The update of a client with T_n participations has the noise variance `noise_factor_n T_n^exponent`. Quotas of sum M
-minimise `sum_n noise_factor_n T_n^(exponent + 1) + sum_n bias_cost_n T_n + anchor sum_n (T_n - M / N)^2`. Every term is
-convex and depends on one client, so taking the cheapest next participation is exactly optimal. Reference: Ma et al.,
-"The Power of Bias", problem P1; not in the paper: integers, bounds, and the anchor, which equalises quotas as noise
-vanishes.
+The update of a client with T_n participations has the noise variance `noise_factor_n T_n^exponent_n`. Quotas of sum M
+minimise `sum_n noise_factor_n T_n^(exponent_n + 1) + sum_n bias_cost_n T_n + anchor sum_n (T_n - M / N)^2`. Every term
+is convex and depends on one client, so taking the cheapest next participation is exactly optimal. Reference: Ma et al.,
+"The Power of Bias", problem P1; not in the paper: integers, bounds, exponents of clients, and the anchor, which
+equalises quotas as noise vanishes.
 """
 
 import heapq
@@ -25,7 +25,7 @@ _FEW = 1000  # number of participations that a heap allocates faster than anothe
 def allocate_int(
     noise_factor: ArrayLike,
     total: int,
-    exponent: float = 1.0,
+    exponent: ArrayLike = 1.0,
     bias_cost: ArrayLike = 0.0,
     lower: ArrayLike = 0,
     upper: ArrayLike = np.inf,
@@ -37,7 +37,7 @@ def allocate_int(
 
     Args:
         noise_factor: `[N]`, >= 0; infinite for a client without a budget, which takes no part; 0 for one without noise.
-        exponent: > 0; 1 for Gaussian noise, 2 for Laplace noise.
+        exponent: > 0, `[N]` or one value; 1 for Gaussian noise, 2 for Laplace noise.
         bias_cost: `[N]` or one value, in the unit of `noise_factor`, as is `anchor` >= 0.
         lower, upper: bounds, `[N]` or one value, rounded inwards. A client takes part at most once in a round, so
             `upper` is at most the rounds left.
@@ -53,7 +53,8 @@ def allocate_int(
     require(factor.ndim == 1 and len(factor) > 0, "noise_factor", "hold one number for each client", factor.shape)
     require(bool((factor >= 0).all()), "noise_factor", "be >= 0", float(factor.min()))
     require(0 <= total < np.inf, "total", "be >= 0 and finite", total)
-    require(0 < exponent < np.inf, "exponent", "be above 0 and finite", exponent)
+    powers = np.broadcast_to(np.asarray(exponent, dtype=float), factor.shape)
+    require(bool(((powers > 0) & (powers < np.inf)).all()), "exponent", "be above 0 and finite", exponent)
     require(0 <= anchor < np.inf, "anchor", "be >= 0 and finite", anchor)
     able = np.isfinite(factor)
     bounds_and_bias = np.ceil(lower), np.floor(upper), bias_cost
@@ -65,7 +66,7 @@ def allocate_int(
     if able.any():
         factor = _positive(factor[able])
         unit = float(np.exp(np.log(factor).mean()))  # factors may span many decades
-        costs = _Costs(low[able], high[able], factor / unit, bias[able] / unit, anchor / unit, float(exponent))
+        costs = _Costs(low[able], high[able], factor / unit, bias[able] / unit, anchor / unit, powers[able])
         quota = _below_a_price(costs, float(total))
         _take_cheapest(costs, quota, int(total) - int(quota.sum()))
         quotas[able] = quota
@@ -82,16 +83,21 @@ def noise_only(noise_factor: ArrayLike, total: float, exponent: float = 1.0) -> 
 
 
 def objective(
-    quota: ArrayLike, noise_factor: ArrayLike, exponent: float = 1.0, bias_cost: ArrayLike = 0.0, anchor: float = 0.0
+    quota: ArrayLike,
+    noise_factor: ArrayLike,
+    exponent: ArrayLike = 1.0,
+    bias_cost: ArrayLike = 0.0,
+    anchor: float = 0.0,
 ) -> float:
     """Return the cost of quotas `[N]`, in the unit of `noise_factor`."""
     counts, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
     takes_part = counts > 0  # avoids 0 * infinity for clients without a budget
-    noise = float((factor[takes_part] * counts[takes_part] ** (exponent + 1)).sum())
+    powers = np.broadcast_to(np.asarray(exponent, dtype=float), counts.shape)[takes_part] + 1
+    noise = float((factor[takes_part] * counts[takes_part] ** powers).sum())
     return noise + float((np.asarray(bias_cost) * counts).sum()) + anchor * float(((counts - counts.mean()) ** 2).sum())
 
 
-def noise_gain(quota: ArrayLike, noise_factor: ArrayLike, exponent: float = 1.0) -> float:
+def noise_gain(quota: ArrayLike, noise_factor: ArrayLike, exponent: ArrayLike = 1.0) -> float:
     """Return the noise of a round's mean update under equal quotas / under these, without clients that lack a budget.
 
     >>> noise_gain(noise_only([1.0, 4.0], total=10), [1.0, 4.0])
@@ -99,9 +105,10 @@ def noise_gain(quota: ArrayLike, noise_factor: ArrayLike, exponent: float = 1.0)
     """
     participations, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
     able = np.isfinite(factor)
+    powers = np.broadcast_to(exponent, factor.shape)[able]
     equal = np.full(int(able.sum()), participations[able].mean())
-    noise = objective(participations[able], factor[able], exponent)
-    return objective(equal, factor[able], exponent) / noise if noise > 0 else 1.0
+    noise = objective(participations[able], factor[able], powers)
+    return objective(equal, factor[able], powers) / noise if noise > 0 else 1.0
 
 
 def anchor_strength(num_clients: int, rounds: int, gradient_scale: float, dissimilarity: float = 0.1) -> float:
@@ -123,11 +130,11 @@ class _Costs:
     factor: Vector
     bias: Vector
     anchor: float
-    exponent: float
+    exponent: Vector
 
     def price_of_next(self, quota: Any, of: Any = slice(None)) -> Any:
         """Return the cost of one more participation than the integer `quota`."""
-        power = self.exponent + 1
+        power = self.exponent[of] + 1
         rising = self.factor[of] * ((quota + 1.0) ** power - quota**power)
         return rising + self.anchor * (2 * quota + 1.0) + self.bias[of]
 

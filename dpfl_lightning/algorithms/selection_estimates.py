@@ -53,7 +53,9 @@ def shrunken_heterogeneity(
     overall = float((weight * means).sum() / weight.sum())
     spread, degrees = float((weight * (means - overall) ** 2).sum()), len(means) - 1
     between_variance = 0.0
-    if spread > degrees + 2 * math.sqrt(2 * degrees):  # two standard deviations above the value for noise alone
+    if degrees and spread > degrees + 2 * math.sqrt(
+        2 * degrees
+    ):  # two standard deviations above the value for noise alone
         between_variance = (spread - degrees) / float(weight.sum() - (weight**2).sum() / weight.sum())
     estimate = np.full(len(mean), overall)
     estimate[reporting] += between_variance / (between_variance + variance) * (means - overall)

@@ -90,25 +90,17 @@ def test_a_picture_of_updates_needs_one_round(run, groups):
 
 
 def test_a_selection_run_has_what_tables_and_figures_read(run, small_fashion):  # noqa: F811
-    rows = "uniform,ours,two_stage,privatefl"
-    words = f"selection.methods --rows {rows} --columns fashion_mnist_gaussian --rounds 12 --clients.count 20"
-    words += " --model.name logistic --evaluation.every 6 --data.partition.min_records 2"
-    cells = {cell["row"]: cell for cell in run(words, data__folder=small_fashion)}
-    assert set(cells) == set(rows.split(","))
+    rows = "uniform_0.05,biased_0.05,two_stage_0.05,privatefl_0.05,ours_0.05"
+    words = f"selection.tuning --rows {rows} --columns fashion_mnist_gaussian --rounds 12 --clients.count 25 --seeds 0"
+    words += " --model.name logistic --evaluation.every 6 --data.public_records 120 --data.records_per_client 20"
+    cells = {cell["row"].removesuffix("_0.05"): cell for cell in run(words, data__folder=small_fashion)}
+    assert len(cells) == 5
     values = {row: cell["values"] for row, cell in cells.items()}
     for row, cell in cells.items():
         assert set(cell["test_curve"]) == {"6", "12"} and 0 <= values[row]["test_accuracy"] <= 100
         counts = cell["clients"]["participations"]
-        assert sum(counts) == 12 * 4 and 0 < values[row]["equality"] <= 1
-        assert values[row]["never"] == 5 * sum(not count for count in counts)
-    assert values["uniform"]["equality"] > max(values[row]["equality"] for row in ("ours", "two_stage"))
-    assert len(cells["two_stage"]["clients"]["unlikeness"]) == 20
+        assert sum(counts) == 12 * (5 if row == "ours" else 20) and 0 < values[row]["equality"] <= 1
+        assert values[row]["never"] == 4 * sum(not count for count in counts)
+    assert values["uniform"]["equality"] > max(values[row]["equality"] for row in ("biased", "two_stage"))
+    assert len(cells["two_stage"]["clients"]["unlikeness"]) == 25 and values["ours"]["variance_between_clients"] >= 0
     assert min(values["two_stage"][name] for name in ("decides", "fitted_smoothness")) > 0
-
-
-def test_a_regression_is_read_by_its_test_loss(run):
-    cells = run("selection.regression --rows ours --seeds 0 --rounds 5 --evaluation.every 5")
-    assert len(cells) == 2
-    for cell in cells:
-        assert cell["values"]["test_loss"] == pytest.approx(cell["test_curve"]["5"]), cell
-        assert "accuracy" not in cell["values"]

@@ -116,6 +116,15 @@ def test_pure_noise_makes_no_difference():
     assert zeros >= 0.93 * 500
 
 
+def test_one_report_has_nothing_to_be_compared_with():
+    """Rounding leaves a spread above 0 in one of ten draws."""
+    draw = np.random.default_rng(0)
+    for _ in range(100):
+        report, noise = draw.normal(1.5), draw.exponential()
+        estimate, between = shrunken_heterogeneity([report, 0.0], [3, 0], [noise, 1.0], max_loss=100.0)
+        assert between == 0 and estimate == pytest.approx(np.full(2, max(report, 0.0)))
+
+
 def test_exactly_what_noise_gives_is_no_difference():
     """Two clients, one report each, noise 1: Q = S - 1 = 1."""
     estimate, between = shrunken_heterogeneity([0.0, np.sqrt(2.0)], [1, 1], [1.0, 1.0], max_loss=10.0)

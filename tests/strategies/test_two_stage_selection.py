@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
-from fakes import Recorder
+from fakes import Absent, Recorder
 
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, LossesAroundStep, MeanLoss, NoMechanism, event_of
@@ -95,6 +95,19 @@ def test_each_participation_is_split_between_update_and_losses(laplace, make_loo
             update, report = (loop.schedule.clients[client].noise_multiplier(name) for name in ("train", "loss"))
             power = 1 if laplace else 2  # epsilons add up, or inverse squares of noise do
             assert 2 * (update / report) ** power == pytest.approx(share / (1 - share), rel=1e-6)
+
+
+@pytest.mark.parametrize("clients", [(), (6,)], ids=["nobody", "one client"])
+@pytest.mark.parametrize("estimates", ["shrunken", "least_difference"])
+def test_a_run_says_if_its_reports_decide_nothing(estimates, clients, make_loop):
+    """All others are away in the first stage; then quotas are those of least noise."""
+    away = dict.fromkeys(range(1, WARMUP + 1), tuple(set(range(COUNT)) - set(clients)))
+    strategy = two_stages(estimates=estimates, ratio=100.0)
+    loop = federation(make_loop, Absent(away), strategy)
+    with pytest.warns(UserNotice, match=r"reports of losses show no difference between clients"):
+        loop.run()
+    assert (len(strategy._reports) > 0) == bool(clients) and np.ptp(strategy._unlike) == 0
+    assert_within_budgets(loop)
 
 
 def odd_one_out() -> Population:

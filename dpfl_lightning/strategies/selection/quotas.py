@@ -1,6 +1,7 @@
 """Selection of clients: a cohort in each round, and a quota of rounds for each client."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
@@ -26,8 +28,10 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 Counts = NDArray[np.int64]
 
-PURPOSE = "train"  # purpose of the releases that quotas limit
+PURPOSE, LATER = "train", "later_train"  # purposes of the releases that quotas limit
+TRAINING = (PURPOSE, LATER)
 _USUAL_SHARE = 5  # by default one in this many clients takes part in a round
+_FEWEST = 2  # clients in a round, whose updates can be compared
 _DRAWS = 20  # attempts to draw a round that contains a client with a large budget
 
 
@@ -47,13 +51,28 @@ def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSche
     return dataclasses.replace(schedule, clients=tuple(once_each(change, pairs)))
 
 
+def exact_exponent(schedule: RunSchedule) -> float | None:
+    """Return the exponent with which noise grows with participations; None unless only full batches share budgets."""
+    lines = [line for client_schedule in schedule.clients for line in client_schedule.planned]
+    events = [line.event for line in lines if isinstance(line.event, NoisedEvent)]
+    if len(events) > len(schedule.clients):
+        return None
+    if all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events):
+        return 1.0
+    pure = all(client_schedule.delta == 0 for client_schedule in schedule.clients)
+    return 2.0 if pure and all(isinstance(event, LaplaceEvent) for event in events) else None
+
+
 class QuotaSelection(Strategy, Callback):
     """Selects K clients in each round; client n trains in T_n rounds, and its noise is solved for T_n releases.
 
     A subclass defines the quotas T_n. The strategy is combined with an aggregation rule; the default is `uniform`.
 
     Args:
-        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
+        clients_per_round: number K of clients in each round, from 1 to N. The noise of a round's mean is ~ K^(z - 1) if
+            that of an update is ~ T_n^z. So null is 2 for Laplace noise with delta 0 (z = 2). Otherwise it is a fifth
+            of the clients: with Gaussian noise of full batches (z = 1), K does not matter. In a short run it is as many
+            as it takes for every client to take part.
         sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
             describes it).
         top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
@@ -89,11 +108,14 @@ class QuotaSelection(Strategy, Callback):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         count = view.facts.num_clients
-        self._cohort_size = max(1, round(count / _USUAL_SHARE)) if self._size is None else self._size
-        must = f"be at most the {count} clients"
-        require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
         upper = self._paid_rounds(schedule)
         self._horizon = int(upper.max())
+        turns = math.ceil(count / max(self._horizon, 1))  # of which every client takes part once
+        least_noise = (exact_exponent(schedule) or 1.0) > 1
+        usual = max(turns, _FEWEST if least_noise else round(count / _USUAL_SHARE))
+        self._cohort_size = min(usual, count) if self._size is None else self._size
+        must = f"be at most the {count} clients"
+        require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
         self._quota = self._quotas(total, upper, schedule, view)
         self._taken, self._settled = np.zeros(count, dtype=np.int64), False

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -12,15 +13,35 @@ from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 class ReweightedSelection(BiasedSelection):
     """Ablation of biased_selection: weights that remove its bias, `sum_n delta_n H / (N T_n)` over a round's clients.
 
-    The expectation is the mean over all clients. With several models N is the number of clients of each model, by the
-    model that they train now or trained last. With Gaussian noise the result has as much noise as with any other
-    quotas: `biased_selection` has less noise because of its bias. Client n trains in T_n of H rounds; clients with
-    quota 0 are missing in the mean, and `min_participation: 1` includes all of them.
+    The expectation is the mean over all clients, so every client takes part, and cohorts are drawn by
+    `quota_systematic`. With several models N is the number of clients of each model, by the model that they train now
+    or trained last. With Gaussian noise the result has as much noise as with any other quotas: `biased_selection` has
+    less noise because of its bias. Client n trains in T_n of H rounds.
+
+    Args:
+        dissimilarity, max_effective_epsilon: as in `biased_selection`.
+        min_participation: minimum number of rounds in which every client takes part, >= 1.
 
     **Privacy** As `biased_selection`: post-processing of public facts and released updates.
     """
 
     key = "strategies.reweighted_selection"
+
+    def __init__(
+        self,
+        clients_per_round: int | None = None,
+        dissimilarity: float = 0.1,
+        min_participation: int = 1,
+        max_effective_epsilon: float | None = None,
+    ) -> None:
+        require(min_participation >= 1, f"{self.key}.min_participation", "be >= 1", min_participation)
+        most = max_effective_epsilon
+        super().__init__(
+            clients_per_round,
+            dissimilarity=dissimilarity,
+            min_participation=min_participation,
+            max_effective_epsilon=most,
+        )
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True

@@ -20,7 +20,7 @@ from dpfl_lightning.algorithms.selection_estimates import (
     least_differences,
     shrunken_heterogeneity,
 )
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.errors import require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -30,7 +30,14 @@ from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.strategies.selection import biased_selection
-from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, with_quotas
+from dpfl_lightning.strategies.selection.quotas import (
+    LATER,
+    PURPOSE,
+    Counts,
+    QuotaSelection,
+    exact_exponent,
+    with_quotas,
+)
 
 FILTER = (
     "the noise of later rounds was chosen from noisy losses of the first ones: what holds is the client's whole "
@@ -40,7 +47,7 @@ UNSOUND = (
     "clients report losses that are not clipped, one of them at a model before noise: no bound is known of what one "
     "record changes"
 )
-_LOSS, _LATER = "loss", "later_train"
+_LOSS = "loss"
 _MARGIN = 1 + 1e-7  # factor on the noise, so that rounding cannot exceed the split of a budget
 
 Report = tuple[int, int, float, float]  # (round, client, loss before, loss after or NaN)
@@ -121,7 +128,7 @@ class TwoStageSelection(QuotaSelection):
         must = f"be below the {schedule.rounds} rounds"
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
         must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
-        plain = biased_selection.exact_exponent(schedule) is not None
+        plain = exact_exponent(schedule) is not None
         require(plain, "clients.batch_size", must, "other plans", "Later noise depends on released losses.")
         self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
         advice = "Losses of a regression have no default bound."
@@ -134,7 +141,7 @@ class TwoStageSelection(QuotaSelection):
         def with_reports(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
             """Split the budget of each of the client's participations between the update and the losses."""
             line, event = planned.planned(client, PURPOSE), planned.noised(client, PURPOSE)
-            power = self._noise.exponent / 2
+            power = self._noise.exponent[client] / 2
             noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * line.count**power
             of_update = dataclasses.replace(event, noise_multiplier=noise / (1 - self._share) ** power)
             of_loss = noise * (self._losses_a_round / self._share) ** power
@@ -150,14 +157,14 @@ class TwoStageSelection(QuotaSelection):
         return planned.replan(with_reports)
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
-        self._noise = biased_selection.participation_noise(schedule, view, total / len(upper))
+        self._noise = biased_selection.participation_noise(schedule, view, upper)
         return allocate_int(self._noise.factor, total, self._noise.exponent, upper=upper)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         plan = super().plan_round(plan, view)
         if self._first is not None:
-            mechanisms = tuple(view.mechanism(client, _LATER) for client in plan.clients)
-            return dataclasses.replace(plan, mechanism_of=mechanisms, purpose=_LATER)
+            mechanisms = tuple(view.mechanism(client, LATER) for client in plan.clients)
+            return dataclasses.replace(plan, mechanism_of=mechanisms, purpose=LATER)
         if view.round <= self._warmup and plan.clients:
             if self._unsound:
                 self._reports += self._asked_unsoundly(plan, view)
@@ -206,7 +213,7 @@ class TwoStageSelection(QuotaSelection):
     # -- the second stage
 
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        if view.round <= self._warmup or schedule.clients[0].planned[-1].purpose == _LATER:
+        if view.round <= self._warmup or schedule.clients[0].planned[-1].purpose == LATER:
             return schedule
 
         def only_paid(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
@@ -224,10 +231,15 @@ class TwoStageSelection(QuotaSelection):
         pairs = [(before.count_of(PURPOSE), after.count_of(PURPOSE)) for before, after in counts]
         able = np.array([plan == 0 or paid < plan for plan, paid in pairs])  # with quota 0 the whole budget is left
         once = view.solve(_with_later(paid, able.astype(int).tolist(), 0))
-        factor = np.where(able, biased_selection.update_noise(once, _LATER, view), np.inf)
+        factor = np.where(able, biased_selection.update_noise(once, LATER, view), np.inf)
         self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self._warmup
         cost = self._cost_of_unlikeness(factor[able], rounds) * self._unlike
+        if self._ratio != 0 and factor[able].any() and not np.ptp(cost):
+            warn_user(
+                f"two_stage_selection: the {len(self._reports)} reports of losses show no difference between clients "
+                "beyond their noise, so the later quotas are those of least noise alone (Proposition 1)."
+            )
         total = min(self._cohort_size, int(able.sum())) * rounds
         self._quota = allocate_int(factor, total, self._noise.exponent, cost, upper=rounds)
         self._taken = np.zeros_like(self._quota)
@@ -254,7 +266,7 @@ class TwoStageSelection(QuotaSelection):
         if not last or not earlier:
             return 0.0
         counts = np.bincount(earlier, minlength=len(self._quota)).astype(float)
-        noise = NoiseModel(1.0, self._noise.exponent, self._noise.factor)
+        noise = NoiseModel(1.0, float(self._noise.exponent[0]), self._noise.factor)
         skew, loss = estimated_skew(counts, last, self._bound_now), float(np.mean(list(last.values())))
         stage = FirstStage(self._warmup - 1, self._cohort_size, counts, self._unlike, skew, noise, loss)
         constants, _ = fit_constants(stage)
@@ -303,7 +315,7 @@ def _with_later(schedule: RunSchedule, counts: Sequence[int], reserve: int) -> R
 
     def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
         event = dataclasses.replace(schedule.noised(client, PURPOSE), noise_multiplier=None)
-        later = Planned(_LATER, event, counts[client] + reserve if counts[client] else 0)
+        later = Planned(LATER, event, counts[client] + reserve if counts[client] else 0)
         return dataclasses.replace(client_schedule, planned=(*client_schedule.planned, later))
 
     return schedule.replan(change)

@@ -1,35 +1,44 @@
-"""The setting of each row of the leaderboard, from the finished cells of `leaderboard.tuning`."""
+"""The setting of each row of a table, from the finished cells of a table that tunes it on public records."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from experiments.papers import cells
-from experiments.papers.cells import Cell, path_of, read
+from experiments.papers.cells import path_of, read, source
 from experiments.papers.experiment import Cells, Experiment, NotYet
 from experiments.papers.registry import experiments
 
-TUNING = "leaderboard.tuning"
 
+def chosen(row: str, column: str, scale: str, table: str, columns: Mapping[str, str] | None = None) -> float:
+    """The setting of a row in a column of another table; NotYet, with a command, if one of its cells is missing.
 
-def chosen(row: str, column: str, scale: str) -> float:
-    """The setting of a row in a column of the leaderboard; NotYet, with a command, if one of its cells is missing."""
-    table, kind = experiments()[TUNING], "alike" if column.startswith("dist") else "unlike"
-    paths = {
-        (name, seed): path_of(cells.RESULTS, Cell(TUNING, name, kind, table.scale(scale), seed))
-        for name in candidates(table, row).values()
-        for seed in table.seeds[table.scale(scale)]
+    `columns` is the beginning of a column's name -> the column of the tuning; None: the one whose name it begins with.
+    """
+    tuning = experiments()[table]
+    places = columns or {name: name for name in tuning.columns}
+    place, scale = next(to for name, to in places.items() if column.startswith(name)), tuning.scale(scale)
+    sources = {
+        (name, seed): source(tuning, name, place, scale)._replace(seed=seed)
+        for name in candidates(tuning, row).values()
+        for seed in tuning.seeds[scale]
     }
-    if missing := [place for place, path in paths.items() if not path.is_file()]:
+    paths = {key: path_of(cells.RESULTS, cell) for key, cell in sources.items()}
+    if missing := [key for key, path in paths.items() if not path.is_file()]:
         rows, seeds = (",".join(map(str, dict.fromkeys(one))) for one in zip(*missing, strict=True))
-        command = f"python -m experiments.papers {TUNING} --rows {rows} --columns {kind} --seeds {seeds}"
+        words = f"{table} --rows {rows} --columns {place} --seeds {seeds}{_scale_word(tuning, scale)}"
+        command = f"python -m experiments.papers {words}"
         raise NotYet(f"the setting of {row} is chosen from cells that are not finished: {command}")
-    accuracy = {place: read(path)["values"]["accuracy"] for place, path in paths.items()}
+    scores = {key: read(path)["values"][tuning.rows[key[0]].value] for key, path in paths.items()}
     return best_setting(
         {
-            setting: [value for (one, _), value in accuracy.items() if one == name]
-            for setting, name in candidates(table, row).items()
+            setting: [value for (one, _), value in scores.items() if one == name]
+            for setting, name in candidates(tuning, row).items()
         }
     )
+
+
+def _scale_word(table: Experiment, scale: str) -> str:
+    return "" if scale == table.scale(None) else f" --scale {scale}"
 
 
 def candidates(table: Experiment, row: str) -> dict[float, str]:
@@ -48,16 +57,17 @@ def best_setting(accuracy: Mapping[float, Sequence[float]]) -> float:
 
 
 def choices(table: Experiment, made: Cells) -> str:
-    """The chosen settings of the rows whose cells are finished, and where the best one is an end of the three."""
-    whole, paragraphs = experiments()[TUNING], []  # the table may show some rows only
+    """The chosen settings of the rows whose cells are finished, and where the best one is an end of them."""
+    whole, paragraphs = experiments()[table.name], []  # the table may show some rows only
     for column, title in table.columns.items():
         chosen_rows = []
         for row in dict.fromkeys(name.rpartition("_")[0] for name in whole.rows):
             names = candidates(whole, row)
             made_of = {setting: made.get((name, column), []) for setting, name in names.items()}
-            if all(len(one) == len(table.seeds["small"]) for one in made_of.values()):
-                best = best_setting({one: [cell["values"]["accuracy"] for cell in its] for one, its in made_of.items()})
-                end = " (an end of the three)" if best in (min(names), max(names)) else ""
+            if all(len(one) >= min(map(len, table.seeds.values())) for one in made_of.values()):
+                value = whole.rows[names[min(names)]].value
+                best = best_setting({one: [cell["values"][value] for cell in its] for one, its in made_of.items()})
+                end = " (an end of the range)" if best in (min(names), max(names)) else ""
                 chosen_rows.append(f"{whole.rows[names[best]].title}{end}")
         paragraphs += [f"Chosen for {title.title}: {'; '.join(chosen_rows)}."] if chosen_rows else []
     return "\n\n".join(paragraphs)

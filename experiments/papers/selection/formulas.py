@@ -8,6 +8,7 @@ from scipy.optimize import brentq
 
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
 from dpfl_lightning.algorithms.cohorts import systematic
+from dpfl_lightning.algorithms.random_effects import shares
 from dpfl_lightning.algorithms.selection_estimates import (
     Constants,
     FirstStage,
@@ -38,9 +39,11 @@ def three_clients(ratio: float, exponent: float) -> dict[str, float]:
 
 
 def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, float]:
-    """Noise in a round's mean update of equal quotas, weighted equally, by epsilon and by inverse noise.
+    """Noise in a round's mean update of equal quotas, weighted equally, by epsilon, by inverse noise, and by shares.
 
-    As a multiple of that of quotas of least noise; mean of 200 draws of budgets.
+    `shares` are those of least noise, kept over the run, and `shares2` the same with 2 clients in a round; `unbiased`
+    has quotas of least noise and weights that give all clients equal shares. As a multiple of that of quotas of least
+    noise; mean of 200 draws of budgets.
     """
     draw, rows, (low, high) = np.random.default_rng(10), [], budgets
     slots = COHORT * ROUNDS
@@ -48,13 +51,21 @@ def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, floa
         epsilon = draw.uniform(low, high, CLIENTS)
         delta = draw.uniform(*DELTAS, CLIENTS)
         noise = gaussian_noise(1, 1, epsilon, delta, 1) if mechanism == "gaussian" else laplace_noise(1, 1, epsilon, 1)
-        quota = noise_only(noise.factor, slots, noise.exponent)
+        quota, equal = noise_only(noise.factor, slots, noise.exponent), np.full(CLIENTS, slots / CLIENTS)
         ours = (quota * noise.variance(quota)).sum() / slots / COHORT
         cohorts = np.array([draw.choice(CLIENTS, COHORT, replace=False) for _ in range(_COHORTS)])
-        of_cohort = noise.variance(slots / CLIENTS)[cohorts]
+        of_cohort = noise.variance(equal)[cohorts]
         weights = {"uniform": np.ones_like(of_cohort), "weiavg": epsilon[cohorts], "inverse": 1 / of_cohort}
-        rows.append([((w / w.sum(1, keepdims=True)) ** 2 * of_cohort).sum(1).mean() / ours for w in weights.values()])
-    return dict(zip(("uniform", "weiavg", "inverse"), np.mean(rows, axis=0).tolist(), strict=True))
+        row = {n: ((w / w.sum(1, keepdims=True)) ** 2 * of_cohort).sum(1).mean() for n, w in weights.items()}
+        least = shares(noise.variance(equal), equal, 0.0)
+        for name, share, each in (
+            ("shares", least, equal),
+            ("shares2", least, equal * 2 / COHORT),
+            ("unbiased", 1 / CLIENTS, quota),
+        ):
+            row[name] = (share**2 * noise.variance(each) * ROUNDS / each).sum()
+        rows.append([one / ours for one in row.values()])
+    return dict(zip(row, np.mean(rows, axis=0).tolist(), strict=True))
 
 
 def calibrations(participations: int, epsilon: float = 1.5, delta: float = 5e-5) -> dict[str, float]:

@@ -12,7 +12,7 @@ _OF_CLIENTS = ("quota", "participations", "unlikeness")
 
 
 class SelectionRecorder(Recorder):
-    """Accuracy on the common test set over rounds (loss of a regression), participations, and accuracy by budget.
+    """Accuracy on the common test set over rounds, participations, and accuracy by budget.
 
     `equality` is Jain's index of participation, `never` the share of clients without one in per cent; see `deciding`.
     """
@@ -27,8 +27,6 @@ class SelectionRecorder(Recorder):
         super().on_round_end(view, report)
         if report.test_accuracy is not None:
             self._test[report.round] = 100 * report.test_accuracy
-        elif report.test_loss is not None:
-            self._test[report.round] = report.test_loss
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
@@ -39,8 +37,6 @@ class SelectionRecorder(Recorder):
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         metrics = numbers_of(result)
         values = {**super()._values(view, result), **metrics}
-        if result.test_loss is not None:
-            values["test_loss"] = result.test_loss
         if isinstance(counts := result.metrics.get("participations"), list):
             values["equality"] = metrics["participation_equality"]
             values["never"] = 100 * fmean(not count for count in counts)

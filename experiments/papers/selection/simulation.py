@@ -11,23 +11,23 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength
 from dpfl_lightning.algorithms.cohorts import systematic
+from dpfl_lightning.algorithms.random_effects import excess_spread, shares
 from dpfl_lightning.algorithms.selection_estimates import NoiseModel, gaussian_noise, laplace_noise
 from dpfl_lightning.data.partition import partition
 
 Vector = NDArray[np.float64]
 Quota = NDArray[np.int64]  # participations of each client, `[N]`
 
-CLIENTS, COHORT, ROUNDS, SEEDS = 30, 6, 100, range(6)
+CLIENTS, COHORT, ROUNDS, SEEDS = 30, 6, 100, range(20)
 DELTA = 1e-5
 _CLASSES, _FEATURES, _RECORDS, _TEST = 10, 64, 7000, 1000
 _RATE, _HALF_AFTER = 4.0, 50
 _STEPS_TO_OPTIMUM = 300  # full batches without noise: three times those of a run
-
-_WEIGHTS = {"weiavg": "epsilon", "inverse": "noise"}  # weights of equal quotas
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,16 @@ class Setting:
     alpha: float
     low: float
     high: float
+    clip_norm: float | None = None  # None is 1, the L2 norm, for Gaussian noise; 4, the L1 norm, for Laplace noise
 
     @property
-    def clip_norm(self) -> float:
-        """L2 norm of a record's gradient for Gaussian noise, L1 norm for Laplace noise."""
-        return 1.0 if self.mechanism == "gaussian" else 4.0
+    def clip(self) -> float:
+        return self.clip_norm or (1.0 if self.mechanism == "gaussian" else 4.0)
+
+    @property
+    def scale(self) -> float:
+        """The L2 norm that `biased_selection` takes a gradient to have."""
+        return self.clip * (1.0 if self.mechanism == "gaussian" else 0.25)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +105,23 @@ def noise_of(problem: Problem, setting: Setting) -> NoiseModel:
     """Noise of one update; neighbours differ in one replaced record."""
     num_params = (_FEATURES + 1) * _CLASSES
     if setting.mechanism == "gaussian":
-        return gaussian_noise(setting.clip_norm, num_params, problem.epsilon, DELTA, problem.records)
-    return laplace_noise(setting.clip_norm, num_params, problem.epsilon, problem.records)
+        return gaussian_noise(setting.clip, num_params, problem.epsilon, DELTA, problem.records)
+    return laplace_noise(setting.clip, num_params, problem.epsilon, problem.records)
 
 
-def quotas(method: str, problem: Problem, setting: Setting, bias_cost: Vector | float = 0.0) -> NDArray[np.int64]:
+def quotas(
+    method: str,
+    problem: Problem,
+    setting: Setting,
+    bias_cost: Vector | float = 0.0,
+    dissimilarity: float = 0.1,
+    cohort: int = COHORT,
+) -> Quota:
     """Quotas of a whole run, `[N]`: equal ones unless `method` is `least_noise` or `anchored`."""
-    noise, total = noise_of(problem, setting), COHORT * ROUNDS
+    noise, total = noise_of(problem, setting), cohort * ROUNDS
     if method not in ("least_noise", "anchored"):
         return allocate_int(np.ones(CLIENTS), total, upper=ROUNDS)
-    scale = setting.clip_norm * (1.0 if setting.mechanism == "gaussian" else 0.25)
-    anchor = anchor_strength(CLIENTS, ROUNDS, scale) if method == "anchored" else 0.0
+    anchor = anchor_strength(CLIENTS, ROUNDS, setting.scale, dissimilarity) if method == "anchored" else 0.0
     factor = noise.scale * noise.factor
     return allocate_int(factor, total, noise.exponent, bias_cost, upper=ROUNDS, anchor=anchor)
 
@@ -118,24 +129,32 @@ def quotas(method: str, problem: Problem, setting: Setting, bias_cost: Vector | 
 # ---- runs
 
 
-def accuracy_of(method: str, problem: Problem, setting: Setting, seed: int, quota: NDArray[np.int64]) -> float:
-    """Test accuracy after the last round, in per cent; `fedsgd` has neither noise nor clipping."""
+def accuracy_of(
+    method: str, problem: Problem, setting: Setting, seed: int, quota: Quota, between: float | None = None
+) -> float:
+    """Test accuracy after the last round, in per cent; `fedsgd` has neither noise nor clipping.
+
+    `effects` has random-effects weights: `between` is the variance between clients, None estimates it.
+    """
     draw = np.random.default_rng([seed, 1])
     order, private = (2 if setting.mechanism == "gaussian" else 1), method != "fedsgd"
-    variance = noise_of(problem, setting).variance(quota) / ((_FEATURES + 1) * _CLASSES)  # of one number
-    weight_of = {"epsilon": problem.epsilon, "noise": 1 / np.maximum(variance, 1e-300)}.get(_WEIGHTS.get(method, ""))
-    model, left = np.zeros((_FEATURES + 1, _CLASSES)), quota.copy()
+    noise = noise_of(problem, setting).variance(quota)
+    variance = noise / ((_FEATURES + 1) * _CLASSES)  # of one number
+    weight_of = {"weiavg": problem.epsilon, "inverse": 1 / np.maximum(variance, 1e-300)}.get(method, np.ones(CLIENTS))
+    model, left, found = np.zeros((_FEATURES + 1, _CLASSES)), quota.copy(), np.zeros(2)
     for round in range(1, ROUNDS + 1):
         cohort = systematic(left, ROUNDS - round + 1, draw)
         left[cohort] -= 1
-        weights = np.ones(len(cohort)) if weight_of is None else weight_of[cohort]
-        mean = np.zeros_like(model)
-        for client, weight in zip(cohort, weights / weights.sum(), strict=True):
-            rows = problem.rows_of[client]
-            mean += weight * problem.gradient(model, rows, setting.clip_norm if private else np.inf, order)
-            if private:
-                mean += weight * _noise(draw, setting.mechanism, variance[client], model.shape)
-        model = model - _RATE / (1 + round / _HALF_AFTER) * mean
+        updates = []
+        for client in cohort:
+            gradient = problem.gradient(model, problem.rows_of[client], setting.clip if private else np.inf, order)
+            updates.append(gradient + private * _noise(draw, setting.mechanism, variance[client], model.shape))
+        weights = weight_of[cohort] / weight_of[cohort].sum()
+        if method == "effects":
+            found += excess_spread(torch.from_numpy(np.reshape(updates, (len(cohort), -1))), noise[cohort])
+            known = max(found[0] / found[1], 0.0) if between is None else between
+            weights = (shares(noise, quota.astype(float), known) * ROUNDS / quota)[cohort]
+        model = model - _RATE / (1 + round / _HALF_AFTER) * np.tensordot(weights, updates, 1)
     return problem.accuracy(model)
 
 
@@ -145,20 +164,71 @@ def _noise(draw: np.random.Generator, mechanism: str, variance: float, shape: tu
     return draw.laplace(0.0, np.sqrt(variance / 2), shape)
 
 
-METHODS = ("fedsgd", "uniform", "weiavg", "inverse", "least_noise", "anchored")
+METHODS = ("fedsgd", "uniform", "weiavg", "inverse", "least_noise", "anchored", "effects")
+COHORTS = (2, 12)  # of `effects`, beside the usual one
+#: assumed variances between clients, as shares of the squared clip norm: of quotas, and of weights
+GRID = (0.0, 0.001, 0.01, 0.1, 1.0)
+
+Runs = Mapping[str, tuple[str, Quota, float | None]]  # name -> method, quotas, `between`
 
 
 def methods_of(**fields: Any) -> dict[str, float]:
-    """Mean test accuracy of each method over six draws, in per cent, and `..._std`; `fields` are those of `Setting`."""
-    return _accuracies(Setting(**fields), lambda problem, setting: {m: quotas(m, problem, setting) for m in METHODS})
+    """Mean test accuracy of each method over the draws, in per cent, and `..._std`; `fields` are those of `Setting`.
+
+    `quota_regret` and `weight_regret` are how much better the best value of `GRID` is than the default of `anchored`
+    and than the estimate of `effects`, in points, with standard errors `..._error` of paired differences.
+    """
+
+    def runs(problem: Problem, setting: Setting) -> Runs:
+        equal = quotas("uniform", problem, setting)
+        made: dict[str, tuple[str, Quota, float | None]] = {}
+        made |= {name: (name, quotas(name, problem, setting), None) for name in METHODS}
+        made |= {f"effects{size}": ("effects", quotas("", problem, setting, cohort=size), None) for size in COHORTS}
+        for value in GRID:
+            made[f"quota{value:g}"] = ("anchored", quotas("anchored", problem, setting, dissimilarity=value), None)
+            made[f"weight{value:g}"] = ("effects", equal, value * setting.scale**2)
+        return made
+
+    accuracies = _accuracies(Setting(**fields), runs)
+    values = _means({name: accuracies[name] for name in (*METHODS, *(f"effects{size}" for size in COHORTS))})
+    for kind, ours in (("quota", "anchored"), ("weight", "effects")):
+        best = max((accuracies[f"{kind}{value:g}"] for value in GRID), key=fmean)
+        differences = [a - b for a, b in zip(best, accuracies[ours], strict=True)]
+        values |= {f"{kind}_regret": fmean(differences), f"{kind}_regret_error": stdev(differences) / len(best) ** 0.5}
+    gains = [a - b for a, b in zip(accuracies["effects"], accuracies["anchored"], strict=True)]
+    return values | {"gain": fmean(gains), "gain_error": stdev(gains) / len(gains) ** 0.5}
 
 
-def _accuracies(setting: Setting, quotas_of: Callable[[Problem, Setting], Mapping[str, Quota]]) -> dict[str, float]:
+def participations_of(**fields: Any) -> dict[str, float]:
+    """Mean test accuracy, and `..._std`, of quotas and of weights, with 2, 6 and 12 clients in a round.
+
+    `gain2` is `effects2` minus `anchored2`, with the standard error `gain2_error` of paired differences.
+    """
+
+    def runs(problem: Problem, setting: Setting) -> Runs:
+        return {
+            f"{method}{size}": (method, quotas(method, problem, setting, cohort=size), None)
+            for method in ("anchored", "effects")
+            for size in (2, COHORT, 12)
+        }
+
+    accuracies = _accuracies(Setting(**fields), runs)
+    gains = [a - b for a, b in zip(accuracies["effects2"], accuracies["anchored2"], strict=True)]
+    return _means(accuracies) | {"gain2": fmean(gains), "gain2_error": stdev(gains) / len(gains) ** 0.5}
+
+
+def _accuracies(
+    setting: Setting, runs_of: Callable[[Problem, Setting], Runs], most: int = 20
+) -> dict[str, list[float]]:
     accuracies: dict[str, list[float]] = {}
-    for seed in SEEDS:
+    for seed in SEEDS[:most]:
         problem = Problem.drawn(setting, seed)
-        for name, quota in quotas_of(problem, setting).items():
-            accuracies.setdefault(name, []).append(accuracy_of(name, problem, setting, seed, quota))
+        for name, (method, quota, between) in runs_of(problem, setting).items():
+            accuracies.setdefault(name, []).append(accuracy_of(method, problem, setting, seed, quota, between))
+    return accuracies
+
+
+def _means(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
     means = {name: fmean(values) for name, values in accuracies.items()}
     return means | {f"{name}_std": stdev(values) for name, values in accuracies.items()}
 
@@ -195,10 +265,11 @@ def ratios_of(**fields: Any) -> dict[str, float]:
     A ratio is the cost of one unit of heterogeneity over the geometric mean of the noise factors.
     """
 
-    def quotas_of(problem: Problem, setting: Setting) -> dict[str, Quota]:
+    def runs(problem: Problem, setting: Setting) -> Runs:
         noise, unlike = noise_of(problem, setting), true_heterogeneity(problem)
         unit = noise.scale * float(np.exp(np.log(noise.factor).mean()))
         quota_of = {name: quotas(name, problem, setting) for name in ("uniform", "anchored")}
-        return quota_of | {f"ratio{r}": quotas("least_noise", problem, setting, r * unit * unlike) for r in RATIOS}
+        quota_of |= {f"ratio{r}": quotas("least_noise", problem, setting, r * unit * unlike) for r in RATIOS}
+        return {name: (name, quota, None) for name, quota in quota_of.items()}
 
-    return _accuracies(Setting(**fields), quotas_of)
+    return _means(_accuracies(Setting(**fields), runs, most=6))

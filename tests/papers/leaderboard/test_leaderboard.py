@@ -12,13 +12,16 @@ from dpfl_lightning.federated.server.aggregate import normalised
 from experiments.papers import __main__ as command
 from experiments.papers import cells, run
 from experiments.papers.cells import Cell, finished, required_cells, write
+from experiments.papers.declarations import read_paper
 from experiments.papers.experiment import NotYet
+from experiments.papers.leaderboard import tuning
 from experiments.papers.leaderboard.figures import spread
-from experiments.papers.leaderboard.tuning import TUNING, candidates, choices, chosen
+from experiments.papers.leaderboard.tuning import candidates, choices
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
+TUNING = "leaderboard.tuning"
 TABLE, ACCURACY = experiments()[TUNING], experiments()["leaderboard.accuracy"]
 
 
@@ -35,6 +38,12 @@ def tune(results, row: str, accuracies: list[float], column: str = "alike", seed
     for name, accuracy in zip(candidates(TABLE, row).values(), accuracies, strict=False):
         for seed in seeds:
             write(results, Cell(TUNING, name, column, "small", seed), held(accuracy=accuracy))
+
+
+def chosen(row: str, column: str, scale: str) -> float:
+    """As the declarations of the leaderboard ask for it."""
+    arguments = {key: value for key, value in read_paper("leaderboard")["tuned"].items() if key != "function"}
+    return tuning.chosen(row, column, scale, **arguments)
 
 
 def options(cell: Cell):
@@ -55,7 +64,7 @@ def test_a_setting_has_the_best_mean_over_the_seeds(results):
     tune(results, "dpfedavg", [50.0, 60.0, 50.0], "unlike")
     assert chosen("dpfedavg", "groups", "small") == chosen("dpfedavg", "dirichlet", "small") == 0.2
     alike, unlike = choices(TABLE, finished(results, TABLE, "small")).split("\n\n")
-    assert alike == "Chosen for alike data: DPFedAvg, 0.4 (an end of the three)."
+    assert alike == "Chosen for alike data: DPFedAvg, 0.4 (an end of the range)."
     assert unlike == "Chosen for four groups: DPFedAvg, 0.2."
     some = TABLE.restricted(["dpfedavg_0.2"], None)
     assert choices(some, finished(results, some, "small")) == "", "three rows decide, not one"

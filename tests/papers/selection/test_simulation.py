@@ -38,7 +38,7 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
             epsilon=tuple(problem.epsilon.tolist()),
             delta=0.0 if pure else simulation.DELTA,
             mechanism=mechanism,
-            clip_norm=setting.clip_norm,
+            clip_norm=setting.clip,
             adjacency="replace_one",
         ),
         parts=strategies.build({"biased_selection": {"clients_per_round": simulation.COHORT}}),
@@ -49,7 +49,7 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
     std = np.sqrt(noise_of(problem, setting).variance(quota) / 650)
     for client, schedule in enumerate(planned.clients):
         if quota[client]:
-            scale = schedule.noise_multiplier("train") * setting.clip_norm / len(problem.rows_of[client])
+            scale = schedule.noise_multiplier("train") * setting.clip / len(problem.rows_of[client])
             assert scale * (np.sqrt(2) if pure else 1) == pytest.approx(std[client], rel=1e-4)
 
 
@@ -95,19 +95,26 @@ def kept(name, request) -> dict:
     return {place: cells[0]["values"] for place, cells in found.items()}
 
 
-def test_the_kept_verification_holds_what_its_notes_say(request):
+def test_the_kept_verification_holds_what_its_page_says(request):
     found = kept("verification", request)
 
     def at(method: str, column: str) -> float:
-        return found[method, column][method]
+        return found["fedsgd", column][method]
 
-    noisy, quiet = "gaussian_a0.5_0.1", "gaussian_a0.5_10"
-    assert min(at("least_noise", noisy), at("anchored", noisy)) > at("uniform", noisy) + 20
-    assert at("anchored", quiet) >= at("least_noise", quiet) < at("uniform", quiet)
-    assert at("anchored", quiet) >= at("uniform", quiet) - 1.5
+    noisy, quiet, pure = "gaussian_a0.5_0.1", "gaussian_a0.5_10", ("laplace_a0.5_0.5", "laplace_a0.5_5")
+    assert min(at(method, noisy) for method in ("least_noise", "anchored", "effects")) > at("uniform", noisy) + 20
+    assert at("least_noise", quiet) < at("uniform", quiet) - 1 < min(at("anchored", quiet), at("effects", quiet))
     for column in ("gaussian_a0.5_0.1", "gaussian_a3_0.1"):
-        assert at("uniform", column) + 10 < at("weiavg", column) < at("anchored", column) - 3
-        assert abs(at("inverse", column) - at("anchored", column)) < 6
+        assert at("uniform", column) + 10 < at("weiavg", column) < at("inverse", column) < at("effects", column)
+    for _, column in found:
+        if column.startswith("gaussian"):
+            assert at("weight_regret", column) < 0.5, "the estimate is as good as the best constant"
+            assert abs(at("gain", column)) < 1, "quotas gain nothing with Gaussian noise"
+            assert all(abs(at(f"effects{size}", column) - at("effects", column)) < 1.5 for size in (2, 12))
+    assert at("quota_regret", "clip4") > 2 and at("gain", "clip4") > 2, "a constant depends on the clip norm"
+    for column in pure:
+        assert at("weight_regret", column) < 1.5
+        assert at("effects2", column) > at("effects", column) + 2 > at("effects12", column)
 
 
 def test_the_kept_bias_term_brings_nothing(request):
@@ -118,7 +125,7 @@ def test_the_kept_bias_term_brings_nothing(request):
         assert values["ratio300"] < values["ratio0"] - 4
 
 
-def test_a_run_of_two_draws_is_near_the_kept_one_of_six(request, monkeypatch):
+def test_a_run_of_two_draws_is_near_the_kept_one_of_twenty(request, monkeypatch):
     monkeypatch.setattr(simulation, "SEEDS", range(2))
     two = simulation.methods_of(mechanism="laplace", alpha=0.5, low=5.0, high=150.0)
     values = kept("verification", request)["uniform", "laplace_a0.5_5"]
