@@ -59,12 +59,13 @@ class Distillation(Strategy, Callback):
 
     Args:
         mode: defaults of the options that are not set: `default`, or `paper_literal` (aggregation `uniform`, sampling
-            `fixed`, no new initialisation, image_learning_rate 0.1).
+            `fixed`, no new initialisation, image_learning_rate 39.4).
         images_per_class: number of images of each class, >= 1.
         matching: distance between two gradients: `layerwise_cosine`, `cos` or `mse`.
         image_steps: steps of the images for each release, >= 1; more steps cost neither traffic nor privacy.
-        image_learning_rate: learning rate of the images, > 0; null is 1. The condensation paper's 0.1 is slow: see
-            docs/distillation.md.
+        image_learning_rate: learning rate of the images, > 0; null is 100. A step is by this rate times images_per_class
+            / 10, divided by the net's output nodes with `layerwise_cosine`, so that one rate serves sets and nets of any
+            size. The condensation paper's 0.1 is 39.4 for its net and ten images a class.
         image_momentum: momentum of the images, in [0, 1).
         row_weights: `noise_aware` gives rows of the target less weight the more noise they contain; `equal` does not.
         augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`. One operation is drawn for each class and round,
