@@ -231,17 +231,17 @@ selection.figure4 ours fashion_mnist_gaussian_1 paper: {privacy.epsilon: {low: 0
 selection.figure5 ours mnist_laplace_0.5 paper: {data.partition: {name: dirichlet, alpha: 0.5, min_records: 10}}
 distillation.baselines one_step alpha1 small:
   {clients.count: 10, privacy: null, rounds: 100, set.images_per_class: 10, set.records_per_class: 64,
-   set.participation_fraction: 0.5, set.image_steps: null, set.image_learning_rate: 0.1}
+   set.participation_fraction: 0.5, set.image_steps: null, set.image_learning_rate: 10.6}
 distillation.baselines one_step alpha0.1 small: {data.partition.alpha: 0.1, data.name: fashion_mnist}
 distillation.baselines ten_steps alpha1 small: {set.image_steps: 10, set.mode: null}
 distillation.baselines literal alpha1 small: {set.mode: paper_literal}
 distillation.baselines ten_steps_dsa alpha1 small: {set.augmentation: dsa, set.image_steps: 10}
 distillation.baselines centralised alpha1 small: {clients.count: 1, set.image_steps: 10}
 distillation.baselines random alpha1 small: {clients.count: 10, set.images_per_class: 10}
-distillation.tuning lr1_steps30 public small:
-  {data.use_public: true, data.public_records: 12000, set.image_learning_rate: 1.0, set.image_steps: 30}
+distillation.tuning lr106_steps30 public small:
+  {data.use_public: true, data.public_records: 12000, set.image_learning_rate: 106, set.image_steps: 30}
 distillation.baselines tuned alpha1 small: {data.public_records: 12000, data.use_public: false}
-distillation.private tuned eps8 small: {data.public_records: 12000, set.image_learning_rate: 3.0}
+distillation.private tuned eps8 small: {data.public_records: 12000, set.image_learning_rate: 318}
 distillation.sizes tuned ipc50 small: {set.images_per_class: 50, set.image_steps: 30, rounds: 100}
 distillation.private noise_aware eps8 small:
   {privacy.epsilon: 8.0, privacy.delta: 0.00001, rounds: 50, set.image_steps: 10, set.participation_fraction: 1.0}
@@ -265,7 +265,7 @@ distillation.figure10 distdd share10 small: {set.participation_fraction: 0.1, se
 distillation.nas net00 federated small: {rounds: 10, data.records_per_client: 1200, clients.count: 10}
 distillation.nas net00 early small: {rounds: 1, data.public_records: 12000, model.width: 32}
 distillation.hpo rate19 distilled small: {clients.learning_rate: 0.3, clients.batch_size: 64}
-distillation.search_set distdd set small: {set.image_learning_rate: 3.0, data.public_records: 12000, rounds: 100}
+distillation.search_set distdd set small: {set.image_learning_rate: 318, data.public_records: 12000, rounds: 100}
 """
 
 

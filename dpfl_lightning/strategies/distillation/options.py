@@ -55,7 +55,6 @@ def switches(given: Mapping[str, Any]) -> dict[str, Any]:
     for least, names in _AT_LEAST.items():
         for name in names:
             require(options[name] is None or options[name] >= least, f"{KEY}.{name}", f"be >= {least}", options[name])
-    require(options["evaluation_epochs"] >= 1, f"{KEY}.evaluation_epochs", "be >= 1", options["evaluation_epochs"])
     for name in ("image_learning_rate", "net_learning_rate"):
         require(0 < options[name] < math.inf, f"{KEY}.{name}", "be above 0", options[name])
     require(0 <= options["image_momentum"] < 1, f"{KEY}.image_momentum", "be in [0, 1)", options["image_momentum"])
