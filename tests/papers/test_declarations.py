@@ -159,7 +159,7 @@ def _selection(cell: Cell, run: Options, small: bool) -> bool:
 
 def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     name = cell.experiment.partition(".")[2]
-    private = name == "private" or cell.row in ("sum", "paper_mean", "records10_private")
+    private = name in ("private", "one_shot") or cell.row in ("sum", "paper_mean", "records10_private")
     if (run.privacy is None) == private:
         return False
     if name == "inversion":
@@ -167,7 +167,7 @@ def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     usual = run.data.partition["name"] == "dirichlet" and run.model["name"] == "convnet"
     if "distillation" in run.strategies:
         images = run.strategies["distillation"]["images_per_class"]
-        special = {"private": 20 if cell.row == "tuned" else 50, "tuning": 40}
+        special = {"private": 20 if cell.row == "tuned" else 50, "one_shot": 20, "tuning": 40}
         special["published"] = 40 if cell.row == "tuned" else 1000 * images
         usual = usual and run.rounds == special.get(name, 100 if small else 500)
     return usual and (name in ("nas", "hpo", "search_set") or run.model["width"] == (32 if small else 128))
@@ -246,6 +246,9 @@ distillation.sizes tuned ipc50 small: {set.images_per_class: 50, set.image_steps
 distillation.private noise_aware eps8 small:
   {privacy.epsilon: 8.0, privacy.delta: 0.00001, rounds: 50, set.image_steps: 10, set.participation_fraction: 1.0}
 distillation.private dpfedavg eps8 small: {privacy.epsilon: 8.0, strategies: {size_weighted: {}}}
+distillation.one_shot one_shot eps0.5_ipc10 small:
+  {privacy.epsilon: 0.5, rounds: 1, data.public_records: 12000, strategies: {feature_means: {images_per_class: 10}}}
+distillation.one_shot tuned eps8_ipc50 small: {privacy.epsilon: 8, set.images_per_class: 50, rounds: 20}
 distillation.table1 distdd_50 mnist_0.5 paper: {clients.count: 50, rounds: 500, set.images_per_class: 50}
 distillation.table1 distdd_100 cifar10_0.1 paper: {data.name: cifar10, data.partition.alpha: 0.1}
 distillation.table1 distdd_10 cifar10_1 paper: {set.records_per_class: 256, model.width: 128}

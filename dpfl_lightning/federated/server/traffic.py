@@ -85,10 +85,8 @@ class Traffic:
         release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
         anchor = 0 if plan.anchors is None else model
         down = {client: anchor + (0 if client in self._have_all else model) for client in plan.clients}
-        sent = {
-            "floats_down": self.asked + sum(down.values()),
-            "floats_up": self._answered + release * len(plan.clients),
-        }
+        up = self._answered + release * len(plan.clients)
+        sent = {"floats_down": self.asked + sum(down.values()), "floats_up": up}
         values: dict[str, float] = {name: float(count) for name, count in sent.items()}
         if self._network is not None:
             values["network_seconds"] = self._seconds + self._network.seconds(down, release)

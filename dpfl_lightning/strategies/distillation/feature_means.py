@@ -52,7 +52,7 @@ class FeatureMeans(SetStrategy):
     **Privacy** One Gaussian release of all records of each client, of sensitivity 1 whatever privacy.clip_norm is, and
     charged before it is computed. Counts of classes are part of it. Nets, images and models are public or derived.
 
-    Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), in random nets as in Zhao and Bilen (2023).
+    Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random nets as in Zhao and Bilen (2023).
     """
 
     role = "base"
