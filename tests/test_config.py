@@ -197,7 +197,7 @@ rounds: 7
 clients: {count: 3, batch_size: {name: uniform, low: 4, high: 9}}
 privacy: {epsilon: 1}
 model: {name: convnet, width: 8}
-strategies: {noise_aware: {floor: 0.1}, fedprox: {pull: 1}}
+strategies: {robust_hdp: {floor: 0.1}, fedprox: {pull: 1}}
 """
 
 
@@ -207,7 +207,7 @@ def test_several_files_are_merged_and_the_later_wins(files):
     assert options.rounds == 1 and options.privacy == PrivacyOptions(epsilon=1.0)
     assert options.clients == ClientOptions(count=3, batch_size={"name": "uniform", "low": 4, "high": 5})
     assert options.model == {"name": "convnet", "width": 16}
-    assert options.strategies == {"noise_aware": {"floor": 0.1}, "fedprox": {"pull": 2}}
+    assert options.strategies == {"robust_hdp": {"floor": 0.1}, "fedprox": {"pull": 2}}
 
 
 def test_a_new_name_in_a_later_file_drops_the_options_of_the_old_one(files):
@@ -358,9 +358,9 @@ def test_help_of_a_key_lists_its_names(printed):
 
 
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
-    text = printed("--strategies.help", "noise_aware")
-    assert "from the updates alone" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
-    assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", text, re.MULTILINE)
+    text = printed("--strategies.help", "robust_hdp")
+    assert "from the updates" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
+    assert re.search(r"^--strategies\.robust_hdp\.floor +a number \(1e-06\)$", text, re.MULTILINE)
     assert "--data.partition.alpha" in printed("--data.partition.help=dirichlet")
     for words, shown in (
         ("--model.help convnet", "--model.width"),

@@ -315,5 +315,5 @@ def test_the_plan_of_a_run_has_the_schedule_of_every_client(shown, monkeypatch):
 
 def test_a_plan_names_the_caveats_of_the_run(shown):
     conf = Path(__file__).parents[1] / "conf" / "digits.yaml"
-    text = shown("--config", str(conf), "--strategies", "{noise_aware: {objective: min_variance, estimator: oracle}}")
-    assert "Caveat: a simulation: strategy noise_aware (oracle)" in text
+    text = shown("--config", str(conf), "--strategies", "{robust_hdp: {estimator: oracle}}")
+    assert "Caveat: a simulation: strategy robust_hdp (oracle)" in text

@@ -1,7 +1,8 @@
 """Estimates of each update's noise variance from the updates of one round."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
 from dpfl_lightning.errors import require, require_one_of
 
+_ENOUGH = 8  # fewest clients of one model whose noise variances are estimated among themselves
 _DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm", "zero_share")
 
 
@@ -82,6 +84,33 @@ def estimate(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None = N
     noise_var = torch.full((len(finite),), math.inf, dtype=torch.float64)
     noise_var[finite] = estimated.noise_var
     return Estimate(noise_var, estimated.diagnostics)
+
+
+def estimate_by_group(
+    deltas: Tensor, models: Sequence[Sequence[int]], options: EstimatorOptions, truth: Tensor | None = None
+) -> Estimate:
+    """Return the `estimate` of each group of updates `[C, P]` separately, with the worst of the diagnostics.
+
+    `models` are the rows of each model. Models that are judged together show at least one direction each. `truth`
+    `[C]` holds the true variances, for the estimator `oracle`.
+    """
+    noise_var, diagnostics = torch.zeros(len(deltas), dtype=torch.float64), dict[str, list[float]]()
+    groups = judged_groups(models, len(deltas))
+    together = len(models) if len(groups) == 1 else 1
+    options = dataclasses.replace(options, rank=max(options.rank, together))
+    for rows in groups:
+        group_deltas = deltas if len(rows) == len(deltas) else deltas[rows]
+        group_estimate = estimate(group_deltas, options, None if truth is None else truth[rows])
+        noise_var[rows] = group_estimate.noise_var
+        for key, value in group_estimate.diagnostics.items():
+            diagnostics.setdefault(key, []).append(value)
+    worst = {key: (min if key == "converged" else max)(values) for key, values in diagnostics.items()}
+    return Estimate(noise_var, worst)
+
+
+def judged_groups(models: Sequence[Sequence[int]], num_clients: int) -> list[list[int]]:
+    """Return the rows within which noise variances are estimated: those of each model if all have 8 clients or more."""
+    return list(map(list, models)) if min(map(len, models)) >= _ENOUGH else [list(range(num_clients))]
 
 
 def _raw_norm(deltas: Tensor, options: EstimatorOptions) -> Estimate:

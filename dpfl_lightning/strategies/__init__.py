@@ -28,6 +28,7 @@ STRATEGIES = {
     "oracle_clusters": ("clustering.oracle_clusters", "OracleClusters"),
     "pfa": ("aggregation.pfa", "Pfa"),
     "reweighted_selection": ("selection.reweighted_selection", "ReweightedSelection"),
+    "robust_hdp": ("aggregation.robust_hdp", "RobustHdp"),
     "server_momentum": ("aggregation.server_momentum", "ServerMomentum"),
     "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),
     "trimmed_mean": ("aggregation.trimmed_mean", "TrimmedMean"),

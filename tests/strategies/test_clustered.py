@@ -22,6 +22,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
+from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.clustering.ifca import Ifca
@@ -557,7 +558,7 @@ def test_with_a_pull_and_a_noise_aware_base_rule(start):
 @pytest.mark.e2e
 def test_noise_of_the_first_round_is_not_that_of_later_rounds(start):
     """Full batches throughout: as many steps in every round, but the first one has its special noise."""
-    base = NoiseAware("min_variance", estimator="oracle", reestimate_every="first_round")
+    base = RobustHdp("oracle", reestimate_every="first_round")
     clients = ClientOptions(count=COUNT, batch_size=None, learning_rate=0.5)
     loop = start(base, Clustered(), seen := Recorder(), clients=clients, privacy=private(UNEQUAL), rounds=4)
     result = loop.run()

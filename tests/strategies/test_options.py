@@ -45,12 +45,9 @@ BAD = {
     ],
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
     "mr_mtl": [("pull", -1, ">= 0, got -1")],
-    "noise_aware": [
+    "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("reestimate_every", -1, "a number of rounds")],
+    "robust_hdp": [
         ("estimator", "rpac", "one of .*Did you mean `rpca`"),
-        ("objective", "snr", "one of max_snr, min_variance"),
-        ("max_influence", 0.0, r"in \(0, 1\]"),
-        ("max_influence", 0.5, "not be set with objective min_variance", {"objective": "min_variance"}),
-        ("estimator", "raw_norm", "not be set with objective max_snr, got .raw_norm"),
         ("preset", "fats", "one of .*Did you mean `fast`"),
         ("reestimate_every", -1, "a number of rounds"),
         ("reestimate_every", 1.5, r"a whole number or text, got 1\.5"),

@@ -12,7 +12,6 @@ from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.summary import (
     MATCHES,
     accuracy_of_groups,
-    clustering,
     true_groups,
 )
 from dpfl_lightning.federated.server.view import View

@@ -1,7 +1,7 @@
 """The setting of each row of the leaderboard, from the finished cells of `leaderboard.tuning`."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from experiments.papers import cells
 from experiments.papers.cells import Cell, path_of, read
@@ -9,20 +9,27 @@ from experiments.papers.experiment import Cells, Experiment, NotYet
 from experiments.papers.registry import experiments
 
 TUNING = "leaderboard.tuning"
-RECORDS = 2000  # on which each of its cells is scored
 
 
 def chosen(row: str, column: str, scale: str) -> float:
     """The setting of a row in a column of the leaderboard; NotYet, with a command, if one of its cells is missing."""
     table, kind = experiments()[TUNING], "alike" if column.startswith("dist") else "unlike"
     paths = {
-        setting: path_of(cells.RESULTS, Cell(TUNING, name, kind, table.scale(scale), 0))
-        for setting, name in candidates(table, row).items()
+        (name, seed): path_of(cells.RESULTS, Cell(TUNING, name, kind, table.scale(scale), seed))
+        for name in candidates(table, row).values()
+        for seed in table.seeds[table.scale(scale)]
     }
-    if missing := [candidates(table, row)[setting] for setting, path in paths.items() if not path.is_file()]:
-        command = f"python -m experiments.papers {TUNING} --rows {','.join(missing)} --columns {kind}"
+    if missing := [place for place, path in paths.items() if not path.is_file()]:
+        rows, seeds = (",".join(map(str, dict.fromkeys(one))) for one in zip(*missing, strict=True))
+        command = f"python -m experiments.papers {TUNING} --rows {rows} --columns {kind} --seeds {seeds}"
         raise NotYet(f"the setting of {row} is chosen from cells that are not finished: {command}")
-    return smallest_good({setting: read(path)["values"]["accuracy"] for setting, path in paths.items()})
+    accuracy = {place: read(path)["values"]["accuracy"] for place, path in paths.items()}
+    return best_setting(
+        {
+            setting: [value for (one, _), value in accuracy.items() if one == name]
+            for setting, name in candidates(table, row).items()
+        }
+    )
 
 
 def candidates(table: Experiment, row: str) -> dict[float, str]:
@@ -31,17 +38,13 @@ def candidates(table: Experiment, row: str) -> dict[float, str]:
     return dict(sorted((float(setting), name) for name, (method, _, setting) in named.items() if method == row))
 
 
-def smallest_good(accuracy: Mapping[float, float]) -> float:
-    """The smallest setting whose accuracy, in %, is within a standard error of the best one's.
+def best_setting(accuracy: Mapping[float, Sequence[float]]) -> float:
+    """The setting with the best mean accuracy over seeds; of equal ones the smallest.
 
-    Reference: Breiman et al. (1984), the rule of one standard error.
-
-    >>> smallest_good({0.1: 78.0, 0.2: 79.4, 0.4: 80.0})
+    >>> best_setting({0.1: [78.0, 79.0], 0.2: [79.4, 79.0], 0.4: [80.0, 78.0]})
     0.2
     """
-    best = max(accuracy.values())
-    error = math.sqrt(best * (100 - best) / RECORDS)
-    return min(setting for setting, value in accuracy.items() if value >= best - error)
+    return max(sorted(accuracy), key=lambda setting: fmean(accuracy[setting]))
 
 
 def choices(table: Experiment, made: Cells) -> str:
@@ -51,10 +54,10 @@ def choices(table: Experiment, made: Cells) -> str:
         chosen_rows = []
         for row in dict.fromkeys(name.rpartition("_")[0] for name in whole.rows):
             names = candidates(whole, row)
-            if all((name, column) in made for name in names.values()):
-                accuracy = {one: made[name, column][0]["values"]["accuracy"] for one, name in names.items()}
-                best = max(accuracy, key=accuracy.__getitem__)
-                end = f" (the best is {best:g}, an end of the three)" if best in (min(names), max(names)) else ""
-                chosen_rows.append(f"{whole.rows[names[smallest_good(accuracy)]].title}{end}")
+            made_of = {setting: made.get((name, column), []) for setting, name in names.items()}
+            if all(len(one) == len(table.seeds["small"]) for one in made_of.values()):
+                best = best_setting({one: [cell["values"]["accuracy"] for cell in its] for one, its in made_of.items()})
+                end = " (an end of the three)" if best in (min(names), max(names)) else ""
+                chosen_rows.append(f"{whole.rows[names[best]].title}{end}")
         paragraphs += [f"Chosen for {title.title}: {'; '.join(chosen_rows)}."] if chosen_rows else []
     return "\n\n".join(paragraphs)
