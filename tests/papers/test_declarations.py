@@ -159,7 +159,7 @@ def _selection(cell: Cell, run: Options, small: bool) -> bool:
 
 def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     name = cell.experiment.partition(".")[2]
-    private = name in ("private", "one_shot", "one_shot_tuning") or cell.row in ("sum", "paper_mean", "records10_private")
+    private = name.startswith(("private", "one_shot")) or cell.row in ("sum", "paper_mean", "records10_private")
     if (run.privacy is None) == private:
         return False
     if name == "inversion":
