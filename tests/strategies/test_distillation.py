@@ -282,7 +282,7 @@ def test_a_base_rule_must_be_asked_for(make_loop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *BASE_RULES}))
+@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", "feature_means", *BASE_RULES}))
 def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
     options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
     (other,) = strategies.build({name: options.get(name)})

@@ -17,7 +17,9 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import PURPOSE, FeatureMeans, pooled
 
 QUICK = {"images_per_class": 2, "nets": 2, "image_steps": 2, "evaluation_epochs": 2}
@@ -172,3 +174,6 @@ def test_what_does_not_fit_is_refused(make_loop):
     ):
         with pytest.raises(UserError, match=words):
             few(make_loop, FeatureMeans(**QUICK), **{"rounds": 1, **options}).run()
+    for other, words in ((FedProx(), "must not hold FedProx beside FeatureMeans"), (Distillation(), "base rule")):
+        with pytest.raises(UserError, match=words):
+            few(make_loop, FeatureMeans(**QUICK), other, rounds=1)
