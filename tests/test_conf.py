@@ -42,6 +42,8 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:
     if "distillation" in path.name:
         few = {"evaluation_epochs": 2, "net_epochs": 1, "image_steps": 2}
         argv += [word for key, value in few.items() for word in (f"--strategies.distillation.{key}", str(value))]
+    if path.stem == "feature_means":
+        argv += ["--strategies.feature_means.evaluation_epochs", "2", "--strategies.feature_means.image_steps", "2"]
     if "name: digits" in path.read_text():
         return argv
     argv += ["--data.folder", str(small_fashion), "--data.records_per_client", "140", "--data.public_records", "100"]

@@ -206,6 +206,8 @@ class Matching:
     Args:
         names: parameters whose gradients are matched.
         distance: one of `MATCHINGS`.
+        learning_rate: for ten images a class, > 0. A step is by `learning_rate * images of the class / 10 / rows`: a
+            class gradient is a mean over images, and `layerwise_cosine` is a sum over rows (otherwise rows is 1).
         augment: `(x [B, *X], y [B]) -> x`, the augmentation of the clients' records, or None.
         threads: process one class at a time in parallel threads, for which `loss` must be thread-safe and `gradients`
             use autograd; otherwise classes are processed together.
@@ -286,5 +288,7 @@ class Matching:
         distance[rows] = torch.cat(distances_before)
         velocity, images = synthetic.velocity.clone(), synthetic.images.clone()
         velocity[rows] = self.momentum * velocity[rows] + torch.cat(slopes)
-        images[rows] -= self.learning_rate * velocity[rows]
+        summed = num_rows({name: part.shape[1:] for name, part in target.items()})
+        terms = summed if self.distance == "layerwise_cosine" else 1
+        images[rows] -= self.learning_rate * images.shape[1] / 10 / terms * velocity[rows]
         return SyntheticSet(images, velocity), distance

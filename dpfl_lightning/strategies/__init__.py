@@ -13,6 +13,7 @@ STRATEGIES = {
     "clustered": ("clustering.clustered", "Clustered"),
     "distillation": ("distillation.distillation", "Distillation"),
     "epsilon_weighted": ("aggregation.epsilon_weighted", "EpsilonWeighted"),
+    "feature_means": ("distillation.feature_means", "FeatureMeans"),
     "fedadam": ("aggregation.fedadam", "FedAdam"),
     "fedprox": ("aggregation.fedprox", "FedProx"),
     "fedyogi": ("aggregation.fedyogi", "FedYogi"),

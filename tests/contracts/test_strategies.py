@@ -21,9 +21,13 @@ NAMES = sorted(strategies.STRATEGIES)
 #: what a strategy needs of four clients: its options, and the loop's
 OPTIONS = {
     "distillation": {"min_participants": 4, "evaluation_epochs": 5},
+    "feature_means": {"evaluation_epochs": 5, "image_steps": 2},
     "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
 }
-LOOPS = {"two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)}}
+LOOPS = {
+    "feature_means": {"rounds": 1},
+    "two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)},
+}
 
 
 @pytest.fixture

@@ -42,8 +42,8 @@ def test_what_strategies_send_beside_the_model_counts(make_loop):
     model = make_loop().module.num_params
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
     metrics = make_loop(parts=choosing, rounds=2, network=SLOW).run().metrics
-    assert metrics["floats_up"] == 2 * 4 * model and metrics["floats_down"] == (1 + 3) * 4 * model
-    asked, trained = 3 * 32e-6 * model / 4 + 0.25, 32e-6 * model / 2 + 0.25
+    assert metrics["floats_up"] == 2 * 4 * model + 4 and metrics["floats_down"] == (1 + 3) * 4 * model
+    asked, trained = 32e-6 * (3 * model / 4 + 1 / 2) + 0.25, 32e-6 * model / 2 + 0.25
     second_round = 32e-6 * model * (1 / 4 + 1 / 2) + 0.25
     assert metrics["network_seconds"] == pytest.approx(asked + trained + second_round)
     metrics = make_loop(parts=strategies.build({"mr_mtl": {}}), rounds=1).run().metrics

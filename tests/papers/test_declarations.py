@@ -160,7 +160,7 @@ def _selection(cell: Cell, run: Options, small: bool) -> bool:
 
 def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     name = cell.experiment.partition(".")[2]
-    private = name == "private" or cell.row in ("sum", "paper_mean", "records10_private")
+    private = name.startswith(("private", "one_shot")) or cell.row in ("sum", "paper_mean", "records10_private")
     if (run.privacy is None) == private:
         return False
     if name == "inversion":
@@ -168,7 +168,7 @@ def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     usual = run.data.partition["name"] == "dirichlet" and run.model["name"] == "convnet"
     if "distillation" in run.strategies:
         images = run.strategies["distillation"]["images_per_class"]
-        special = {"private": 20 if cell.row == "tuned" else 50, "tuning": 40}
+        special = {"private": 20 if cell.row == "tuned" else 50, "one_shot": 20, "tuning": 40}
         special["published"] = 40 if cell.row == "tuned" else 1000 * images
         usual = usual and run.rounds == special.get(name, 100 if small else 500)
     return usual and (name in ("nas", "hpo", "search_set") or run.model["width"] == (32 if small else 128))
@@ -231,21 +231,24 @@ selection.tuning pfa_0.02 mnist_gaussian paper:
    clients.schedule: {name: inverse, half_after: 200}, privacy.epsilon: {name: uniform, low: 0.1, high: 3}}
 distillation.baselines one_step alpha1 small:
   {clients.count: 10, privacy: null, rounds: 100, set.images_per_class: 10, set.records_per_class: 64,
-   set.participation_fraction: 0.5, set.image_steps: null, set.image_learning_rate: 0.1}
+   set.participation_fraction: 0.5, set.image_steps: null, set.image_learning_rate: 10.6}
 distillation.baselines one_step alpha0.1 small: {data.partition.alpha: 0.1, data.name: fashion_mnist}
 distillation.baselines ten_steps alpha1 small: {set.image_steps: 10, set.mode: null}
 distillation.baselines literal alpha1 small: {set.mode: paper_literal}
 distillation.baselines ten_steps_dsa alpha1 small: {set.augmentation: dsa, set.image_steps: 10}
 distillation.baselines centralised alpha1 small: {clients.count: 1, set.image_steps: 10}
 distillation.baselines random alpha1 small: {clients.count: 10, set.images_per_class: 10}
-distillation.tuning lr1_steps30 public small:
-  {data.use_public: true, data.public_records: 12000, set.image_learning_rate: 1.0, set.image_steps: 30}
+distillation.tuning lr106_steps30 public small:
+  {data.use_public: true, data.public_records: 12000, set.image_learning_rate: 106, set.image_steps: 30}
 distillation.baselines tuned alpha1 small: {data.public_records: 12000, data.use_public: false}
-distillation.private tuned eps8 small: {data.public_records: 12000, set.image_learning_rate: 3.0}
+distillation.private tuned eps8 small: {data.public_records: 12000, set.image_learning_rate: 318}
 distillation.sizes tuned ipc50 small: {set.images_per_class: 50, set.image_steps: 30, rounds: 100}
 distillation.private noise_aware eps8 small:
   {privacy.epsilon: 8.0, privacy.delta: 0.00001, rounds: 50, set.image_steps: 10, set.participation_fraction: 1.0}
 distillation.private dpfedavg eps8 small: {privacy.epsilon: 8.0, strategies: {size_weighted: {}}}
+distillation.one_shot one_shot eps0.5_ipc10 small:
+  {privacy.epsilon: 0.5, rounds: 1, data.public_records: 12000, strategies: {feature_means: {images_per_class: 10}}}
+distillation.one_shot tuned eps8_ipc50 small: {privacy.epsilon: 8, set.images_per_class: 50, rounds: 20}
 distillation.table1 distdd_50 mnist_0.5 paper: {clients.count: 50, rounds: 500, set.images_per_class: 50}
 distillation.table1 distdd_100 cifar10_0.1 paper: {data.name: cifar10, data.partition.alpha: 0.1}
 distillation.table1 distdd_10 cifar10_1 paper: {set.records_per_class: 256, model.width: 128}
@@ -265,7 +268,7 @@ distillation.figure10 distdd share10 small: {set.participation_fraction: 0.1, se
 distillation.nas net00 federated small: {rounds: 10, data.records_per_client: 1200, clients.count: 10}
 distillation.nas net00 early small: {rounds: 1, data.public_records: 12000, model.width: 32}
 distillation.hpo rate19 distilled small: {clients.learning_rate: 0.3, clients.batch_size: 64}
-distillation.search_set distdd set small: {set.image_learning_rate: 3.0, data.public_records: 12000, rounds: 100}
+distillation.search_set distdd set small: {set.image_learning_rate: 318, data.public_records: 12000, rounds: 100}
 """
 
 

@@ -122,7 +122,8 @@ def reference_run(population, rounds, steps, reinit_every, epochs):
 def test_one_client_is_centralised_condensation(steps, make_loop):
     """Five rounds, a new net after each second one, against loops over classes with torch's own optimisers."""
     population = together(digits([[5, 3, 4]]))
-    options = {"image_steps": steps, "image_learning_rate": 0.1, "reinit_every": 2, "net_epochs": 3}
+    # a step of 0.1 for two images a class and 4 + 4 + 3 rows
+    options = {"image_steps": steps, "image_learning_rate": 5.5, "reinit_every": 2, "net_epochs": 3}
     loop, strategy = distilled(make_loop, population, rounds=5, **options)
     images, theta = reference_run(population, 5, steps, reinit_every=2, epochs=3)
     torch.testing.assert_close(images_of(strategy), images, rtol=1e-4, atol=1e-5)
@@ -209,7 +210,7 @@ def test_a_target_has_as_many_records_as_were_drawn_from_clients_that_count(make
 @pytest.mark.slow
 def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop):
     def images(steps):
-        return distilled(make_loop, rounds=1, image_learning_rate=1e37, image_steps=steps)[1].state_dict()
+        return distilled(make_loop, rounds=1, image_learning_rate=1e39, image_steps=steps)[1].state_dict()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserNotice)
@@ -281,7 +282,7 @@ def test_a_base_rule_must_be_asked_for(make_loop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *BASE_RULES}))
+@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", "feature_means", *BASE_RULES}))
 def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
     options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
     (other,) = strategies.build({name: options.get(name)})
@@ -311,8 +312,8 @@ def test_a_set_of_real_digits_teaches_a_net(make_loop):
 
 
 def test_the_mode_decides_what_is_left_out_and_nothing_else():
-    literal = {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0, "image_learning_rate": 0.1}
-    default = {"aggregation": "sampled", "sampling": None, "reinit_every": None, "image_learning_rate": 1.0}
+    literal = {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0, "image_learning_rate": 39.4}
+    default = {"aggregation": "sampled", "sampling": None, "reinit_every": None, "image_learning_rate": 100.0}
     same = {
         "matching": "layerwise_cosine",
         "net_update": "synthetic",

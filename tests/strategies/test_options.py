@@ -91,6 +91,12 @@ BAD = {
         ("row_weights", "noise_aware", "equal unless", {"aggregation": "median"}),
         ("reinit_every", -1, ">= 0"),
     ],
+    "feature_means": [
+        ("images_per_class", 0, ">= 1, got 0"),
+        ("nets", 0, ">= 1"),
+        ("image_learning_rate", 0.0, "above 0"),
+        ("evaluation_epochs", 0, ">= 1"),
+    ],
 }
 
 

@@ -210,7 +210,8 @@ def test_one_joint_step_is_a_step_of_each_class_with_torchs_sgd(steps, monkeypat
     names = matched_names({name: tuple(p.shape) for name, p in params.items()}, "layerwise_cosine")
     target = some_target(module, names)
     start = SyntheticSet.of_noise(3, 2, (1, 8, 8), torch.Generator().manual_seed(0))
-    matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once)
+    # a step of 0.1 for two images a class and 11 rows
+    matching = Matching(module.sample_loss, names, "layerwise_cosine", 5.5, 0.5, all_classes_at_once)
 
     leaves = [images.clone().requires_grad_() for images in start.images]
     optimizers = [torch.optim.SGD([leaf], lr=0.1, momentum=0.5) for leaf in leaves]
@@ -308,3 +309,42 @@ def test_the_seed_decides_order_augmentation_and_dropout():
 def test_public_streams_are_named():
     draws = {torch_seed(public_generator(seed, name, number)) for seed in (0, 1) for name in "ab" for number in (0, 1)}
     assert len(draws) == 8
+
+
+def moved(way, images, params, target):
+    """How far two steps move the images `[G, n, *X]`."""
+    synthetic, present = SyntheticSet(images, torch.zeros_like(images)), torch.ones(len(images), dtype=torch.bool)
+    for _ in range(2):
+        synthetic, _ = way.step(synthetic, params, target, present)
+    return synthetic.images - images
+
+
+@pytest.mark.parametrize("matching", MATCHINGS)
+def test_a_step_does_not_shrink_with_the_number_of_images(matching):
+    """A class gradient is a mean over images: five copies of an image must move as far as one."""
+    module = smooth_module()
+    params = module.named_trainable
+    names = matched_names({name: tuple(p.shape) for name, p in params.items()}, matching)
+    target = {name: part.double() for name, part in some_target(module, names, 2).items()}
+    image = torch.randn(2, 1, 1, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    way = Matching(module.sample_loss, names, matching, 0.1, 0.5)
+    one, five = (moved(way, image.repeat(1, n, 1, 1, 1), params, target) for n in (1, 5))
+    torch.testing.assert_close(five, one.expand_as(five))
+    assert float(one.abs().max()) > 0
+
+
+def test_a_step_does_not_grow_with_the_rows_of_the_net():
+    """Every row twice, as in a net of twice the width: the sum of cosines doubles, and the images move as far."""
+    generator = torch.Generator().manual_seed(1)
+    weight, image, aim = (torch.randn(*shape, generator=generator).double() for shape in ((4, 6), (2, 1, 6), (2, 4, 6)))
+    weight, target = 0.1 * weight, {"a": aim}  # every row has a gradient far above the guard of the cosine
+
+    def loss(params, x, y):
+        logits = x @ torch.stack(list(params.values())).mean(dim=0).T
+        return torch.nn.functional.cross_entropy(logits, y, reduction="none")
+
+    once, twice = {"a": weight}, {"a": weight, "b": weight}
+    one = moved(Matching(loss, ("a",), "layerwise_cosine", 1.0, 0.5), image, once, target)
+    both = moved(Matching(loss, ("a", "b"), "layerwise_cosine", 1.0, 0.5), image, twice, {"a": aim, "b": aim})
+    torch.testing.assert_close(both, one, rtol=1e-4, atol=1e-6)
+    assert float(one.abs().max()) > 0.01

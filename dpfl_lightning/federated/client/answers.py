@@ -12,6 +12,7 @@ from torch.func import vmap
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
+    FeatureSums,
     LossesAroundStep,
     LowestLoss,
     MeanLoss,
@@ -20,6 +21,7 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
 )
 from dpfl_lightning.kernels.pooling import channels_last
+from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import (
@@ -148,6 +150,13 @@ def _fit_of_models(query: SelectModel, client: int, module: ClientModule, x: Inp
 def _centred_loss(query: MeanLoss, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     model = query.models[query.row_of[client]][None]
     return bounded_losses(module, model, x, y, query.loss_bound) - query.loss_bound / 2
+
+
+@rows_of(FeatureSums)
+def _features_of_class(query: FeatureSums, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    own = feature_row(record_features(module, query.nets, x))
+    label = y[:, None] == torch.arange(query.num_classes, device=y.device)
+    return (label[:, :, None] * own[:, None, :]).flatten(1)
 
 
 @plain_answer_of(LowestLoss)

@@ -164,3 +164,21 @@ class LossesAroundStep(Query):
     def read(self, client: int, released: Tensor) -> tuple[float, float]:
         before, after = released.tolist()
         return before, after
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSums(Query):
+    """The sums over each class of `models.features.feature_row` of records, for random `nets` `[M, P]`.
+
+    The answer is `[num_classes * k]` for rows of k numbers. A row has norm at most 1, as the mechanisms' clip norm. Its
+    first number is constant, so that a class's count of records is released, too.
+
+    **Privacy** One step of the client's mechanism: a record has one label, and is in one of the sums.
+    """
+
+    nets: Tensor
+    num_classes: int
+    purpose: str = "features"
+
+    def read(self, client: int, released: Tensor) -> Tensor:
+        return released.view(self.num_classes, -1)

@@ -64,7 +64,7 @@ class ServerLoop(Run):
             begun = time.perf_counter()
             self.traffic.begin_round()
             after, plan, weights = self.one_round(state)
-            if not plan.clients and not self.clients.can_pay():
+            if not (plan.clients or self.traffic.asked or self.clients.can_pay()):
                 if state.round == 0:
                     return "nothing was trained: no client's budget pays for one round with its noise_multiplier"
                 return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
-from dpfl_lightning.federated.messages.query import ChargedQuery
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.server.view import View
 
 BYTES = 4  # of a number: float32
@@ -58,32 +58,35 @@ class Traffic:
         self.begin_round()
 
     def begin_round(self) -> None:
-        self._asked, self._seconds = 0, 0.0  # of the round's queries
+        self.asked, self._answered, self._seconds = 0, 0, 0.0  # of the round's queries: numbers sent and received, time
         self._have_all: set[int] = set()  # clients that received all of the server's models with a query
 
-    def ask(self, query: ChargedQuery, models: Tensor) -> None:
-        """Count the numbers that a query of the round sends; `models` `[K, P]` are the server's."""
+    def ask(self, query: ChargedQuery, models: Tensor, answers: Answers) -> None:
+        """Count the numbers of a query of the round and of its answers; `models` `[K, P]` are the server's."""
         sent = [value for value in vars(query.question).values() if isinstance(value, Tensor)]
         numbers = sum(value.numel() for value in sent)
-        self._asked += len(query.clients) * numbers
+        self.asked += len(query.clients) * numbers
+        sizes = [answer.numel() if isinstance(answer, Tensor) else 1 for answer in answers.values()]
+        self._answered += sum(sizes)
         if any(value is models for value in sent):
             self._have_all.update(query.clients)
         if self._network is not None:
-            self._seconds += self._network.seconds(dict.fromkeys(query.clients, numbers))
+            self._seconds += self._network.seconds(dict.fromkeys(query.clients, numbers), max(sizes, default=0))
 
     def metrics(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return how many numbers were sent to clients (`floats_down`) and back (`floats_up`) since the first round.
 
         A client receives its start, unless a query has sent it already, and its anchor, and sends its release. A
-        network adds `network_seconds`, the sum over exchanges of the time of the slowest client, without computation
-        and without the size of answers to queries. `before` are the metrics of the round before.
+        network adds `network_seconds`, the sum over exchanges of the time of the slowest client, without computation.
+        `before` are the metrics of the round before.
         """
         model = view.module.num_params
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
         anchor = 0 if plan.anchors is None else model
         down = {client: anchor + (0 if client in self._have_all else model) for client in plan.clients}
-        sent = {"floats_down": self._asked + sum(down.values()), "floats_up": release * len(plan.clients)}
+        up = self._answered + release * len(plan.clients)
+        sent = {"floats_down": self.asked + sum(down.values()), "floats_up": up}
         values: dict[str, float] = {name: float(count) for name, count in sent.items()}
         if self._network is not None:
             values["network_seconds"] = self._seconds + self._network.seconds(down, release)

@@ -79,12 +79,12 @@ def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float)
     )
 
 
-def card(view: View, result: RunResult, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
-    """Return the card of a distilled set: how it was made (with which `sampling`), and at what privacy cost."""
+def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
+    """Return the card of a distilled set: `what` it is, with which `sampling` it was made, and its privacy cost."""
     facts, run = view.facts, view.run.options
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
-        "what": "a distilled set: synthetic images whose gradients match those of clients' records",
+        "what": f"a distilled set: {what}",
         "values": "normalised as the records of the run's data",
         "images_per_class": options["images_per_class"],
         "num_classes": facts.num_classes,

@@ -18,21 +18,17 @@ from dpfl_lightning.algorithms.gradient_matching import (
 )
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
 from dpfl_lightning.errors import require, warn_user
-from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RunResult
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.strategies.distillation import costs
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS, KEY, loops, participants, switches
+from dpfl_lightning.strategies.distillation.sets import SetStrategy
 
 PURPOSE = "class_gradients"
 
@@ -49,7 +45,7 @@ def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
     return total / shares.sum(dim=0).clamp_min(torch.finfo(blocks.dtype).tiny)[:, None]
 
 
-class Distillation(Strategy, Callback):
+class Distillation(SetStrategy):
     """DistDD: learns synthetic images whose gradients match those of the clients' records, class by class.
 
     In every round clients send one noised sum of clipped gradients for each class, computed on the server's model. The
@@ -59,12 +55,13 @@ class Distillation(Strategy, Callback):
 
     Args:
         mode: defaults of the options that are not set: `default`, or `paper_literal` (aggregation `uniform`, sampling
-            `fixed`, no new initialisation, image_learning_rate 0.1).
+            `fixed`, no new initialisation, image_learning_rate 39.4).
         images_per_class: number of images of each class, >= 1.
         matching: distance between two gradients: `layerwise_cosine`, `cos` or `mse`.
         image_steps: steps of the images for each release, >= 1; more steps cost neither traffic nor privacy.
-        image_learning_rate: learning rate of the images, > 0; null is 1. The condensation paper's 0.1 is slow: see
-            docs/distillation.md.
+        image_learning_rate: learning rate of the images, > 0; null is 100. It is multiplied by images_per_class / 10,
+            and with `layerwise_cosine` divided by the net's output nodes: one rate serves sets and nets of any size.
+            The condensation paper's 0.1 is 39.4 for its net and ten images a class.
         image_momentum: momentum of the images, in [0, 1).
         row_weights: `noise_aware` gives rows of the target less weight the more noise they contain; `equal` does not.
         augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`. One operation is drawn for each class and round,
@@ -104,7 +101,7 @@ class Distillation(Strategy, Callback):
     Poisson draws, accounting over all rounds, row weights and several image steps are additions of this package.
     """
 
-    trains_on_server = True
+    key, what = KEY, "synthetic images whose gradients match those of clients' records"
     in_place_of_training = f"clients send class gradients, a share `{KEY}.participation_fraction` of them in each round"
 
     def __init__(
@@ -130,16 +127,14 @@ class Distillation(Strategy, Callback):
         min_records_per_target: int = 32,
         evaluation_epochs: int = 300,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self._switches = given = switches(given)
         every, epochs = loops(images_per_class)
         self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
         augmentations = AUGMENTATIONS[augmentation]
         epochs = epochs if net_epochs is None else net_epochs
         self._between = Training(epochs, net_learning_rate, augmentations=augmentations)
-        self._evaluation = Training(
-            epochs=evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=augmentations
-        )
+        super().__init__(evaluation_epochs, augmentations)
         self.role = "correction" if given["aggregation"] == "by_base_rule" else "base"
         self._private, self._sampling = True, ""
         self._matching: Matching | None = None
@@ -149,6 +144,9 @@ class Distillation(Strategy, Callback):
         self._target_noise_std = self._records_of_sum = 0.0  # of the round
         self._drawn: Tensor | None = None  # records of each class in the round, if weights hide them: `[num_classes]`
         self._metrics: dict[str, float] = {}
+
+    def _told(self) -> tuple[Mapping[str, Any], str]:
+        return self._switches, self._sampling
 
     # -- the plan
 
@@ -405,16 +403,6 @@ class Distillation(Strategy, Callback):
             self._set = moved
         return distances[0]
 
-    def final_models(self, state: ServerState, view: View) -> ClientModels:
-        init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))
-        model = trained_on(view.module, view.new_model(init), self._synthetic(view).records, self._evaluation, order)
-        return ClientModels(model[None], (0,) * view.facts.num_clients)
-
-    def on_fit_end(self, view: View, result: RunResult) -> None:
-        if result.finished:
-            x, y = self._synthetic(view).records
-            DistilledSet(x, y, costs.card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
-
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return self._metrics
 
@@ -428,10 +416,7 @@ class Distillation(Strategy, Callback):
 
     def _synthetic(self, view: View) -> SyntheticSet:
         if self._set is None:
-            facts, like = view.facts, view.module.flat
-            generator = torch.Generator().manual_seed(torch_seed(public_generator(view.seed, "images")))
-            shape = facts.num_classes, self._switches["images_per_class"], facts.input_shape
-            self._set = SyntheticSet.of_noise(*shape, generator).to(like.device, like.dtype)
+            self._set = self._of_noise(self._switches["images_per_class"], view)
         return self._set
 
     def _matching_of(self, view: View) -> Matching:
@@ -449,19 +434,12 @@ class Distillation(Strategy, Callback):
 
     def _check_population(self, view: View) -> None:
         facts, given = view.facts, self._switches
-        classes = facts.num_classes
-        require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has no classes.")
-        task = view.module.task
-        one_class = task is None or task.one_class
-        require(one_class, "task", "be multiclass or binary for distillation", task and task.name)
-        require(_takes_images(view), KEY, "have records that are one floating tensor", facts.input_shape)
+        self._check_records(view)
         image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are not images."
         must = "be none for these data"
         require(image or given["augmentation"] == "none", f"{KEY}.augmentation", must, given["augmentation"], advice)
         must = "be cos or mse for a net without trainable parameters of two or more dimensions"
         require(bool(matched_names(_shapes(view), given["matching"])), f"{KEY}.matching", must, given["matching"])
-        must = "be empty, because a net that the server trains has no personal parameters"
-        require(not view.module.personal, "personal", must, view.module.personal)
         size = participants(facts.num_clients, given["participation_fraction"])
         must = f"be at most the {size} clients of a round"
         advice = "Gradients of few clients reveal their records. Raise clients.count or participation_fraction."
@@ -480,16 +458,6 @@ def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
     """
     counts = weights > 0
     return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0
-
-
-def _takes_images(view: View) -> bool:
-    """Return whether the net takes one floating tensor for each record, as synthetic records are."""
-    try:
-        x = view.module.flat.new_zeros(1, *view.facts.input_shape)
-        view.module.sample_loss(view.module.named_trainable, x, torch.zeros(1, dtype=torch.long, device=x.device))
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 def _shapes(view: View) -> dict[str, tuple[int, ...]]:

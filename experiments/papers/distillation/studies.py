@@ -109,9 +109,18 @@ def noise(context: CellContext) -> Content:
 
 def all_records(context: CellContext) -> Content:
     """One net trained on all clients' records together."""
+    return _of_one_net(context, whole(population_of(context)))
+
+
+def public_records(context: CellContext) -> Content:
+    """One net trained on the server's public records alone."""
+    return _of_one_net(context, population_of(context).public_records())
+
+
+def _of_one_net(context: CellContext, records: tuple[Any, Tensor]) -> Content:
     population = population_of(context)
     build, seed = new_net(context.options, population), context.options.seed
-    trained = train_and_score(build, population, whole(population), ON_EVERYTHING, 1, seed)
+    trained = train_and_score(build, population, records, ON_EVERYTHING, 1, seed)
     return {"values": {"test_accuracy": 100 * trained.mean}}
 
 
@@ -200,14 +209,22 @@ def candidate_net(context: CellContext) -> Content:
 
 def candidate_hyperparameters(context: CellContext) -> Content:
     """A candidate's hyperparameters by the scorer of the column; on a set the net trains as a client would."""
-    clients = context.options.clients
+    return _candidate(context, _as_clients(context.options, _PASSES))
+
+
+def _as_clients(options: Options, passes: int) -> Training:
+    """The clients' training: so many passes over records for each local epoch."""
+    clients = options.clients
     epochs, batch_size = clients.local_epochs, clients.batch_size
     assert isinstance(epochs, int) and isinstance(batch_size, int) and isinstance(clients.learning_rate, float)
-    return _candidate(context, Training(_PASSES * epochs, clients.learning_rate, batch_size=batch_size))
+    return Training(passes * epochs, clients.learning_rate, batch_size=batch_size)
 
 
 def _candidate(context: CellContext, training: Training) -> Content:
-    """The candidate's federated run, or its net trained on the distilled set or on random records, by the column."""
+    """The candidate's federated run, or its net trained on the distilled set, random or public records, by the column.
+
+    Public records train it as the clients would; their last sixth, which then ranks it, does not.
+    """
     population, options, recorder = population_of(context), context.options, RunRecorder()
     build, cost = new_net(options, population), {}
     if context.cell.column in ("federated", "early"):
@@ -217,6 +234,12 @@ def _candidate(context: CellContext, training: Training) -> Content:
     if context.cell.column == "distilled":
         records = DistilledSet.load(context.run_of(SEARCH_SET, [recorder]).output_dir).records
         cost = {f"set_{name}": recorder.record["values"][name] for name in ("gigabytes", "run_seconds")}
+    elif context.cell.column == "public":
+        rows = population.public
+        assert rows is not None  # for mypy
+        rows, ranks = rows.split([len(rows) - len(rows) // 6, len(rows) // 6])
+        records, training = (population.x[rows], population.y[rows]), _as_clients(options, options.rounds)
+        population = dataclasses.replace(population, public=ranks)
     else:
         records = random_subset(population, distillation_options(context.options)["images_per_class"], options.seed)
     begin, order = (torch_seed(public_generator(options.seed, "candidate", which)) for which in (0, 1))

@@ -100,11 +100,11 @@ def test_what_a_round_sends(work):
 
 def test_baselines_need_no_run_and_random_records_are_as_many_as_the_images(work, calls):
     scored = calls("train_and_score")
-    for row in ("random", "noise", "whole", "random_dsa"):
+    for row in ("random", "noise", "whole", "public", "random_dsa"):
         values = made(work, "baselines", row, "alpha1", DIGITS)["values"]
         assert 0 <= values["test_accuracy"] <= 100 and not list(work.runs.glob("**/ledger.jsonl")), row
     counts = [records[1].bincount().tolist() for _, _, records, *_ in scored]
-    assert counts[:2] == [[10] * 10] * 2 and sum(counts[2]) == 1100
+    assert counts[:2] == [[10] * 10] * 2 and sum(counts[2]) == 1100 and sum(counts[3]) == 200
 
 
 def test_local_matching_is_of_some_clients(work):
@@ -188,3 +188,13 @@ def test_hyperparameters_are_tried_as_clients_would(work, calls):
     ((*_, training, _),) = trained
     found = training.epochs, training.learning_rate, training.batch_size, training.momentum
     assert found == (2 * 2, 0.3, 64, 0.0)
+
+
+def test_public_records_train_as_clients_would_and_others_rank(work, calls):
+    trained, ranked = calls("trained_on"), calls("scored")
+    made(work, "hpo", "rate19", "public", DIGITS)
+    ((*_, records, training, _),), ((_, population, _),) = trained, ranked
+    assert (training.epochs, training.batch_size) == (2 * 2, 64)
+    assert len(records[1]) == 167 and len(population.public) == 33
+    everyone = population.public_records()[0]
+    assert not (records[0][:, None] == everyone[None]).flatten(2).all(dim=2).any()

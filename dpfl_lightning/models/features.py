@@ -1,0 +1,41 @@
+"""Random features of records: what nets with random parameters make of them, each record by itself."""
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpfl_lightning.models.model import Model
+
+COUNT_WEIGHT = 0.2  # of the constant feature, whose sum counts records
+
+
+def record_features(module: Model, nets: Tensor, x: Tensor) -> list[Tensor]:
+    """Return parts `[B, d]` of each record of `x [B, *X]`: its values, and its features in each of `nets` `[M, P]`.
+
+    Each row has norm 1, or 0 if all its features are 0. Features are the inputs of the last layer of a net that is an
+    `nn.Sequential` with a linear last layer, and otherwise the net's outputs.
+    """
+    return [_normalised(x), *(_normalised(_features(module, net, x)) for net in nets)]
+
+
+def feature_row(parts: list[Tensor]) -> Tensor:
+    """Return a constant and the parts of each record in one row of norm at most 1, `[B, 1 + sum d]`."""
+    constant = parts[0].new_full((len(parts[0]), 1), COUNT_WEIGHT)
+    return torch.cat([constant, *(part_weight(len(parts)) * part for part in parts)], dim=1)
+
+
+def part_weight(parts: int) -> float:
+    """Return the factor of each of this number of parts in a row."""
+    return float(((1 - COUNT_WEIGHT**2) / parts) ** 0.5)
+
+
+def _features(module: Model, net: Tensor, x: Tensor) -> Tensor:
+    params, layers = module.unflatten(net), module.net
+    if not (type(layers) is nn.Sequential and len(layers) > 1 and isinstance(layers[-1], nn.Linear)):
+        return module.output(params, x)
+    return functional_call(layers[:-1], {name: params[name] for name, _ in layers[:-1].named_parameters()}, (x,))
+
+
+def _normalised(values: Tensor) -> Tensor:
+    rows = values.flatten(1)
+    return rows / (rows.square().sum(dim=1, keepdim=True) + 1e-12).sqrt()

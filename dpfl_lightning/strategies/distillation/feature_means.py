@@ -1,0 +1,186 @@
+"""One-shot sets: each client releases the sums of random features of each class once; images then match the means."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
+from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.query import FeatureSums
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.models.features import COUNT_WEIGHT, part_weight, record_features
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.clipping.reference import evaluating
+from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.strategies.distillation import costs
+from dpfl_lightning.strategies.distillation.sets import SetStrategy
+
+PURPOSE = "features"
+KEY = "strategies.feature_means"
+_START_NOISE = 0.1  # standard deviation of what tells the images of a class apart at the start
+_NETS_OF_A_STEP = 2
+
+
+class FeatureMeans(SetStrategy):
+    """One-shot sets: clients release sums of random features once, and the server makes images with the same means.
+
+    The only round asks each client for one noised vector: for each class the sum, over its records, of a constant, of
+    the record itself, and of what `nets` nets with random parameters make of it. Its norm is at most 1 for each record.
+    The server divides the sums by the released counts, begins with the mean images, and moves each class's images until
+    their mean features are those of the records. Each step uses some of the nets, drawn at random. No public record is
+    needed. The results of a run are the set (`distilled.pt`) and a new model trained on it, as with `distillation`.
+
+    Args:
+        images_per_class: number of images of each class, >= 1.
+        nets: number of random nets, >= 1. More describe records better, and share the same norm.
+        image_steps: steps of Adam on the images, >= 1; they cost neither traffic nor privacy.
+        image_learning_rate: of Adam, > 0; it falls linearly to 0.
+        evaluation_epochs: epochs on the set with which the final model is trained, >= 1.
+
+    **Guarantees** Clients are weighted by the inverse variance of their noise, a function of public facts of the plan:
+    with equal noise every record has the same weight. A class with fewer records than its count's noise has images of
+    noise.
+
+    **Privacy** One Gaussian release of all records of each client, of sensitivity 1 whatever privacy.clip_norm is, and
+    charged before it is computed. Counts of classes are part of it. Nets, images and models are public or derived.
+
+    Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random nets as in Zhao and Bilen (2023).
+    """
+
+    role = "base"
+    key, what = KEY, "synthetic images whose mean features in random nets match those of clients' records"
+    in_place_of_training = "each client releases sums of features once"
+
+    def __init__(
+        self,
+        images_per_class: int = 10,
+        nets: int = 8,
+        image_steps: int = 200,
+        image_learning_rate: float = 0.1,
+        evaluation_epochs: int = 300,
+    ) -> None:
+        self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        for name in ("images_per_class", "nets", "image_steps"):
+            require(self._options[name] >= 1, f"{KEY}.{name}", "be >= 1", self._options[name])
+        require(0 < image_learning_rate < math.inf, f"{KEY}.image_learning_rate", "be above 0", image_learning_rate)
+        super().__init__(evaluation_epochs)
+        self._set: SyntheticSet | None = None
+        self._metrics: dict[str, float] = {}
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        self._check_records(view)
+        view.new_model(view.seed)  # raises an error now instead of after the release
+        require(schedule.rounds == 1, "rounds", "be 1 for feature_means, whose clients release once", schedule.rounds)
+
+        def with_one_release(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+            """Replace training by one release of features of all records."""
+            lines = []
+            for line in client_schedule.planned:
+                if line.purpose == "train" and isinstance(line.event, NoisedEvent):
+                    gaussian = isinstance(line.event, GaussianEvent)
+                    require(gaussian, "privacy.mechanism", "be gaussian for feature_means", "laplace")
+                    line = Planned(PURPOSE, GaussianEvent(1.0, line.event.noise_multiplier, 1), line.count)
+                lines.append(line)
+            return dataclasses.replace(client_schedule, planned=tuple(lines))
+
+        bare = sum(not client.adds_noise for client in schedule.clients)
+        must = "be above 0 for all clients or for none: sums without noise would outweigh all others"
+        clients = len(schedule.clients)
+        require(bare in (0, clients), "privacy.noise_multiplier", must, f"0 for {bare} of {clients}")
+        return schedule.replan(with_one_release)
+
+    def describe(self, view: View) -> tuple[str, ...]:
+        clients, model = view.facts.num_clients, view.module.num_params
+        sent = costs.Sent(clients * self._options["nets"] * model, clients * self._numbers(view))
+        return (costs.traffic_words(sent, costs.traffic(clients, model, model), clients),)
+
+    def _numbers(self, view: View) -> int:
+        """Return how many numbers a client releases."""
+        x = view.module.flat.new_zeros(1, *view.facts.input_shape)
+        return view.facts.num_classes * (1 + sum(part.shape[1] for part in self._parts(view, self._nets(view), x)))
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        mechanism_of = {
+            client: dataclasses.replace(view.mechanism(client, PURPOSE), clip_norm=1.0) for client in plan.clients
+        }
+        nets = self._nets(view)
+        answers = view.ask(FeatureSums(mechanism_of=mechanism_of, nets=nets, num_classes=view.facts.num_classes))
+        if answers:
+            clients = list(answers)
+            sums, noise_std = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
+            self._metrics = {"feature_noise": float((noise_std * math.sqrt(sums.shape[1]) / sums.norm(dim=1)).mean())}
+            self._set = self._matched(sums.to(view.module.flat), noise_std, nets, view)
+        return plan.only(lambda client: False)
+
+    def _nets(self, view: View) -> Tensor:
+        """Return the parameters of the random nets, `[M, P]`."""
+        seeds = (public_generator(view.seed, "features", number) for number in range(self._options["nets"]))
+        return torch.stack([view.new_model(torch_seed(seed)) for seed in seeds])
+
+    def _parts(self, view: View, nets: Tensor, x: Tensor) -> list[Tensor]:
+        with evaluating(view.module.net):
+            return record_features(view.module, nets, x)
+
+    def _matched(self, sums: Tensor, noise_std: float, nets: Tensor, view: View) -> SyntheticSet:
+        """Return images `[G, n, *X]` whose mean features are those of the sums `[G, k]`."""
+        start = self._of_noise(self._options["images_per_class"], view)
+        (num_classes, count), pixels = start.images.shape[:2], start.images[0, 0].numel()
+        records = (sums[:, :1] / COUNT_WEIGHT).clamp_min(max(noise_std / COUNT_WEIGHT, 1e-12))
+        width = (sums.shape[1] - 1 - pixels) // len(nets)
+        parts = sums[:, 1:].split([pixels, *[width] * len(nets)], dim=1)
+        means = [part / (part_weight(len(parts)) * records) for part in parts]
+        # records are normalised: their values have mean square 1
+        begin = math.sqrt(pixels) * torch.nn.functional.normalize(means[0])
+        images = (begin.view(num_classes, 1, *start.images.shape[2:]) + _START_NOISE * start.images).requires_grad_()
+        optimizer = torch.optim.Adam([images], rate := self._options["image_learning_rate"])
+        draw, steps = public_generator(view.seed, "nets of steps"), self._options["image_steps"]
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+            some = draw.choice(len(nets), min(_NETS_OF_A_STEP, len(nets)), replace=False)
+            with torch.enable_grad():
+                own = self._parts(view, nets[some], images.flatten(0, 1))
+                targets = [means[0], *(means[1 + net] for net in some)]
+                apart = [
+                    (part.view(num_classes, count, -1).mean(dim=1) - target).square().sum()
+                    for part, target in zip(own, targets, strict=True)
+                ]
+                (slope,) = torch.autograd.grad(torch.stack(apart).sum() * count, images)
+            images.grad = slope
+            optimizer.step()
+        return SyntheticSet(images.detach(), start.velocity)
+
+    def _synthetic(self, view: View) -> SyntheticSet:
+        return self._of_noise(self._options["images_per_class"], view) if self._set is None else self._set
+
+    def _told(self) -> tuple[Mapping[str, Any], str]:
+        return self._options, "full"
+
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
+        return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._set is None else vars(self._set)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._set = SyntheticSet(**state) if state else None
+
+
+def pooled(answers: Sequence[Tensor], mechanisms: Sequence[Mechanism]) -> tuple[Tensor, float]:
+    """Return the sum over clients, weighted by the inverse variance of their noise, and its noise's deviation.
+
+    `answers` are noised sums `[G, k]`, divided by each mechanism's `expected_batch_size`. The largest weight is 1;
+    without any noise all are. Post-processing.
+    """
+    noise = [mechanism.noise_scale(answers[0].numel()) for mechanism in mechanisms]
+    weights = [(min(noise) / one) ** 2 if one > 0 else 1.0 for one in noise]
+    parts = zip(weights, answers, mechanisms, strict=True)
+    total = torch.stack([weight * one.expected_batch_size * answer for weight, answer, one in parts]).sum(dim=0)
+    return total, math.sqrt(sum((weight * std) ** 2 for weight, std in zip(weights, noise, strict=True)))

@@ -1,0 +1,86 @@
+"""What the tables of the distillation paper compare: equal records, exact accounting, and what is free."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from dpfl_lightning.privacy.accounting.accountant import EXACT, get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.strategies.distillation.options import participants
+from experiments.papers.cells import Cell, source
+from experiments.papers.experiment import Training
+from experiments.papers.registry import experiments
+from experiments.papers.run import RunnerOptions, options_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
+TABLES = {name: one for name, one in experiments().items() if name.startswith("distillation.")}
+
+
+def options(cell: Cell):
+    return options_of(cell._replace(seed=0), RunnerOptions(None, Path("results"), Path("runs")))
+
+
+def cells(name: str, scale: str, rows=()):
+    """(row, options) of all cells of a table that are runs or studies."""
+    table = TABLES[name]
+    for row, column in itertools.product(rows or table.rows, table.columns):
+        cell = source(table, row, column, scale)
+        if isinstance(TABLES[cell.experiment].cells[cell.row], Training):
+            yield row, options(cell)
+
+
+def records_of_a_gradient(run) -> int:
+    """The largest number of records of a class in one class gradient, of all clients of a round together."""
+    set_options = run.strategies["distillation"]
+    fraction = set_options.get("participation_fraction", 1.0)
+    return set_options["records_per_class"] * participants(run.clients.count, fraction)
+
+
+@pytest.mark.parametrize(
+    ("table", "rivals", "scales"),
+    [
+        ("baselines", ["centralised", "centralised_dsa"], ["small"]),
+        ("default", ["gm"], ["small", "paper"]),
+        ("figure3", ["gm"], ["small", "paper"]),
+        ("figure8", ["gm"], ["small", "paper"]),
+        ("figure10", ["gm"], ["small", "paper"]),
+    ],
+)
+def test_centralised_gradients_are_of_as_many_records_as_federated_ones(table, rivals, scales):
+    reference = {"baselines": ("baselines", "ten_steps")}.get(table, ("default", "distdd"))
+    for scale in scales:
+        (federated,) = {
+            records_of_a_gradient(run) for _, run in cells(f"distillation.{reference[0]}", scale, [reference[1]])
+        }
+        for row, run in cells(f"distillation.{table}", scale, rivals):
+            assert records_of_a_gradient(run) == federated, (row, scale)
+
+
+def test_gradients_of_table_1_are_of_as_many_records_in_one_place():
+    for scale in ("small", "paper"):
+        (federated,) = {records_of_a_gradient(run) for _, run in cells("distillation.table1", scale, ["distdd_100"])}
+        assert {records_of_a_gradient(run) for _, run in cells("distillation.table1_centralised", scale, ["gm"])} == {
+            federated
+        }
+
+
+def test_sets_of_full_batches_are_accounted_exactly():
+    found = 0
+    for name, table in TABLES.items():
+        for scale in table.scales:
+            for row, run in cells(name, scale):
+                strategy = next((one for one in ("distillation", "feature_means") if one in run.strategies), None)
+                sampling = strategy and (run.strategies[strategy] or {}).get("sampling", "full")
+                if run.privacy is None or sampling != "full":
+                    continue
+                bound = get_accountant(run.privacy.accountant).bound([GaussianEvent(1.0, 2.7, 20)], 1e-5)
+                assert bound[1] == EXACT, (name, row, scale)
+                found += 1
+    assert found > 5
+
+
+@pytest.mark.parametrize("name", ["baselines", "private", "nas", "hpo"])
+def test_what_public_records_give_for_nothing_stands_beside_sets(name):
+    table = TABLES[f"distillation.{name}"]
+    assert "public" in (table.rows if name in ("baselines", "private") else table.columns)
