@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import private
+from conftest import PowerCut, private
 from few_digits import CLASSES, EQUAL, UNEQUAL, a_net, digits, few
 
 from dpfl_lightning.config.options import PrivacyOptions
@@ -154,6 +154,20 @@ def test_a_run_leaves_its_set_and_resuming_changes_nothing(make_loop):
     again = few(make_loop, FeatureMeans(**QUICK), rounds=1, privacy=private(), output_dir=loop.output_dir)
     resumed = again.run(resume=True)
     assert resumed.test_accuracy == result.test_accuracy and torch.equal(DistilledSet.load(loop.output_dir).x, made.x)
+
+
+@pytest.mark.e2e
+def test_a_crash_while_images_are_made_loses_no_release(make_loop, monkeypatch):
+    whole = run(make_loop, privacy=private())[1]
+    loop = few(make_loop, FeatureMeans(**QUICK), rounds=1, privacy=private())
+    with monkeypatch.context() as cut:
+        cut.setattr(FeatureMeans, "_matched", lambda *args: (_ for _ in ()).throw(PowerCut))
+        with pytest.raises(PowerCut):
+            loop.run()
+    paid = read_ledger(loop.clients.folder.ledger_file)
+    again = few(make_loop, FeatureMeans(**QUICK), rounds=1, privacy=private(), output_dir=loop.output_dir)
+    assert again.run(resume=True).test_accuracy == whole.test_accuracy
+    assert read_ledger(loop.clients.folder.ledger_file) == paid
 
 
 @pytest.mark.e2e

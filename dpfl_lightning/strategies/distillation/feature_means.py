@@ -72,8 +72,8 @@ class FeatureMeans(SetStrategy):
             require(self._options[name] >= 1, f"{KEY}.{name}", "be >= 1", self._options[name])
         require(0 < image_learning_rate < math.inf, f"{KEY}.image_learning_rate", "be above 0", image_learning_rate)
         super().__init__(evaluation_epochs)
+        self._released: tuple[Tensor, float] | None = None  # sums `[G, k]`, and the standard deviation of their noise
         self._set: SyntheticSet | None = None
-        self._metrics: dict[str, float] = {}
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._check_records(view)
@@ -115,9 +115,7 @@ class FeatureMeans(SetStrategy):
         answers = view.ask(FeatureSums(mechanism_of=mechanism_of, nets=nets, num_classes=view.facts.num_classes))
         if answers:
             clients = list(answers)
-            sums, noise_std = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
-            self._metrics = {"feature_noise": float((noise_std * math.sqrt(sums.shape[1]) / sums.norm(dim=1)).mean())}
-            self._set = self._matched(sums.to(view.module.flat), noise_std, nets, view)
+            self._released = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
         return plan.only(lambda client: False)
 
     def _nets(self, view: View) -> Tensor:
@@ -129,8 +127,9 @@ class FeatureMeans(SetStrategy):
         with evaluating(view.module.net):
             return record_features(view.module, nets, x)
 
-    def _matched(self, sums: Tensor, noise_std: float, nets: Tensor, view: View) -> SyntheticSet:
+    def _matched(self, sums: Tensor, noise_std: float, view: View) -> SyntheticSet:
         """Return images `[G, n, *X]` whose mean features are those of the sums `[G, k]`."""
+        sums, nets = sums.to(view.module.flat), self._nets(view)
         start = self._of_noise(self._options["images_per_class"], view)
         (num_classes, count), pixels = start.images.shape[:2], start.images[0, 0].numel()
         records = (sums[:, :1] / COUNT_WEIGHT).clamp_min(max(noise_std / COUNT_WEIGHT, 1e-12))
@@ -158,19 +157,26 @@ class FeatureMeans(SetStrategy):
         return SyntheticSet(images.detach(), start.velocity)
 
     def _synthetic(self, view: View) -> SyntheticSet:
-        return self._of_noise(self._options["images_per_class"], view) if self._set is None else self._set
+        if self._released is None:
+            return self._of_noise(self._options["images_per_class"], view)
+        if self._set is None:  # after the round and its checkpoint, so a crash here loses no release
+            self._set = self._matched(*self._released, view)
+        return self._set
 
     def _told(self) -> tuple[Mapping[str, Any], str]:
         return self._options, "full"
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        return self._metrics
+        if self._released is None:
+            return {}
+        sums, noise_std = self._released
+        return {"feature_noise": float((noise_std * math.sqrt(sums.shape[1]) / sums.norm(dim=1)).mean())}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._set is None else vars(self._set)
+        return {"released": self._released}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._set = SyntheticSet(**state) if state else None
+        self._released, self._set = state["released"], None
 
 
 def pooled(answers: Sequence[Tensor], mechanisms: Sequence[Mechanism]) -> tuple[Tensor, float]:
