@@ -68,7 +68,9 @@ class Cost:
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Cost:
         """Return the cost that `as_dict` stored."""
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+        }
         kinds = [tuple(map(_event, events)) for events in fields.pop("events")]
         events = tuple(kinds[place] for place in fields.pop("events_of"))
         return cls(**fields, events=events)
@@ -103,8 +105,8 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
 
     The events of the runs are composed by their accountant, at the largest delta of the client. Events that were
     `chosen` from results are composed if they are full batches with Gaussian noise: the budget of such a run bounds it
-    by one Gaussian mechanism, whatever was chosen. The budgets and deltas of other chosen runs, and of runs with another
-    accountant than the first, are added, and the guarantee says so. Raises UserError if adjacencies differ.
+    by one Gaussian mechanism, whatever was chosen. The budgets and deltas of other chosen runs, and of runs with
+    another accountant than the first, are added, and the guarantee says so. Raises UserError if adjacencies differ.
 
     Reference: Smith and Thakurta (2022), https://arxiv.org/abs/2210.17520, on full batches; Rogers et al. (2016),
     https://arxiv.org/abs/1605.08294, on what may be chosen.
@@ -184,8 +186,8 @@ def _bound(spent: float | None) -> float:
 def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return what all trials that began cost each client together; None if no trial has a cost.
 
-    `begun` are the notes of the trials. A trial counts with everything it planned even if it was pruned, failed or died,
-    because its length depends on the trials' results.
+    `begun` are the notes of the trials. A trial counts with everything it planned even if it was pruned, failed or
+    died, because its length depends on the trials' results.
     """
     costs = [Cost.of(noted["cost"]) for noted in begun if "cost" in noted]
     return summary(costs) if costs else None
@@ -210,12 +212,13 @@ def cost_words(cost: Mapping[str, Any]) -> str:
     """Describe the cost of private trials for their clients."""
     numbers = list(map(_bound, cost["epsilon"]))
     most, names = numbers.index(max(numbers)), cost["names"] or range(len(numbers))
+    how = "composed" if cost["composed"] else "budgets are added"
     return (
         f"PRIVATE: {cost['runs']} trials on the clients' records, each of them a separate release. Together with the "
         f"choice made from them, they cost a record of a client at most epsilon {epsilon_text(numbers[most])} at delta "
-        f"{delta_text(max(cost['delta']))} (client {names[most]} has the largest epsilon; "
-        f"{'composed' if cost['composed'] else 'budgets are added'}). For this client: {cost['guarantee']} Scores on public records choose, at no cost. A later run on the same clients "
-        "adds to this cost; `not_covered` in result.json lists what it does not cover."
+        f"{delta_text(max(cost['delta']))} (client {names[most]} has the largest epsilon; {how}). For this client: "
+        f"{cost['guarantee']} Scores on public records choose, at no cost. A later run on the same clients adds to "
+        "this cost; `not_covered` in result.json lists what it does not cover."
     )
 
 
@@ -240,9 +243,3 @@ def set_text(card: Mapping[str, Any]) -> str:
     )
     promise = card.get("guarantee")  # with its caveats
     return f"{words} The set's guarantee: {promise}" if promise else words
-
-
-def with_trials_text(begun: Sequence[Mapping[str, Any]], final: Cost) -> str:
-    """Describe what private trials (their notes) and the final run chosen by them cost the same clients together."""
-    cost = summary([*(Cost.of(noted["cost"]) for noted in begun if "cost" in noted), final])
-    return f"Together with the trials that chose it, for the weakest client: {cost['guarantee']}"

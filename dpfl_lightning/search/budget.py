@@ -1,0 +1,157 @@
+"""One budget for a distilled set and a final run: both are planned together before anything is charged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+
+from dpfl_lightning.build import FederatedLoop, build_loop, build_population
+from dpfl_lightning.config.load import with_values
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.local_clients import facts_of
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.privacy.accounting.accountant import epsilon_text
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.search.costs import Cost, planned_cost, together
+from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+
+_BESIDE = "beside "  # begins the purposes of the other run
+_MOST_PLANS = 6  # of the final run, if its plan does not use its epsilon as that of the whole budget
+
+
+class SharedBudget:
+    """The epsilon of each client, divided between a distilled set and the final run.
+
+    The run of `set_options` gets `sweep.set_share` of it. The noise of the final run is solved for the composition of
+    its releases with those of the set, so `epsilon_left` `[N]`, its own epsilon, is more than the difference. All
+    checks and both plans are made on construction. Raises UserError if a client has no budget, or no noise fits.
+
+    **Guarantees** The releases of both runs are planned before the set is made, so that nothing in it changes them.
+    `promises`, the guarantee of each client for both runs `[N]`, are at most its budget.
+    """
+
+    def __init__(self, sweep: SweepOptions, options: Options, folder: Path) -> None:
+        privacy, must = options.privacy, "be a budget for each client with sweep.set_share"
+        epsilon = None if privacy is None else privacy.epsilon
+        require(privacy is not None and epsilon is not None, "privacy.epsilon", must, epsilon)
+        assert privacy is not None and sweep.set_share is not None  # for mypy
+        given, solved = privacy.noise_multiplier, "be null with sweep.set_share: noise is solved from the budget"
+        require(given is None, "privacy.noise_multiplier", solved, given)
+        self._options, self._population = options, build_population(options)
+        self._budgets = [client.epsilon for client in self._loop(options).settings]
+        require(all(map(math.isfinite, self._budgets)), "privacy.epsilon", must, epsilon)
+        share = [sweep.set_share * budget for budget in self._budgets]
+        values = {"strategies": {"distillation": {}}, **sweep.set_with, "privacy.epsilon": share}
+        self.set_options = dataclasses.replace(with_values(options, values, "by the sweep"), output_dir=str(folder))
+        strategies = self.set_options.strategies
+        require("distillation" in strategies, "sweep.set_with.strategies", "contain distillation", list(strategies))
+        loop = self._loop(self.set_options)
+        self._set_cost = _fixed(planned_cost(loop), "of the set")
+        self._solve(loop.schedule)
+
+    def _loop(self, options: Options, *more: Strategy) -> FederatedLoop:
+        return build_loop(options, more, self._population)
+
+    def _solve(self, of_set: RunSchedule) -> None:
+        """Find the epsilon of the final run for each client."""
+        loop = self._loop(self._options, _Beside(of_set))
+        own = [
+            dataclasses.replace(client, planned=tuple(p for p in client.planned if not p.purpose.startswith(_BESIDE)))
+            for client in loop.plan_schedule().clients
+        ]
+        left = loop.accountant.search([(client.events(), client.delta) for client in own]).tolist()
+        for number in range(_MOST_PLANS):
+            self.epsilon_left = tuple(map(_rounded_down, left))
+            self._final_cost = self._cost_of_final(self._options)
+            self.promises = together([self._set_cost, self._final_cost])
+            over = [one.epsilon > budget for one, budget in zip(self.promises, self._budgets, strict=True)]
+            if not any(over):
+                return
+            less = 1 - 1e-5 * 10**number
+            left = [epsilon * less if too_much else epsilon for epsilon, too_much in zip(left, over, strict=True)]
+        must = "have releases that fit the budget together with those of the set"
+        advice = "Set other strategies, or another sweep.set_share."
+        raise UserError(f"`strategies` must {must}, got {self.weakest.words()} {advice}")
+
+    def _cost_of_final(self, options: Options) -> Cost:
+        return _fixed(planned_cost(self._loop(self.of_final(options))), "of the final run")
+
+    def of_final(self, options: Options) -> Options:
+        """Return the options with the epsilons that are left for the final run."""
+        values = {"privacy.epsilon": left[0] if len(set(left := list(self.epsilon_left))) == 1 else left}
+        return with_values(options, values, "by the sweep")
+
+    def check(self, options: Options) -> None:
+        """Raise UserError unless the final run with these options plans the releases that were planned before."""
+        planned = self._cost_of_final(options).events == self._final_cost.events
+        must = "plan the same releases as without a search, because they were known before the set was made"
+        require(planned, "sweep.space", must, "other releases", "Leave out what changes them.")
+
+    def stand_in(self) -> DistilledSet:
+        """Return zeros in the form of the set, to check what will train on it."""
+        facts, each = facts_of(self._population), self.set_options.strategies["distillation"] or {}
+        y = torch.arange(facts.num_classes).repeat_interleave(each.get("images_per_class", 10))
+        data = {"data": dataclasses.asdict(self._options.data), "num_classes": facts.num_classes}
+        return DistilledSet(torch.zeros(len(y), *facts.input_shape), y, data)
+
+    @property
+    def weakest(self) -> Guarantee:
+        return max(self.promises, key=lambda promise: promise.epsilon)
+
+    def words(self) -> str:
+        """Describe the parts of the budget, and the guarantee of the weakest client for both runs."""
+        of_set, left = (epsilon_text(max(one)) for one in (filter(None, self._set_cost.epsilon), self.epsilon_left))
+        return (
+            f"One budget: the set costs a client at most epsilon {of_set}, and the final run has at most {left}. "
+            f"Composed, both cost at most the budget of each client; the largest: {self.weakest.words()}"
+        )
+
+
+class Noted(Strategy):
+    """Adds a sentence to the description of a run, on the terminal and in MLflow."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def describe(self, view: View) -> tuple[str, ...]:
+        return (self._words,)
+
+
+class _Beside(Strategy):
+    """Plans the releases of another run of the same clients, too, so that noise is solved for both together."""
+
+    def __init__(self, other: RunSchedule) -> None:
+        self._other = other
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        def with_other(client: int, own: ClientSchedule) -> ClientSchedule:
+            others = self._other.clients[client].planned
+            lines = (dataclasses.replace(line, purpose=f"{_BESIDE}{line.purpose}") for line in others)
+            return dataclasses.replace(own, planned=(*own.planned, *lines))
+
+        return schedule.replan(with_other)
+
+
+def _fixed(cost: Cost, whose: str) -> Cost:
+    """Raise UserError if the plan of a run may change during the run."""
+    must = f"{whose} plan all releases before the run with sweep.set_share"
+    require(not cost.chosen, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
+    return cost
+
+
+def _rounded_down(epsilon: float) -> float:
+    """Return five digits.
+
+    >>> _rounded_down(1.2345678), _rounded_down(0.01)
+    (1.2345, 0.01)
+    """
+    decimals = 4 - math.floor(math.log10(epsilon))
+    return math.floor(epsilon * 10**decimals * (1 + 1e-12)) / 10**decimals
