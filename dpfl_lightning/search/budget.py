@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.search.costs import Cost, planned_cost, together
@@ -110,7 +112,7 @@ class SharedBudget:
         """Describe the parts of the budget, and the guarantee of the weakest client for both runs."""
         of_set, left = (epsilon_text(max(one)) for one in (filter(None, self._set_cost.epsilon), self.epsilon_left))
         return (
-            f"One budget: the set costs a client at most epsilon {of_set}, and the final run has at most {left}. "
+            f"One budget: the set costs a client at most epsilon {of_set}, and the final run at most {left}. "
             f"Composed, both cost at most the budget of each client; the largest: {self.weakest.words()}"
         )
 
@@ -141,7 +143,10 @@ class _Beside(Strategy):
 
 
 def _fixed(cost: Cost, whose: str) -> Cost:
-    """Raise UserError if the plan of a run may change during the run."""
+    """Raise UserError if the run has a release without noise, or its plan may change during the run."""
+    leaks = [event.words for event in itertools.chain(*cost.events) if isinstance(event, NonPrivateEvent)]
+    must = "be null if a run releases something without noise"
+    require(not leaks, "sweep.set_share", must, "; ".join(dict.fromkeys(leaks)))
     must = f"{whose} plan all releases before the run with sweep.set_share"
     require(not cost.chosen, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
     return cost
