@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from dpfl_lightning.build import FederatedLoop, build_loop, build_population
+from dpfl_lightning.build import build_loop, build_population
 from dpfl_lightning.config.load import with_values
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -29,15 +31,68 @@ _BESIDE = "beside "  # begins the purposes of the other run
 _MOST_PLANS = 6  # of the final run, if its plan does not use its epsilon as that of the whole budget
 
 
+class Rest:
+    """What is left of each client's budget for the run of `options` beside other releases, which are known before it.
+
+    Noise is solved for the composition of all releases, so `epsilon` `[N]`, that of the run alone, is more than the
+    difference of the epsilons. Nothing is charged. Raises UserError if no noise fits, or the run's plan may change.
+
+    **Guarantees** `promises`, the guarantee of each client for everything `[N]`, are at most its budget.
+
+    Args:
+        others: schedule of each client `[N]` for all other releases.
+        costs: of the runs that make these.
+    """
+
+    def __init__(
+        self, options: Options, population: Population, others: Sequence[ClientSchedule], costs: Sequence[Cost]
+    ) -> None:
+        self._options, self._population = options, population
+        budgets = [client.epsilon for client in build_loop(options, (), population).settings]
+        loop = build_loop(options, [_Beside(others)], population)
+        own = [
+            dataclasses.replace(client, planned=tuple(p for p in client.planned if not p.purpose.startswith(_BESIDE)))
+            for client in loop.plan_schedule().clients
+        ]
+        left = loop.accountant.search([(client.events(), client.delta) for client in own]).tolist()
+        for number in range(_MOST_PLANS):
+            self.epsilon = tuple(map(_rounded_down, left))
+            self._cost = self._cost_of(options)
+            self.promises = together([*costs, self._cost])
+            over = [one.epsilon > budget for one, budget in zip(self.promises, budgets, strict=True)]
+            if not any(over):
+                return
+            less = 1 - 1e-5 * 10**number
+            left = [epsilon * less if too_much else epsilon for epsilon, too_much in zip(left, over, strict=True)]
+        must, advice = "have releases that fit the budget together with the others", "Set other strategies."
+        raise UserError(f"`strategies` must {must}, got {self.weakest.words()} {advice}")
+
+    def _cost_of(self, options: Options) -> Cost:
+        return _fixed(planned_cost(build_loop(self.of(options), (), self._population)), "of the final run")
+
+    def of(self, options: Options) -> Options:
+        """Return the options with what is left as the budgets."""
+        left = list(self.epsilon)
+        return with_values(options, {"privacy.epsilon": left[0] if len(set(left)) == 1 else left}, "by the sweep")
+
+    def check(self, options: Options) -> None:
+        """Raise UserError unless a run with these options plans the releases that were planned before."""
+        must = "plan the same releases as without a search, because they must be known before it"
+        same = self._cost_of(options).events == self._cost.events
+        require(same, "sweep.space", must, "other releases", "Leave out what changes them.")
+
+    @property
+    def weakest(self) -> Guarantee:
+        return max(self.promises, key=lambda promise: promise.epsilon)
+
+
 class SharedBudget:
     """The epsilon of each client, divided between a distilled set and the final run.
 
-    The run of `set_options` gets `sweep.set_share` of it. The noise of the final run is solved for the composition of
-    its releases with those of the set, so `epsilon_left` `[N]`, its own epsilon, is more than the difference. All
-    checks and both plans are made on construction. Raises UserError if a client has no budget, or no noise fits.
+    The run of `set_options` gets `sweep.set_share` of it, and the final run the `rest`. All checks and both plans are
+    made on construction, and nothing is charged. Raises UserError if a client has no budget, or no noise fits.
 
     **Guarantees** The releases of both runs are planned before the set is made, so that nothing in it changes them.
-    `promises`, the guarantee of each client for both runs `[N]`, are at most its budget.
     """
 
     def __init__(self, sweep: SweepOptions, options: Options, folder: Path) -> None:
@@ -48,54 +103,17 @@ class SharedBudget:
         given, solved = privacy.noise_multiplier, "be null with sweep.set_share: noise is solved from the budget"
         require(given is None, "privacy.noise_multiplier", solved, given)
         self._options, self._population = options, build_population(options)
-        self._budgets = [client.epsilon for client in self._loop(options).settings]
-        require(all(map(math.isfinite, self._budgets)), "privacy.epsilon", must, epsilon)
-        share = [sweep.set_share * budget for budget in self._budgets]
+        budgets = [client.epsilon for client in build_loop(options, (), self._population).settings]
+        require(all(map(math.isfinite, budgets)), "privacy.epsilon", must, epsilon)
+        share = [sweep.set_share * budget for budget in budgets]
         values = {"strategies": {"distillation": {}}, **sweep.set_with, "privacy.epsilon": share}
         self.set_options = dataclasses.replace(with_values(options, values, "by the sweep"), output_dir=str(folder))
         strategies = self.set_options.strategies
         require("distillation" in strategies, "sweep.set_with.strategies", "contain distillation", list(strategies))
-        loop = self._loop(self.set_options)
-        self._set_cost = _fixed(planned_cost(loop), "of the set")
-        self._solve(loop.schedule)
-
-    def _loop(self, options: Options, *more: Strategy) -> FederatedLoop:
-        return build_loop(options, more, self._population)
-
-    def _solve(self, of_set: RunSchedule) -> None:
-        """Find the epsilon of the final run for each client."""
-        loop = self._loop(self._options, _Beside(of_set))
-        own = [
-            dataclasses.replace(client, planned=tuple(p for p in client.planned if not p.purpose.startswith(_BESIDE)))
-            for client in loop.plan_schedule().clients
-        ]
-        left = loop.accountant.search([(client.events(), client.delta) for client in own]).tolist()
-        for number in range(_MOST_PLANS):
-            self.epsilon_left = tuple(map(_rounded_down, left))
-            self._final_cost = self._cost_of_final(self._options)
-            self.promises = together([self._set_cost, self._final_cost])
-            over = [one.epsilon > budget for one, budget in zip(self.promises, self._budgets, strict=True)]
-            if not any(over):
-                return
-            less = 1 - 1e-5 * 10**number
-            left = [epsilon * less if too_much else epsilon for epsilon, too_much in zip(left, over, strict=True)]
-        must = "have releases that fit the budget together with those of the set"
-        advice = "Set other strategies, or another sweep.set_share."
-        raise UserError(f"`strategies` must {must}, got {self.weakest.words()} {advice}")
-
-    def _cost_of_final(self, options: Options) -> Cost:
-        return _fixed(planned_cost(self._loop(self.of_final(options))), "of the final run")
-
-    def of_final(self, options: Options) -> Options:
-        """Return the options with the epsilons that are left for the final run."""
-        values = {"privacy.epsilon": left[0] if len(set(left := list(self.epsilon_left))) == 1 else left}
-        return with_values(options, values, "by the sweep")
-
-    def check(self, options: Options) -> None:
-        """Raise UserError unless the final run with these options plans the releases that were planned before."""
-        planned = self._cost_of_final(options).events == self._final_cost.events
-        must = "plan the same releases as without a search, because they were known before the set was made"
-        require(planned, "sweep.space", must, "other releases", "Leave out what changes them.")
+        loop = build_loop(self.set_options, (), self._population)
+        cost = _fixed(planned_cost(loop), "of the set")
+        self._largest_of_set = max(filter(None, cost.epsilon))
+        self.rest = Rest(options, self._population, loop.schedule.clients, [cost])
 
     def stand_in(self) -> DistilledSet:
         """Return zeros in the form of the set, to check what will train on it."""
@@ -104,16 +122,12 @@ class SharedBudget:
         data = {"data": dataclasses.asdict(self._options.data), "num_classes": facts.num_classes}
         return DistilledSet(torch.zeros(len(y), *facts.input_shape), y, data)
 
-    @property
-    def weakest(self) -> Guarantee:
-        return max(self.promises, key=lambda promise: promise.epsilon)
-
     def words(self) -> str:
         """Describe the parts of the budget, and the guarantee of the weakest client for both runs."""
-        of_set, left = (epsilon_text(max(one)) for one in (filter(None, self._set_cost.epsilon), self.epsilon_left))
+        of_set, left = epsilon_text(self._largest_of_set), epsilon_text(max(self.rest.epsilon))
         return (
             f"One budget: the set costs a client at most epsilon {of_set}, and the final run at most {left}. "
-            f"Composed, both cost at most the budget of each client; the largest: {self.weakest.words()}"
+            f"Composed, both cost at most the budget of each client; the largest: {self.rest.weakest.words()}"
         )
 
 
@@ -128,14 +142,14 @@ class Noted(Strategy):
 
 
 class _Beside(Strategy):
-    """Plans the releases of another run of the same clients, too, so that noise is solved for both together."""
+    """Plans other releases of the same clients, too, so that noise is solved for all of them together."""
 
-    def __init__(self, other: RunSchedule) -> None:
-        self._other = other
+    def __init__(self, others: Sequence[ClientSchedule]) -> None:
+        self._others = others
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         def with_other(client: int, own: ClientSchedule) -> ClientSchedule:
-            others = self._other.clients[client].planned
+            others = self._others[client].planned
             lines = (dataclasses.replace(line, purpose=f"{_BESIDE}{line.purpose}") for line in others)
             return dataclasses.replace(own, planned=(*own.planned, *lines))
 

@@ -272,7 +272,7 @@ class Search:
     def _best(self, trial: Trial) -> Options:
         """Return the configuration of the best trial for a run on the clients, with the budget that is left for it."""
         best = options_of(self.options, self.dimensions, trial.found)
-        return best if self.budget is None else self.budget.of_final(best)
+        return best if self.budget is None else self.budget.rest.of(best)
 
     def _track_end(self, best: Trial, lines: list[str]) -> None:
         if self.parent is not None:
@@ -289,7 +289,7 @@ class Search:
         final = dataclasses.replace(best, output_dir=str(folder))
         final = self._named(final, "final", **({} if self.parent is None else {"mlflow.parentRunId": self.parent}))
         if self.budget is not None:
-            self.budget.check(final)
+            self.budget.rest.check(best)
         begun, result = begun_final(final)
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         if result is None:
