@@ -25,7 +25,7 @@ NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "priv
 _WHY = {
     "set": "Other keys do not affect models that the server trains on a set. Objective public searches the whole run.",
     "public": "A search cannot choose the data, nor how the run is executed and reported.",
-    "private": "Every trial must have the budget, the noise and the records of the others.",
+    "private": "The cost of every trial must be known before the first one.",
 }
 #: options of `data` that determine which records are public; partition and seed do not
 _PUBLIC = ("name", "folder", "public_records", "use_public")
