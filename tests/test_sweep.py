@@ -509,8 +509,10 @@ def shared(**sweep_options) -> dict:
 
 
 @pytest.mark.e2e
-def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, tmp_path):
-    text, result = search(SHARED, "--final")
+def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new_store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uri = new_store(tmp_path)
+    text, result = search({**SHARED, "tracking": {"experiment": "e", "uri": uri}}, "--final")
     out = tmp_path / "out"
     both = read([out / "set" / "ledger.jsonl", out / "final" / "ledger.jsonl"])
     of_set, of_final = (json.loads((out / name / "result.json").read_text())["clients"] for name in ("set", "final"))
@@ -523,6 +525,9 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, tmp
     assert total == f"Together with the set, composed from both ledgers: {both.weakest.words()}" and total in text
     promised = [words for words in result["guarantee"] if words.startswith("One budget: ")]
     assert len(promised) == 1 and both.weakest.words() in promised[0] and total in result["guarantee"]
+    runs = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("e").experiment_id])
+    noted = {run.info.run_name: run.data.tags["mlflow.note.content"] for run in runs if "trial" not in run.data.tags}
+    assert all(both.weakest.words() in noted[name] for name in ("mine", "mine: set", "final"))
     left = load(["--config", str(out / "best.yaml")])[0].privacy.epsilon
     assert list(left) == [client["epsilon_budget"] for client in of_final]
 
@@ -576,7 +581,7 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         ({**SHARED, "privacy": {"epsilon": 2, "noise_multiplier": 1.0}}, ["privacy.noise_multiplier", "be null"]),
         ({**SHARED, "rounds": 3, "strategies": {"two_stage_selection": {"warmup_rounds": 2}},
           "clients": {"count": 5, "batch_size": None}},
-         ["strategies", "of the final run plan all releases before the run"]),
+         ["strategies", "plan all releases before a run"]),
         ({**SHARED, "privacy": {**SMALL["privacy"], "diagnostics": True}},
          ["sweep.set_share", "releases something without noise", "clip fractions"]),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dpfl_lightning.build import build_loop, build_population
+from dpfl_lightning.build import FederatedLoop, build_loop, build_population
 from dpfl_lightning.config.load import with_values
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
@@ -23,12 +23,12 @@ from dpfl_lightning.privacy.accounting.accountant import epsilon_text
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.search.costs import Cost, planned_cost, together
+from dpfl_lightning.search.costs import Cost, planned_cost, replans, together
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 _BESIDE = "beside "  # begins the purposes of the other run
-_MOST_PLANS = 6  # of the final run, if its plan does not use its epsilon as that of the whole budget
+_MOST_PLANS = 5  # of the final run, if its plan does not use its epsilon as that of the whole budget
 
 
 class Rest:
@@ -48,13 +48,15 @@ class Rest:
         self, options: Options, population: Population, others: Sequence[ClientSchedule], costs: Sequence[Cost]
     ) -> None:
         self._options, self._population = options, population
-        budgets = [client.epsilon for client in build_loop(options, (), population).settings]
         loop = build_loop(options, [_Beside(others)], population)
+        _fixed_cost(loop)  # also plans it
+        budgets = [client.epsilon for client in loop.settings]
         own = [
             dataclasses.replace(client, planned=tuple(p for p in client.planned if not p.purpose.startswith(_BESIDE)))
-            for client in loop.plan_schedule().clients
+            for client in loop.schedule.clients
         ]
-        left = loop.accountant.search([(client.events(), client.delta) for client in own]).tolist()
+        alone = loop.accountant.search([(client.events(), client.delta) for client in own])
+        left = [float(epsilon) or budget for epsilon, budget in zip(alone, budgets, strict=True)]  # 0: it never trains
         for number in range(_MOST_PLANS):
             self.epsilon = tuple(map(_rounded_down, left))
             self._cost = self._cost_of(options)
@@ -68,7 +70,7 @@ class Rest:
         raise UserError(f"`strategies` must {must}, got {self.weakest.words()} {advice}")
 
     def _cost_of(self, options: Options) -> Cost:
-        return _fixed(planned_cost(build_loop(self.of(options), (), self._population)), "of the final run")
+        return _fixed_cost(build_loop(self.of(options), (), self._population))
 
     def of(self, options: Options) -> Options:
         """Return the options with what is left as the budgets."""
@@ -111,7 +113,7 @@ class SharedBudget:
         strategies = self.set_options.strategies
         require("distillation" in strategies, "sweep.set_with.strategies", "contain distillation", list(strategies))
         loop = build_loop(self.set_options, (), self._population)
-        cost = _fixed(planned_cost(loop), "of the set")
+        cost = _fixed_cost(loop)
         self._largest_of_set = max(filter(None, cost.epsilon))
         self.rest = Rest(options, self._population, loop.schedule.clients, [cost])
 
@@ -156,13 +158,13 @@ class _Beside(Strategy):
         return schedule.replan(with_other)
 
 
-def _fixed(cost: Cost, whose: str) -> Cost:
-    """Raise UserError if the run has a release without noise, or its plan may change during the run."""
+def _fixed_cost(loop: FederatedLoop) -> Cost:
+    """Return the cost of a run. UserError if it has a release without noise, or its plan may change during the run."""
+    must = "plan all releases before a run with sweep.set_share"
+    require(not replans(loop), "strategies", must, "a strategy that plans again", "Leave this strategy out.")
+    cost, must = planned_cost(loop), "be null if a run releases something without noise"
     leaks = [event.words for event in itertools.chain(*cost.events) if isinstance(event, NonPrivateEvent)]
-    must = "be null if a run releases something without noise"
     require(not leaks, "sweep.set_share", must, "; ".join(dict.fromkeys(leaks)))
-    must = f"{whose} plan all releases before the run with sweep.set_share"
-    require(not cost.chosen, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
     return cost
 
 

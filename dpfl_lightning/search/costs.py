@@ -96,8 +96,13 @@ def planned_cost(loop: FederatedLoop) -> Cost:
         accountant.adjacency,
         loop.clients.sampling,
         loop.facts.names,
-        any(overrides(strategy, "replan") for strategy in loop.strategies),
+        replans(loop),
     )
+
+
+def replans(loop: FederatedLoop) -> bool:
+    """Return whether a strategy may change the plan during the run."""
+    return any(overrides(strategy, "replan") for strategy in loop.strategies)
 
 
 def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
