@@ -19,27 +19,30 @@ from dpfl_lightning.build import build_population
 from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.run import Run
+from dpfl_lightning.fit import fit as train
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.runtime.threads import cores
-from dpfl_lightning.search.objectives import Cost, objective
+from dpfl_lightning.search.costs import Cost
+from dpfl_lightning.search.final import begun_final, with_the_set
+from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.report import cost_text, set_text, total_cost
+from dpfl_lightning.search.search import Search
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-from dpfl_lightning.sweep import Search, with_the_set
 from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
+BUDGETS = [2, 4, 8, 8, 16]
 SMALL = {
     "rounds": 2,
     "data": {"name": "digits", "public_records": 90},
     "model": {"name": "logistic"},
     "clients": {"count": 5, "learning_rate": 0.5},
-    "privacy": {"epsilon": [2, 4, 8, 8, 16], "delta": 1.0e-3},
+    "privacy": {"epsilon": BUDGETS, "delta": 1.0e-3},
     "tracking": None,
     "sweep": {
         "space": {"clients.learning_rate": {"low": 0.1, "high": 1.0, "log": True}},
@@ -102,6 +105,8 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:  # noqa: F811
         argv += ["--clients.batch_size", "10", "--privacy.epsilon", "4"]
     if "training" in path.read_text():
         argv += ["--sweep.training.epochs", "1"]
+    if "set_share" in path.read_text():
+        argv += ["--sweep.set_with", "{strategies.distillation: {net_epochs: 0, evaluation_epochs: 1}}"]
     return argv
 
 
@@ -114,7 +119,8 @@ def test_every_file_in_sweeps_runs(path, small_fashion, tmp_path, capsys):  # no
     first, last = (line for line in text.splitlines() if " of 2) " in line)
     assert first.startswith("trial 0 (1 of 2)") and first.endswith(" left") and "best.yaml" in text
     assert last.startswith("trial 1 (2 of 2)") and " left" not in last
-    assert load(["--config", str(tmp_path / "out" / "best.yaml")])[0].data.public_records > 0
+    public = load(["--config", str(tmp_path / "out" / "best.yaml")])[0].data.public_records > 0
+    assert public != ("set_share" in path.read_text()), "a set of its own needs no public records"
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert len(result["trials"]) == 2 and result["cost"] is None
 
@@ -201,20 +207,26 @@ def test_a_combination_that_cannot_be_built_is_a_failed_trial(search):
 
 
 @pytest.mark.e2e
-def test_private_trials_cost_every_client_its_whole_budget_each(search, tmp_path):
+def test_private_trials_are_composed_from_what_each_of_them_releases(search, tmp_path):
     text, result = search(changed(**PRIVATE, trials=3))
-    cost = result["cost"]
-    assert cost["epsilon"] == pytest.approx([6, 12, 24, 24, 48]) and min(cost["epsilon"]) >= 6
-    assert cost["delta"] == pytest.approx([3e-3] * 5)
-    assert "PRIVATE: 3 trials" in text and "epsilon 48.0" in text
-    spent = [0.0] * 5
+    cost, folder = result["cost"], tmp_path / "out" / "trials" / "mine"
+    composed = read([folder / str(number) / "ledger.jsonl" for number in range(3)])
+    assert cost["epsilon"] == [account.epsilon for account in composed.accounts]
+    assert cost["delta"] == [1e-3] * 5 and cost["runs"] == 3 and cost["composed"]
+    assert all(budget < epsilon < 3 * budget for budget, epsilon in zip(BUDGETS, cost["epsilon"], strict=True))
+    assert "PRIVATE: 3 trials" in text and composed.weakest.words() == cost["guarantee"]
     for number in range(3):
-        folder = tmp_path / "out" / "trials" / "mine" / str(number)
-        assert (folder / "ledger.jsonl").is_file()
-        for client in json.loads((folder / "result.json").read_text())["clients"]:
-            spent[client["client"]] += client["epsilon_spent"]
+        for client in json.loads((folder / str(number) / "result.json").read_text())["clients"]:
             assert client["accuracy"] is None, "no held-out record of a client chooses"
-    assert all(sum_of_trials <= stated for sum_of_trials, stated in zip(spent, cost["epsilon"], strict=True))
+
+
+@pytest.mark.e2e
+def test_trials_whose_releases_follow_from_results_are_added(search):
+    space = {"clients.batch_size": {"choices": [16, 32]}}
+    text, result = search(changed(**PRIVATE, space=space, sampler={"name": "tpe"}), "--rounds", "1")
+    assert result["cost"]["epsilon"] == pytest.approx([4, 8, 16, 16, 32]) and not result["cost"]["composed"]
+    assert result["cost"]["delta"] == [2e-3] * 5 and "addition of the budgets of 2 runs" in text
+    assert "Sampler random, grid, qmc avoids this." in text
 
 
 @pytest.mark.e2e
@@ -231,8 +243,7 @@ def test_private_trials_cost_every_client_its_whole_budget_each(search, tmp_path
 )
 def test_what_the_epsilons_of_private_trials_do_not_cover_is_named(more, caveat, search, tmp_path):
     text, result = search({**changed(**PRIVATE), **more, "rounds": 1})
-    caveats = result["cost"]["caveats"]
-    assert any(caveat in words for words in caveats) and all(text.count(f"Caveat: {words}") == 1 for words in caveats)
+    assert result["cost"]["guarantee"].count(caveat) == 1 and caveat in text
     for number in range(2):
         run = json.loads((tmp_path / "out" / "trials" / "mine" / str(number) / "result.json").read_text())
         assert caveat in run["guarantee"]
@@ -244,20 +255,12 @@ def test_what_the_epsilons_of_private_trials_do_not_cover_is_named(more, caveat,
     [({"privacy.epsilon": 0.5}, ""), ({"privacy.epsilon": 0.5, "data.records_per_client": 100}, "had other clients")],
 )
 def test_the_final_run_and_private_trials_are_composed(trials_with, words, search, tmp_path):
-    raw = changed(**PRIVATE, trials_with=trials_with)
-    text, result = search({**raw, "rounds": 1}, "--final")
-    assert "A later run on the same clients adds its epsilon and delta." in text
-    final = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
-    together = max(a + b["epsilon_spent"] for a, b in zip(result["cost"]["epsilon"], final["clients"], strict=True))
+    text, result = search({**changed(**PRIVATE, trials_with=trials_with), "rounds": 1}, "--final")
+    out = tmp_path / "out"
+    trials = [out / "trials" / "mine" / str(number) / "ledger.jsonl" for number in range(2)]
+    expected = words or f"for the weakest client: {read([*trials, out / 'final' / 'ledger.jsonl']).weakest.words()}"
     added = result["final"]["with_the_trials"]
-    expected = words or f"at most epsilon {epsilon_text(together)} at delta {delta_text(3e-3)} "
-    assert expected in added and added in text and together > 16
-
-
-def test_deltas_are_rounded_up_and_the_headline_holds_for_every_client():
-    cost = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "caveats": []}
-    words = cost_text(cost, 2)
-    assert "at most epsilon 4.0000 at delta 0.002 (client 1 " in words and "2.47e-05" in words
+    assert expected in added and added in text and added in result["guarantee"]
 
 
 @pytest.mark.e2e
@@ -286,10 +289,10 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     assert sweep(write(changed(trials=1), "--rounds", "1", "--final")) == 0
     out = tmp_path / "out"
     best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
-    assert Search._begun_final(best)[1]["test_accuracy"] is not None
+    assert begun_final(best)[1]["test_accuracy"] is not None
     other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
     with pytest.raises(UserError, match=r"contains the run of an earlier best trial\. Move .*final away .*best\.yaml"):
-        Search._begun_final(other)
+        begun_final(other)
 
 
 @pytest.mark.e2e
@@ -301,24 +304,12 @@ def test_two_studies_in_one_folder_have_separate_trials(search, tmp_path):
 
 def test_workers_share_the_cores_in_trials_only(tmp_path):
     run = options_of({**SMALL, "output_dir": str(tmp_path)})
-    study = Search(SweepOptions(**{**SMALL["sweep"], **PRIVATE, "name": "s", "trials": 1}), run, workers=2)
+    study = Search(SweepOptions(**{**SMALL["sweep"], **PRIVATE, "name": "s", "trials": 1}), run, train, workers=2)
     study.work()
     assert study.finish() == 0
     in_trials = yaml.safe_load((tmp_path / "trials" / "s" / "0" / "options.yaml").read_text())
     assert in_trials["engine"]["workers"] == max(1, cores() // 2)
     assert load(["--config", str(tmp_path / "best.yaml")])[0].engine.workers is None
-
-
-def test_a_trial_that_died_counts_with_its_whole_budget():
-    costs = [
-        {"cost": {"epsilon": [1.0, None], "delta": [0.1, 0.1], "names": ["oslo", "rome"]}},
-        {},
-        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["b", "a"]}},
-        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["c", "b"]}},
-    ]
-    expected = {"epsilon": [3.0, None], "delta": [pytest.approx(0.3)] * 2, "caveats": ["b", "a", "c"]}
-    assert total_cost(costs) == {**expected, "names": ["oslo", "rome"]}
-    assert total_cost([{}]) is None
 
 
 def options_of(raw: dict):
@@ -360,7 +351,7 @@ def test_a_distilled_set_is_searched_and_its_cost_is_named(search, tmp_path):
 def test_a_set_without_public_records_is_scored_on_images_that_were_held_out(tmp_path):
     run = options_of({**SMALL, "data": {"name": "digits"}})
     scored = []
-    scorer = objective(SweepOptions(distilled=str(a_set(tmp_path / "set")), networks=3), run)
+    scorer = objective(SweepOptions(networks=3), run, DistilledSet.load(a_set(tmp_path / "set")))
     assert "held-out records" in scorer.words
     for people, (x, _) in scorer._parts:
         tested = pixels(people, people.test)
@@ -368,7 +359,7 @@ def test_a_set_without_public_records_is_scored_on_images_that_were_held_out(tmp
         scored += tested
     assert len(scored) == len(set(scored)) == 40
     with pytest.raises(UserError, match="2 records of each class"):
-        objective(SweepOptions(distilled=str(a_set(tmp_path / "set", each=1))), run)
+        objective(SweepOptions(), run, DistilledSet.load(a_set(tmp_path / "set", each=1)))
 
 
 @pytest.mark.parametrize(
@@ -383,25 +374,18 @@ def test_a_set_without_public_records_is_scored_on_images_that_were_held_out(tmp
     ],
 )
 def test_a_set_of_other_records_is_refused(made, words, tmp_path):
-    options = SweepOptions(distilled=str(a_set(tmp_path / "set", data=made)))
+    distilled = DistilledSet.load(a_set(tmp_path / "set", data=made))
     with pytest.raises(UserError, match=words):
-        objective(options, options_of(SMALL))
+        objective(SweepOptions(), options_of(SMALL), distilled)
 
 
 def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tmp_path):
     made = {"name": "digits", "public_records": 540, "use_public": True}
-    folder = str(a_set(tmp_path / "set", data=made))
-    (people, _), *_ = objective(SweepOptions(distilled=folder), options_of(SMALL))._parts
+    made_set = DistilledSet.load(a_set(tmp_path / "set", data=made))
+    (people, _), *_ = objective(SweepOptions(), options_of(SMALL), made_set)._parts
     whole = build_population(options_of({**SMALL, "data": made}))
     distilled = pixels(whole, torch.cat(list(whole.train_of)))
     assert not distilled & pixels(people, people.test) and len(people.test) == 90
-
-
-def test_the_cost_of_a_set_is_named_with_its_guarantee():
-    assert "an epsilon without a bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
-    guarantee = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
-    text = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": guarantee})
-    assert "at most epsilon 8.0000" in text and text.endswith(f"The set's guarantee: {guarantee}")
 
 
 def test_a_pruned_run_ends_at_once_and_was_charged_before(tmp_path):
@@ -503,3 +487,108 @@ def test_the_command_names_the_total_after_the_final_run(folders, search, tmp_pa
     assert words.startswith("Together with the set, composed from both ledgers: (") and words in text
     final_run = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
     assert result["final"]["test_accuracy"] == final_run["test_accuracy"]
+
+
+# ---- one budget for the set and the final run
+
+SHARED = {
+    **changed(
+        set_share=0.3,
+        set_with={"rounds": 3, "strategies": {"distillation": {"images_per_class": 4, "evaluation_epochs": 1}}},
+    ),
+    "seed": 3,
+}
+
+
+def without(raw: dict, *keys: str) -> dict:
+    return {**raw, "sweep": {key: value for key, value in raw["sweep"].items() if key not in keys}}
+
+
+def shared(**sweep_options) -> dict:
+    return {**SHARED, "sweep": {**SHARED["sweep"], **sweep_options}}
+
+
+@pytest.mark.e2e
+def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new_store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uri = new_store(tmp_path)
+    text, result = search({**SHARED, "tracking": {"experiment": "e", "uri": uri}}, "--final")
+    out = tmp_path / "out"
+    both = read([out / "set" / "ledger.jsonl", out / "final" / "ledger.jsonl"])
+    of_set, of_final = (json.loads((out / name / "result.json").read_text())["clients"] for name in ("set", "final"))
+    for client, (account, budget) in enumerate(zip(both.accounts, BUDGETS, strict=True)):
+        spent = of_set[client]["epsilon_spent"], of_final[client]["epsilon_spent"]
+        assert spent[0] == pytest.approx(0.3 * budget, rel=1e-4)
+        assert 0.999 * budget < account.epsilon <= budget, "all of it, and no more"
+        assert math.fsum(spent) > 1.05 * budget, "more than the sum would allow"
+    total = result["final"]["with_the_set"]
+    assert total == f"Together with the set, composed from both ledgers: {both.weakest.words()}" and total in text
+    promised = [words for words in result["guarantee"] if words.startswith("One budget: ")]
+    assert len(promised) == 1 and both.weakest.words() in promised[0] and total in result["guarantee"]
+    runs = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("e").experiment_id])
+    noted = {run.info.run_name: run.data.tags["mlflow.note.content"] for run in runs if "trial" not in run.data.tags}
+    assert all(both.weakest.words() in noted[name] for name in ("mine", "mine: set", "final"))
+    left = load(["--config", str(out / "best.yaml")])[0].privacy.epsilon
+    assert list(left) == [client["epsilon_budget"] for client in of_final]
+
+
+@pytest.mark.e2e
+def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path, monkeypatch):
+    """Ctrl-C in the set, in a trial and in the final run; then the same command goes on."""
+    out, rounds = tmp_path / "out", Run.evaluate
+
+    def stop_in(folder: str):
+        def evaluate(self, state):
+            if self.output_dir == out / folder and state.round == 1:
+                raise KeyboardInterrupt
+            return rounds(self, state)
+
+        monkeypatch.setattr(Run, "evaluate", evaluate)
+
+    words = write(shared(trials=1), "--final")
+    for folder in ("set", "final"):
+        stop_in(folder)
+        assert sweep(words) == 130
+        assert (out / folder / "ledger.jsonl").is_file() and not (out / folder / "result.json").exists()
+    monkeypatch.setattr(Run, "evaluate", rounds)
+    assert sweep(words) == 0
+    both = read([out / "set" / "ledger.jsonl", out / "final" / "ledger.jsonl"])
+    assert [dict(account.releases) for account in both.accounts] == [{"class_gradients": 3, "train": 2}] * 5
+    assert all(account.epsilon <= budget for account, budget in zip(both.accounts, BUDGETS, strict=True))
+    before = [(out / folder / "ledger.jsonl").read_bytes() for folder in ("set", "final")]
+    assert sweep(words) == 0
+    assert [(out / folder / "ledger.jsonl").read_bytes() for folder in ("set", "final")] == before
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (shared(set_share=1.0), ["sweep.set_share", "(0, 1)", "1.0"]),
+        (shared(distilled="runs/digits"), ["sweep.distilled", "be null with sweep.set_share"]),
+        (shared(storage="sqlite:///other.db"), ["sweep.storage", "another set", "/set"]),
+        (without(SHARED, "set_share"), ["sweep.set_with", "without sweep.set_share"]),
+        (shared(objective="public", training={}, set_with={}), ["sweep.set_share", "only for objective set"]),
+        (without(shared(space={"clients.batch_size": {"choices": [8, 16]}}, training={}), "training"),
+         ["sweep.space.clients.batch_size", "known before the set is made"]),
+        (shared(set_with={"privacy.epsilon": 3}), ["sweep.set_with.privacy.epsilon", "those of the run"]),
+        (shared(set_with={"clients.count": 3}), ["sweep.set_with.clients.count", "those of the run"]),
+        (shared(set_with={"strategies": {"uniform": {}, "distillation": None}}), ["strategies"]),
+        (shared(networks=11), ["sweep.networks", "the number of records of the rarest class"]),
+        (shared(space={"model.width": {"choices": [8]}}), ["sweep.space.model.width", "it has none"]),
+        (shared(sampler={"name": "grid"}), ["sweep.space.clients.learning_rate", "sampler grid"]),
+        ({**SHARED, "privacy": None}, ["privacy.epsilon", "a budget for each client"]),
+        ({**SHARED, "privacy": {"epsilon": 2, "noise_multiplier": 1.0}}, ["privacy.noise_multiplier", "be null"]),
+        ({**SHARED, "rounds": 3, "strategies": {"two_stage_selection": {"warmup_rounds": 2}},
+          "clients": {"count": 5, "batch_size": None}},
+         ["strategies", "plan all releases before a run"]),
+        ({**SHARED, "privacy": {**SMALL["privacy"], "diagnostics": True}},
+         ["sweep.set_share", "releases something without noise", "clip fractions"]),
+    ],
+)  # fmt: skip
+def test_a_shared_budget_that_cannot_be_kept_is_refused_before_anything_is_charged(
+    raw, words, write, refused, tmp_path
+):
+    error = refused(write({**raw, "data": {"name": "digits"}} if "networks" in words[0] else raw))
+    assert not [word for word in words if word not in error], error
+    assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.server_training import Training, public_generator
-from dpfl_lightning.build import FederatedLoop, build_loop, build_net, build_population
+from dpfl_lightning.build import build_loop, build_net, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.data import Population
@@ -28,11 +28,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
-from dpfl_lightning.privacy.accounting.guarantee import guarantee
-from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.reporting.distilled import load_distilled
+from dpfl_lightning.search.costs import Cost, planned_cost
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
@@ -52,22 +48,9 @@ class Outcome:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Upper bound on the privacy cost of a trial for each client: epsilon `[N]` (None means no bound) and delta `[N]`.
-
-    `caveats` state what these epsilons do not cover; they are always shown with the epsilons. `names` are the clients'.
-    """
-
-    epsilon: tuple[float | None, ...]
-    delta: tuple[float, ...]
-    caveats: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-
-def objective(sweep: SweepOptions, options: Options) -> Objective:
-    """Return the objective of a search; raises UserError if the set or the records cannot be used."""
-    on_public = sweep.objective != "set" or sweep.distilled is None
+def objective(sweep: SweepOptions, options: Options, distilled: DistilledSet | None = None) -> Objective:
+    """Return the objective of a search, on a set if it is given; raises UserError if it or the records do not fit."""
+    on_public = sweep.objective != "set" or distilled is None
     must = "be null for a search that is scored on public records, because your own data have none"
     own, advice = (
         options.data.class_path,
@@ -75,7 +58,7 @@ def objective(sweep: SweepOptions, options: Options) -> Objective:
     )
     require(own is None or not on_public, "data.class_path", must, own, advice)
     if sweep.objective == "set":
-        return ProxyObjective(sweep, options)
+        return ProxyObjective(sweep, options, distilled)
     return FederatedObjective(options, private=sweep.objective == "private")
 
 
@@ -91,9 +74,7 @@ class ProxyObjective:
     **Privacy** Post-processing of the set. Public records belong to no client.
     """
 
-    def __init__(self, sweep: SweepOptions, options: Options) -> None:
-        uri = None if options.tracking is None else options.tracking.uri
-        distilled = None if sweep.distilled is None else load_distilled(sweep.distilled, uri)
+    def __init__(self, sweep: SweepOptions, options: Options, distilled: DistilledSet | None) -> None:
         public = _public_of(options, distilled)
         self.card: Mapping[str, Any] = {}
         if distilled is None:
@@ -271,7 +252,7 @@ class FederatedObjective:
         trial_options = dataclasses.replace(options, output_dir=str(folder))
         loop = build_loop(trial_options, [watcher], self._people(trial_options))
         if self._private:
-            charge(_planned(loop))
+            charge(planned_cost(loop))
         result = loop.run()
         if watcher.ended:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
@@ -314,22 +295,6 @@ def _check_private(options: Options) -> None:
     require(not options.data.use_public, "data.use_public", "be false with objective private", True)
     must = "be null with objective private: public records belong to no group"
     require(options.data.groups is None, "data.groups", must, options.data.groups)
-
-
-def _planned(loop: FederatedLoop) -> Cost:
-    """Return the most that the run can cost each client: its budget, or the epsilon of its plan if that is larger."""
-    clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.clients.sampling]
-    besides: list[Event] = [*map(Caveat, loop.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
-    promises = [
-        guarantee([*schedule.events(), *besides], schedule.delta, loop.accountant, sampling) for schedule in clients
-    ]
-    most = [max(one.epsilon, schedule.target_epsilon) for one, schedule in zip(promises, clients, strict=True)]
-    caveats: dict[str, None] = {}
-    for one in promises:
-        unproven = [one.sampling] if one.sampling == SAMPLINGS["shuffle"] else []
-        caveats |= dict.fromkeys([*unproven, *one.unprotected, *one.caveats])
-    deltas = tuple(schedule.delta for schedule in clients)
-    return Cost(tuple(map(finite_or_none, most)), deltas, tuple(caveats), loop.facts.names)
 
 
 class _Reporting(Strategy, Callback):

@@ -6,13 +6,16 @@ from typing import Annotated, Literal
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
 from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.search.space import NEVER, below, changes_releases
 
 #: score of a trial -> whether larger is better
 SCORES = {"accuracy": True, "num_params": False, "seconds": False}
 #: sections of a run that apply to models trained on a set
 _ON_A_SET = ("model", "clients", "data", "engine")
 #: options that apply to models trained on a set only
-_ONLY_SET = ("distilled", "networks", "training")
+_ONLY_SET = ("distilled", "set_share", "set_with", "networks", "training")
+#: keys that the run of `set_share` may change
+_OF_THE_SET = ("rounds", "model", "clients", "strategies", "privacy.clip_norm", "engine")
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,17 @@ class SweepOptions:
             high} with an optional step or log: true; whole-number bounds give whole numbers. An additional
             when: {key: value} searches this key only if a key above it has that value.
         objective: set (the server trains new models on a set), public (the run on its public records, which are
-            distributed to its clients) or private (the run on its clients' records, charged in full for every trial,
-            and scored on public records).
+            distributed to its clients) or private (the run on its clients' records, a release of its own in every
+            trial, scored on public records; the report composes all of them).
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records. Models are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.
+        set_share: (objective set, instead of distilled) share in (0, 1) of each client's epsilon for a distilled set,
+            which the command makes first. Its --final run gets what is left: both together, composed, cost each client
+            at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot be
+            searched then.
+        set_with: (with set_share) dotted key -> value of the run that makes the set, such as rounds or
+            strategies.distillation.images_per_class; everything else is that of the run.
         networks: (objective set) number of models per trial, from different initialisations, >= 1.
         training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
@@ -49,6 +58,8 @@ class SweepOptions:
     space: dict = field(default_factory=dict)
     objective: Literal["set", "public", "private"] = "set"
     distilled: str | None = None
+    set_share: Annotated[float | None, Bound("be in (0, 1)", lambda share: share is None or 0 < share < 1)] = None
+    set_with: dict = field(default_factory=dict)
     networks: AtLeastOne = 1
     training: dict = field(default_factory=dict)
     trials_with: dict = field(default_factory=dict)
@@ -79,6 +90,7 @@ def check(sweep: SweepOptions) -> None:
             must = f"be left out with objective {sweep.objective}, because it is only for objective set"
             require(value == getattr(SweepOptions(), key), f"sweep.{key}", must, value)
         return
+    _check_share(sweep)
     for name in ("learning_rate", "batch_size"):
         searched = f"clients.{name}" in sweep.space or f"clients.{name}" in sweep.trials_with
         must = f"be left out if clients.{name} is given for trials, because it would replace that value"
@@ -86,3 +98,22 @@ def check(sweep: SweepOptions) -> None:
     for key, value in sweep.trials_with.items():
         must = f"be a key of {', '.join(_ON_A_SET)} with objective set, whose models ignore all other keys"
         require(key.split(".")[0] in _ON_A_SET, f"sweep.trials_with.{key}", must, value)
+
+
+def _check_share(sweep: SweepOptions) -> None:
+    """Raise UserError if an option contradicts `set_share`."""
+    if sweep.set_share is None:
+        advice = "Set sweep.set_share, or make the set by itself with fit."
+        require(not sweep.set_with, "sweep.set_with", "be left out without sweep.set_share", sweep.set_with, advice)
+        return
+    require(sweep.distilled is None, "sweep.distilled", "be null with sweep.set_share", sweep.distilled)
+    advice = "Other machines can search on the finished set: --sweep.distilled FOLDER/set."
+    must = "be null with sweep.set_share, because another machine would make, and charge, another set"
+    require(sweep.storage is None, "sweep.storage", must, sweep.storage, advice)
+    for key in sweep.space:
+        must = "be left out with sweep.set_share: the releases of the final run must be known before the set is made"
+        require(not changes_releases([key]), f"sweep.space.{key}", must, sweep.space[key])
+    for key, value in sweep.set_with.items():
+        must = f"be a key of {', '.join(_OF_THE_SET)}, because records and budget of the set are those of the run"
+        fits = below(key, _OF_THE_SET) and not below(key, NEVER)
+        require(fits, f"sweep.set_with.{key}", must, value)

@@ -19,6 +19,9 @@ from dpfl_lightning.search.space import Dimension
 
 Dimensions = Mapping[str, Dimension]
 
+#: samplers whose draws do not depend on results
+INDEPENDENT = ("random", "grid", "qmc")
+
 
 # Each sampler gets the dimensions, the seed of this worker and the seed that all workers share; options follow.
 

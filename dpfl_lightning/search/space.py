@@ -18,7 +18,10 @@ SEARCHED = {
     "public": ("rounds", "model", "clients", "privacy", "strategies"),
     "private": ("rounds", "model", "clients", "privacy.clip_norm", "strategies"),
 }
-_NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "privacy.signing_keys")
+#: keys that change neither number, sampling nor noise multiplier of a run's releases, with all keys below them
+_SAME_RELEASES = ("model", "clients.learning_rate", "clients.optimizer", "clients.schedule", "privacy.clip_norm")
+#: keys that must be the same in all runs
+NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "privacy.signing_keys")
 _WHY = {
     "set": "Other keys do not affect models that the server trains on a set. Objective public searches the whole run.",
     "public": "A search cannot choose the data, nor how the run is executed and reported.",
@@ -96,6 +99,15 @@ def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
     return dimensions
 
 
+def changes_releases(keys: Iterable[str]) -> bool:
+    """Return whether one of these keys can change the releases that a run plans, and not only their content.
+
+    >>> changes_releases(["model.width", "privacy.clip_norm"]), changes_releases(["clients.batch_size"])
+    (False, True)
+    """
+    return not all(below(key, _SAME_RELEASES) for key in keys)
+
+
 def drawn(dimensions: Mapping[str, Dimension], draw: Callable[[Dimension], Any]) -> dict[str, Any]:
     """Return key -> `draw(dimension)` for the keys whose conditions hold."""
     values: dict[str, Any] = {}
@@ -155,16 +167,17 @@ def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
 # ---- one key
 
 
+def below(key: str, names: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of these names, or below one."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def _check_key(key: Any, objective: str) -> None:
     require(isinstance(key, str), "sweep.space", "have dotted keys of a run", key)
-
-    def below(names: Iterable[str]) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in names)
-
     known = SEARCHED[objective]
     must = f"be {', '.join(known)} or a key below, with objective {objective}"
     advice = f"{nearest(key, known) or nearest(key.partition('.')[0], known)} {_WHY[objective]}".strip()
-    require(below(known) and not below(_NEVER), f"sweep.space.{key}", must, key, advice)
+    require(below(key, known) and not below(key, NEVER), f"sweep.space.{key}", must, key, advice)
 
 
 def _choices(key: str, choices: Any, when: dict | None = None) -> Dimension:
@@ -212,7 +225,7 @@ def _check_inside(key: str, where: str, choices: Iterable[Any]) -> None:
         for name, inner in value.items() if isinstance(value, Mapping) else ():
             below = f"{key}.{name}"
             advice = "It must be the same in all trials; set it for the run."
-            require(below not in _NEVER, where, f"leave {below} out", value, advice)
+            require(below not in NEVER, where, f"leave {below} out", value, advice)
             _check_inside(below, where, [inner])
 
 

@@ -1,0 +1,110 @@
+"""What private trials cost together: composition of the releases, and addition where it is not proven."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import plan
+from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, NonPrivateEvent
+from dpfl_lightning.search.costs import Cost, cost_text, set_text, together, total_cost
+
+PLD = get_accountant("pld")
+
+
+def cost(*events, epsilon=1.0, delta=1e-5, **changed) -> Cost:
+    """Of a run with one client."""
+    return Cost((epsilon,), (delta,), (events,), **changed)
+
+
+def trial(batch_size: int = 100, rounds: int = 10, **changed) -> Cost:
+    """Of a client with 100 records, and epsilon 1 at delta 1e-5."""
+    planned = plan(100, batch_size, rounds, 1e-5, epsilon=1.0, accountant=changed.get("accountant", "pld"))
+    return cost(*planned.schedule.events(), **changed)
+
+
+def epsilon(*costs: Cost) -> float:
+    (promise,) = together(costs)
+    return promise.epsilon
+
+
+def notes(*costs: Cost) -> list[dict]:
+    """As a study returns them."""
+    return [{"cost": json.loads(json.dumps(one.as_dict()))} for one in costs]
+
+
+def test_twenty_full_batch_trials_of_epsilon_1_cost_5_41_and_not_20():
+    total = total_cost(notes(*[trial()] * 20))
+    assert total["epsilon"] == [pytest.approx(5.41, abs=0.005)] and total["delta"] == [1e-5]
+    words = "full batches, accounted by exact Gaussian differential privacy."
+    assert total["guarantee"].endswith(f", 1e-05)-differential privacy per record (add or remove one record), {words}")
+
+
+def test_trials_of_other_batch_sizes_and_rounds_are_composed_by_all_their_releases():
+    different = [trial(10, 3), trial(50, 8), trial(100, 20)]
+    events = [event for one in different for event in one.events[0]]
+    assert epsilon(*different) == PLD.epsilon(events, 1e-5)
+    assert 1 < epsilon(*different) < 3
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_full_batches_that_results_chose_cost_at_least_what_their_budgets_allow(accountant):
+    """A later trial may have fewer rounds because of earlier ones; its budget bounds it whatever it has."""
+    chosen = [trial(rounds=rounds, chosen=True, accountant=accountant) for rounds in (3, 5, 9)]
+    fixed = [dataclasses.replace(one, chosen=False) for one in chosen]
+    assert epsilon(*fixed) <= epsilon(*chosen) <= 1.001 * epsilon(*fixed)
+    half = [dataclasses.replace(one, epsilon=(2.0,)) for one in chosen]
+    assert epsilon(*half) > 1.5 * epsilon(*chosen), "a plan that may still grow to its budget"
+    assert epsilon(chosen[0]) >= 1
+
+
+def test_sampled_batches_that_results_chose_are_added_to_what_is_composed():
+    fixed, chosen = [trial(10), trial(20)], [trial(10, chosen=True), trial(20, chosen=True)]
+    (promise,) = together([*fixed, *chosen])
+    assert promise.epsilon == pytest.approx(epsilon(*fixed) + 2, abs=2e-6) and promise.epsilon >= epsilon(*fixed) + 2
+    assert promise.delta == pytest.approx(3e-5)
+    assert "and addition of the budgets of 2 runs (results of earlier runs chose its releases" in promise.accountant
+    assert epsilon(*chosen) == 2 and not total_cost(notes(*chosen))["composed"]
+
+
+def test_runs_of_another_accountant_are_added_and_of_another_adjacency_refused():
+    (promise,) = together([trial(), trial(accountant="rdp")])
+    assert promise.epsilon == pytest.approx(2, abs=1e-5) and "accountant rdp is not that of" in promise.accountant
+    with pytest.raises(UserError, match=r"`privacy\.adjacency` must be the same"):
+        together([trial(), trial(adjacency="replace_one")])
+
+
+def test_pure_epsilons_add_up_and_nothing_bounds_a_release_without_noise():
+    assert epsilon(*[cost(LaplaceEvent(4.0, 2), delta=0.0, epsilon=0.5)] * 3) == 1.5
+    leak = cost(GaussianEvent(1.0, 2.0), NonPrivateEvent("true losses"), epsilon=None)
+    (promise,) = together([trial(), leak])
+    assert math.isinf(promise.epsilon) and promise.words().startswith("No differential privacy per record: true losses")
+    assert math.isinf(epsilon(trial(), dataclasses.replace(leak, chosen=True)))
+
+
+def test_a_trial_that_died_counts_with_everything_it_planned_and_caveats_are_named_once():
+    caveats = [Caveat("a record may live at several clients"), Caveat("another")]
+    died, complete = (Cost((1.0, 1.0), (1e-5, 1e-4), ((event, *caveats), (event,)), names=("oslo", "rome"))
+                      for event in (GaussianEvent(1.0, 9.0), GaussianEvent(1.0, 3.0, 2)))  # fmt: skip
+    total = total_cost([*notes(died), {}, *notes(complete)])
+    events = [GaussianEvent(1.0, 9.0), GaussianEvent(1.0, 3.0, 2)]
+    assert total["epsilon"] == [PLD.epsilon(events, delta) for delta in (1e-5, 1e-4)] and total["runs"] == 2
+    assert total["names"] == ["oslo", "rome"] and total["guarantee"].count("Caveat: ") == 2
+    assert total_cost([{}]) is None
+
+
+def test_the_headline_holds_for_every_client():
+    total = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "names": [], "runs": 2, "composed": True}
+    words = cost_text({**total, "guarantee": "(4, 2.4644e-05)-differential privacy."})
+    assert "PRIVATE: 2 trials" in words and "2.47e-05" in words
+    assert "at most epsilon 4.0000 at delta 0.002 (client 1 has the largest epsilon; composed)" in words
+
+
+def test_the_cost_of_a_set_is_named_with_its_guarantee():
+    assert "an epsilon without a bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+    guarantee = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
+    text = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": guarantee})
+    assert "at most epsilon 8.0000" in text and text.endswith(f"The set's guarantee: {guarantee}")
