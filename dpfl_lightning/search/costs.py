@@ -27,8 +27,7 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, numbered, once_each
-from dpfl_lightning.privacy.accounting.schedule import calibrate
+from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.text import columns, counted
 
@@ -108,13 +107,11 @@ def replans(loop: FederatedLoop) -> bool:
 def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
     """Return each client's guarantee for all runs, `[N]`; client k is the same, with the same records, in each run.
 
-    The events of the runs are composed by their accountant, at the largest delta of the client. Events that were
-    `chosen` from results are composed if they are full batches with Gaussian noise: the budget of such a run bounds it
-    by one Gaussian mechanism, whatever was chosen. The budgets and deltas of other chosen runs, and of runs with
-    another accountant than the first, are added, and the guarantee says so. Raises UserError if adjacencies differ.
+    The events of the runs are composed by their accountant, at the largest delta of the client. The budgets and deltas
+    of runs whose events were `chosen` from results, and of runs with another accountant than the first, are added, and
+    the guarantee says so. Raises UserError if adjacencies differ.
 
-    Reference: Smith and Thakurta (2022), https://arxiv.org/abs/2210.17520, on full batches; Rogers et al. (2016),
-    https://arxiv.org/abs/1605.08294, on what may be chosen.
+    Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on what may be chosen.
     """
     first, must = costs[0], "be the same for runs whose costs are stated together"
     adjacencies = dict.fromkeys(cost.adjacency for cost in costs)
@@ -125,8 +122,7 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
     joined = [cost for cost in costs if not _why_apart(cost, first)]
     clients = range(len(first.delta))
     if joined:
-        runs = [_in_advance(cost, accountant) if cost.chosen else cost.events for cost in joined]
-        released = [tuple(event for run in runs for event in run[client]) for client in clients]
+        released = [tuple(event for cost in joined for event in cost.events[client]) for client in clients]
         deltas = [max(cost.delta[client] for cost in joined) for client in clients]
         bounds = _bounds(released, deltas, accountant)
 
@@ -157,28 +153,7 @@ def _why_apart(cost: Cost, first: Cost) -> str:
     """Return why the releases of a run cannot be composed with those of the first run; empty if they can."""
     if cost.accountant != first.accountant:
         return f"accountant {cost.accountant} is not that of the other runs"
-    if not cost.chosen:
-        return ""
-    events = [event for events in dict.fromkeys(cost.events) for event in events]
-    protected = [event for event in events if not isinstance(event, Caveat | NonPrivateEvent)]
-    full = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in protected)
-    return "" if full else "results of earlier runs chose its releases, which are not all full batches"
-
-
-def _in_advance(cost: Cost, accountant: Accountant) -> list[tuple[Event, ...]]:
-    """Return, for each client, one full batch with Gaussian noise that costs at least the budget, `[N]`."""
-
-    def release(client: tuple[float | None, float, tuple[Event, ...]]) -> tuple[Event, ...]:
-        epsilon, delta, events = client
-        if epsilon is None:
-            return (*events, NonPrivateEvent("a release without a bound"))
-        line = Planned("budget", GaussianEvent(1.0, None), 1)
-        noise = calibrate([ClientSchedule(epsilon, delta, (line,))], accountant)[0].noise_multiplier("budget")
-        while accountant.epsilon([GaussianEvent(1.0, noise)], delta) < epsilon:
-            noise *= 1 - 1e-6  # calibration is on the side of less epsilon, and here more is safe
-        return (GaussianEvent(1.0, noise),)
-
-    return once_each(release, list(zip(cost.epsilon, cost.delta, cost.events, strict=True)))
+    return "results of earlier runs chose its releases" if cost.chosen else ""
 
 
 def _bound(spent: float | None) -> float:

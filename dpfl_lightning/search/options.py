@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.search.space import NEVER, below, changes_releases
+from dpfl_lightning.search.space import NEVER, below
 
 #: score of a trial -> whether larger is better
 SCORES = {"accuracy": True, "num_params": False, "seconds": False}
@@ -110,9 +110,6 @@ def _check_share(sweep: SweepOptions) -> None:
     advice = "Other machines can search on the finished set: --sweep.distilled FOLDER/set."
     must = "be null with sweep.set_share, because another machine would make, and charge, another set"
     require(sweep.storage is None, "sweep.storage", must, sweep.storage, advice)
-    for key in sweep.space:
-        must = "be left out with sweep.set_share: the releases of the final run must be known before the set is made"
-        require(not changes_releases([key]), f"sweep.space.{key}", must, sweep.space[key])
     for key, value in sweep.set_with.items():
         must = f"be a key of {', '.join(_OF_THE_SET)}, because records and budget of the set are those of the run"
         fits = below(key, _OF_THE_SET) and not below(key, NEVER)

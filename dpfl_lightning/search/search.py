@@ -68,6 +68,12 @@ class Search:
         self._url = without_password(url)
         self.budget: SharedBudget | None = None
         if sweep.set_share is not None:
+            must = (
+                "be left out with sweep.set_share: the releases of the final run must be known before the set is made"
+            )
+            for key in sweep.space:
+                known = not changes_releases([key], self.options.strategies)
+                require(known, f"sweep.space.{key}", must, sweep.space[key])
             self._source: str | None = str(self.folder / "set")
             if not helping:
                 self.budget = SharedBudget(sweep, self.options, Path(self._source))
@@ -174,8 +180,8 @@ class Search:
             how = "Every trial is a separate release with the whole budget; at the end, all of them are composed."
             if self._chosen_by_sampler:
                 how += (
-                    f" Results choose the releases of later trials with sampler {sweep.sampler['name']}: budgets of "
-                    f"trials that are no full batches are added instead. Sampler {', '.join(INDEPENDENT)} avoids this."
+                    f" Results choose the releases of later trials with sampler {sweep.sampler['name']}: their budgets "
+                    f"are added instead. Sampler {', '.join(INDEPENDENT)} avoids this."
                 )
             print(shown(how))
         print(flush=True)
@@ -185,7 +191,11 @@ class Search:
     @property
     def _chosen_by_sampler(self) -> bool:
         """Whether results of earlier trials can change what later trials release."""
-        return self.sweep.sampler["name"] not in INDEPENDENT and changes_releases(self.dimensions)
+        return self.sweep.sampler["name"] not in INDEPENDENT and self._changes_releases
+
+    @property
+    def _changes_releases(self) -> bool:
+        return changes_releases(self.dimensions, self.options.strategies)
 
     def work(self) -> None:
         """Run trials until the study has all of them, together with any other workers."""
@@ -196,7 +206,10 @@ class Search:
         running.note("host", socket.gethostname())
 
         def charge(cost: Cost) -> None:
-            cost = dataclasses.replace(cost, chosen=cost.chosen or self._chosen_by_sampler)
+            earlier = any(
+                noted["cost"]["chosen"] for noted in self.study.begun() if "cost" in noted
+            )  # one may be repeated
+            cost = dataclasses.replace(cost, chosen=cost.chosen or earlier or self._chosen_by_sampler)
             running.note("cost", cost.as_dict())
 
         # Several studies may share a folder, and each of them numbers its trials from 0.
@@ -298,7 +311,7 @@ class Search:
         if result["test_accuracy"] is not None:
             score = "test accuracy" if result["test_set"] else "mean accuracy over clients on held-out records"
             print(shown(f"Final {score} {result['test_accuracy']:.2%}. {result['guarantee']}"))
-        chosen = changes_releases(self.dimensions)
+        chosen = self._changes_releases
         of_set = with_the_set(self._source, self.objective.card, final, chosen)
         of_trials = with_the_trials(self.study.begun(), self._in_trials({}), final, chosen)
         for words in filter(None, (of_set, of_trials)):

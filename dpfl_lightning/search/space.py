@@ -19,7 +19,10 @@ SEARCHED = {
     "private": ("rounds", "model", "clients", "privacy.clip_norm", "strategies"),
 }
 #: keys that change neither number, sampling nor noise multiplier of a run's releases, with all keys below them
-_SAME_RELEASES = ("model", "clients.learning_rate", "clients.optimizer", "clients.schedule", "privacy.clip_norm")
+_SAME_RELEASES = ("clients.learning_rate", "clients.optimizer", "clients.schedule")
+#: the same, but beside strategies that plan releases by the size of the net and the clip norm
+_SAME_FOR_MOST = ("model", "privacy.clip_norm")
+_PLAN_BY_NET = ("biased_selection", "clustered", "reweighted_selection")
 #: keys that must be the same in all runs
 NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "privacy.signing_keys")
 _WHY = {
@@ -99,13 +102,18 @@ def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
     return dimensions
 
 
-def changes_releases(keys: Iterable[str]) -> bool:
+def changes_releases(keys: Iterable[str], strategies: Iterable[str]) -> bool:
     """Return whether one of these keys can change the releases that a run plans, and not only their content.
 
-    >>> changes_releases(["model.width", "privacy.clip_norm"]), changes_releases(["clients.batch_size"])
+    Of a user's own `strategies` it is not known what they plan by.
+
+    >>> changes_releases(["model.width"], ["uniform"]), changes_releases(["clients.batch_size"], ["uniform"])
     (False, True)
+    >>> changes_releases(["model.width"], ["biased_selection"])
+    True
     """
-    return not all(below(key, _SAME_RELEASES) for key in keys)
+    by_net = any(name in _PLAN_BY_NET or "." in name for name in strategies)
+    return not all(below(key, _SAME_RELEASES + (() if by_net else _SAME_FOR_MOST)) for key in keys)
 
 
 def drawn(dimensions: Mapping[str, Dimension], draw: Callable[[Dimension], Any]) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.mechanism import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS)
 SIMULATED = PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY)
+FULL = ClientOptions(count=4, batch_size=None, learning_rate=0.1)
 
 
 def holders(folder, key: bytes) -> list[str]:
@@ -241,3 +242,24 @@ def test_the_command_protects_unless_a_key_is_given(tmp_path, capsys, monkeypatc
     assert fit([*argv, str(tmp_path / "simulated"), "--privacy.noise_key", FIXED_KEY]) == 0
     out = capsys.readouterr().out
     assert "noise simulated" in out and "Simulated, nobody is protected" in out
+
+
+@pytest.mark.parametrize("engine", ["fast", "serial"])
+def test_dropout_is_as_secret_as_noise(engine, make_loop, monkeypatch):
+    """If the draws of a net were known, one record less would change those of all later ones."""
+    privatise, sums = Mechanism.privatise, []
+
+    def seen(self, total, *args, **more):
+        sums[-1].append(total.clone())
+        return privatise(self, total, *args, **more)
+
+    monkeypatch.setattr(Mechanism, "privatise", seen)
+    state = torch.get_rng_state()
+    for privacy in (PROTECTED, PROTECTED, SIMULATED, SIMULATED):
+        sums.append([])
+        net = torch.nn.Sequential(torch.nn.Dropout(0.5), *small_net())
+        torch.set_rng_state(state)
+        make_loop(module=ClientModule(net), privacy=privacy, clients=FULL, rounds=1, engine=engine).run()
+    one, other, simulated, again = sums
+    assert len(one) == 4 and not any(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(simulated, again, strict=True)), "a simulation can be repeated"

@@ -74,9 +74,8 @@ def test_a_run_has_all_metrics_and_is_read_beside_its_reference(run, groups, cap
 
 def test_the_leaderboards_number_is_that_of_the_test_set_where_data_are_alike(run, groups):
     groups |= {"data__test_per_client": 16, "data__public_records": 100, "data__records_per_client": 70}
-    plain, local = run(
-        "leaderboard.tuning --rows local_0.05,dpfedavg_0.1 --columns alike --seeds 0 --rounds 1 --clients.batch_size 10", **groups
-    )
+    words = "leaderboard.tuning --rows local_0.05,dpfedavg_0.1 --columns alike --seeds 0 --rounds 1"
+    plain, local = run(f"{words} --clients.batch_size 10", **groups)
     for cell in (local, plain):
         assert cell["values"]["accuracy"] == pytest.approx(cell["values"]["test_accuracy"])
     assert len(set(plain["clients"]["accuracy"])) == 1 < len(set(local["clients"]["accuracy"]))

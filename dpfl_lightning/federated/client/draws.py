@@ -18,15 +18,15 @@ def generator_states(device: torch.device) -> list[object]:
 
 
 @contextmanager
-def drawing_alike(device: torch.device) -> Iterator[None]:
-    """Set all generators to the same state, and restore them afterwards."""
+def drawing_alike(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Set all generators to the state of a seed of up to 64 bits, and restore them afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would format a traceback for each kind of device
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would format a traceback for each kind of device
         if device.type == "cuda":
-            torch.cuda.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
+            torch.cuda.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         try:
             yield
         finally:

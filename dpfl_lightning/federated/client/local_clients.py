@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,8 +94,9 @@ class LocalClients:
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
         keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
+        self._streams = self.streams(plan)
         with naming_layers(self.module.net):
-            self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
+            self.engine.setup(self.module, self.population, self._streams, self.sampling)
             with drawing_alike(self.device):
                 self.seconds_per_record(batch_size=1)
         try:
@@ -166,13 +168,24 @@ class LocalClients:
         accepted, self._accepted = self._accepted, None
         if accepted is None or accepted[0] is not plan:
             raise RuntimeError("clients train by the last plan that they have accepted, and only once")
-        return self.engine.train(plan, models, accepted[1], raw_weights)
+        with self._secret_draws("training", plan.round):
+            return self.engine.train(plan, models, accepted[1], raw_weights)
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         check_answerable(query)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
-        return self.engine.ask(query.only(clients), round, numbers)
+        with self._secret_draws(query.purpose, round):
+            return self.engine.ask(query.only(clients), round, numbers)
+
+    def _secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]:
+        """Seed what nets draw, such as dropout, as secretly as noise.
+
+        If the draws of each record were known, one record more or less would move those of all others, and a sum by
+        more than the clip norm. Draws that nobody knows have the same distribution for each record.
+        """
+        seed = self._streams.generator(f"draws of nets, {purpose}", round, client=0).words(1)[0]
+        return drawing_alike(self.device, int(seed))
 
     def can_pay(self) -> bool:
         return self.budgets.can_pay()
