@@ -634,8 +634,8 @@ def test_runs_that_do_not_fit_are_refused(start, parts, options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"smallest_distance": "a"}, r"smallest_distance` must be a number above 0, at most 2, got 'a'"),
-        ({"first_round_share": None}, r"first_round_share` must be a number above 0, below 1, got None"),
+        ({"smallest_distance": "a"}, r"smallest_distance` must be above 0 and at most 2, got 'a'"),
+        ({"first_round_share": None}, r"first_round_share` must be above 0 and below 1, got None"),
         ({"min_cluster_size": 2.5}, r"min_cluster_size` must be a whole number of at least 1, got 2\.5"),
         ({"selection_epsilon": "a"}, r"selection_epsilon` must be above 0 and finite, got 'a'"),
         ({"selection_rounds": 1.5}, r"selection_rounds` must be a whole number >= 1, got 1\.5"),
