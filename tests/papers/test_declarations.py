@@ -204,9 +204,9 @@ noise_aware.table19 weiavg eps2.6 paper: {privacy.epsilon: 2.6, clients.batch_si
 noise_aware.table20 robust_hdp eps0.35 paper: {privacy.epsilon: 0.35, clients.learning_rate: 0.0002}
 noise_aware.fedavg fedavg mnist paper: {privacy: null, data.name: mnist}
 noise_aware.table3_measured one_round dist9 paper: {privacy.accountant: paper_ma, rounds: 200}
-leaderboard.tuning local_0.05 unlike small:
+leaderboard.tuning local_0.05 groups small:
   {clients.learning_rate: 0.05, data.groups: {name: rotation, sizes: [3, 5, 6, 6]}}
-leaderboard.tuning fedavg_0.1 alike small: {privacy: null, data.groups: null, rounds: 10}
+leaderboard.tuning fedavg_0.1 dist1 small: {privacy: null, data.groups: null, rounds: 10}
 clustered.table5 dpfedavg eps10 small: {strategies: {size_weighted: {}}, privacy.epsilon: 10.0}
 clustered.table5 ours eps2 small: {data.records_per_client: 2285, data.public_records: 12000}
 clustered.table3 ifca eps5 paper:

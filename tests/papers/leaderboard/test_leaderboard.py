@@ -34,7 +34,7 @@ def results(tmp_path, monkeypatch):
     run._options.cache_clear()
 
 
-def tune(results, row: str, accuracies: list[float], column: str = "alike", seeds=(0, 1, 2)) -> None:
+def tune(results, row: str, accuracies: list[float], column: str = "dist1", seeds=(0,)) -> None:
     for name, accuracy in zip(candidates(TABLE, row).values(), accuracies, strict=False):
         for seed in seeds:
             write(results, Cell(TUNING, name, column, "small", seed), held(accuracy=accuracy))
@@ -57,23 +57,23 @@ def test_a_setting_has_the_best_mean_over_the_seeds(results):
         ([75.0, 70.0, 75.0], 0.1),
     ):
         tune(results, "dpfedavg", accuracies)
-        for column in ("dist1", "dist7"):
-            assert chosen("dpfedavg", column, "small") == setting, accuracies
-    tune(results, "dpfedavg", [70.0, 70.0, 79.0], seeds=[2])
-    assert chosen("dpfedavg", "dist1", "small") == 0.4, "75, 70 and 76.3 in the mean"
-    tune(results, "dpfedavg", [50.0, 60.0, 50.0], "unlike")
+        assert chosen("dpfedavg", "dist1", "small") == setting, accuracies
+    tune(results, "dpfedavg", [70.0, 70.0], seeds=[1])
+    assert chosen("dpfedavg", "dist1", "small") == 0.1, "0.4 has no seed 1 yet"
+    tune(results, "dpfedavg", [70.0, 70.0, 79.0], seeds=[1])
+    assert chosen("dpfedavg", "dist1", "small") == 0.4, "72.5, 70 and 77 in the mean"
+    tune(results, "dpfedavg", [50.0, 60.0, 50.0], "groups")
     assert chosen("dpfedavg", "groups", "small") == chosen("dpfedavg", "dirichlet", "small") == 0.2
     alike, unlike = choices(TABLE, finished(results, TABLE, "small")).split("\n\n")
-    assert alike == "Chosen for alike data: DPFedAvg, 0.4 (an end of the range)."
-    assert unlike == "Chosen for four groups: DPFedAvg, 0.2."
+    assert alike == "Chosen for Dist1: DPFedAvg, 0.4 (an end of the range)."
+    assert unlike == "Chosen for four groups, Dist1: DPFedAvg, 0.2."
     some = TABLE.restricted(["dpfedavg_0.2"], None)
     assert choices(some, finished(results, some, "small")) == "", "three rows decide, not one"
 
 
 def test_missing_cells_of_the_tuning_are_named_and_nothing_is_made(results, tmp_path, capsys):
-    tune(results, "mr_mtl", [70.0, 71.0])
-    tune(results, "mr_mtl", [70.0, 71.0, 72.0], seeds=[0])
-    words = "leaderboard.tuning --rows mr_mtl_1.25 --columns alike --seeds 1,2"
+    tune(results, "mr_mtl", [70.0, 71.0], "dist5")
+    words = "leaderboard.tuning --rows mr_mtl_1.25 --columns dist5"
     with pytest.raises(NotYet, match=words):
         chosen("mr_mtl", "dist5", "small")
     places = ["--results", str(results), "--runs", str(tmp_path / "runs")]
@@ -101,7 +101,7 @@ def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(result
     argv = ["leaderboard", "--jobs", "1", "--no_table", "--results", str(results)]
     assert command.main(argv) == 0
     names = [cell.experiment for cell in made]
-    assert names == [TUNING] * 216 + [ACCURACY.name] * 243 and len(set(made)) == len(made)
+    assert names == [TUNING] * 204 + [ACCURACY.name] * 243 and len(set(made)) == len(made)
     runs = {repr(run.declared_options(cell)): cell for cell in made}
     assert len(runs) == len(made), "no run is made twice"
     for cell in made:
@@ -117,7 +117,7 @@ def test_the_tuning_sees_public_records_only_and_has_three_settings_a_row():
     for cell in required_cells(TABLE, "small", None):
         data, rounds = options(cell).data, options(cell).rounds
         assert data.use_public and data.public_records == 12_000 and data.test_per_client == 2000 and rounds == 10
-        assert (data.groups is None) == (cell.column == "alike")
+        assert (data.groups is None) == (cell.column != "groups")
 
 
 def test_rows_of_a_column_differ_in_their_method_alone(results):
@@ -158,7 +158,8 @@ def test_the_figure_has_the_columns_of_alike_data_by_the_spread_of_their_budgets
 
 
 def test_uniform_weights_are_weights_by_size_where_all_clients_have_as_many_records(results):
-    tune(results, "dpfedavg", [50.0, 60.0, 50.0]), tune(results, "dpfedavg", [50.0, 60.0, 50.0], "unlike")
+    for column in TABLE.columns:
+        tune(results, "dpfedavg", [50.0, 60.0, 50.0], column)
     for column in ACCURACY.columns:
         _, row, place = ACCURACY.source("uniform", column)
         each = options(Cell(ACCURACY.name, row, place, "small", 0)).data.records_per_client
