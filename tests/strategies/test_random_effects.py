@@ -1,4 +1,4 @@
-"""Random-effects weights: shares by formula, kept whoever is selected, and the variance between clients found."""
+"""Random-effects weights: shares by formula, kept for any selection, and the variance between clients found."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def noise_of(loop):
 
 @pytest.mark.parametrize("selection", [{}, {"uniform_selection": {"clients_per_round": 3}}], ids=["all", "some"])
 @pytest.mark.parametrize("between", [0.0, 0.05])
-def test_an_update_counts_by_its_clients_share_whoever_else_is_there(between, selection, make_loop):
+def test_an_update_counts_by_its_clients_share_beside_any_others(between, selection, make_loop):
     loop, strategy = planned(make_loop, **selection)
     strategy._compare = lambda updates, view: None
     strategy._spread, strategy._precision = between, 1.0

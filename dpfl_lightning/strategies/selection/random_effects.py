@@ -26,7 +26,7 @@ class RandomEffects(Strategy):
     released updates of all rounds so far: their spread minus the known noise. These shares minimise the mean squared
     error of the run's mean update. They are equal where noise is small, and those of least noise where it dominates.
 
-    In a round of a run of H rounds an update has the weight `q_n H / T_n`, so that the shares hold whoever is selected;
+    In a round of a run of H rounds an update has the weight `q_n H / T_n`, so that the shares hold for any selection;
     the weights of a round have the sum 1 on average only. With Gaussian noise of full batches the noise then depends on
     the shares alone, so beside `uniform_selection` no quotas are better. The share of a client that is away is not
     used. With several models, shares are of each model's clients. Budgets, batch sizes and clip norms are trusted.
