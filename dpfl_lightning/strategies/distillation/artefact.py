@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
 
@@ -42,9 +42,9 @@ class DistilledSet:
         folder = Path(folder)
         _require_finite(self.x, folder / TENSORS)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
-        path = write_atomically(folder / TENSORS, lambda partial: torch.save(tensors, partial))
+        path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
         card = {**self.card, "sha256": _digest(path)}
-        write_atomically(folder / CARD, lambda partial: partial.write_text(json.dumps(card, indent=2) + "\n"))
+        write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> DistilledSet:
