@@ -12,8 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.privacy.ledger.file import Head, Verified, check_lag, parsed, read_small
+from dpfl_lightning.privacy.ledger.file import Head, Verified, check_lag, read_small
 from dpfl_lightning.runtime.files import write_text
+from dpfl_lightning.runtime.strict_json import parsed
 
 PrivateKeys = Mapping[int, Ed25519PrivateKey]
 PublicKeys = Mapping[int, Ed25519PublicKey]
