@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -85,4 +86,4 @@ def test_a_fault_of_the_machine_is_one_line_with_the_way_to_resume(capsys):
     words = "error: `run/checkpoint.pt` must be accessible, got: No space left on device. The run was saved. When you "
     assert capsys.readouterr().err == f"{words}have fixed the cause, resume with: x\n"
     with pytest.raises(FileNotFoundError):  # a bug keeps its traceback
-        command(lambda argv: open("/nowhere/at/all"))([])
+        command(lambda argv: Path("/nowhere/at/all").stat())([])
