@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
-
-#: what reading damaged files may raise
-_DAMAGED = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +51,10 @@ class DistilledSet:
         advice = f"A finished run of strategy distillation writes {TENSORS} and {CARD}."
         require(path.is_file() and card_path.is_file(), "distilled", must, str(folder), advice)
         try:
-            tensors, card = torch.load(path, weights_only=True), json.loads(card_path.read_text())
+            tensors, card = read_tensors(path), read_json(card_path)
             x, y = tensors["x"], tensors["y"]
             fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1] and card.pop("sha256")
-        except _DAMAGED as error:
+        except (KeyError, AttributeError, TypeError) as error:
             raise UserError(f"`{path}` must be a distilled set, got a damaged file: {error}.") from None
         must = f"be the card of {TENSORS} in this folder"
         require(fits == _digest(path), str(card_path), must, "that of another set")
