@@ -22,6 +22,7 @@ class FedProx(Strategy):
     """
 
     needs_training = True
+    pulls = True
 
     def __init__(self, pull: float = 0.01) -> None:
         require(pull >= 0, "strategies.fedprox.pull", "be >= 0", pull)

@@ -25,6 +25,8 @@ class MrMtl(Local):
     term outside the clipping, where it does not use up the clip norm.
     """
 
+    pulls = True
+
     def __init__(self, pull: float = 1.0) -> None:
         require(pull >= 0, "strategies.mr_mtl.pull", "be >= 0", pull)
         self._pull = float(pull)
