@@ -12,6 +12,8 @@ from dpfl_lightning.build import build_loop
 from dpfl_lightning.federated.messages.clients import Clients
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.view import View
 from experiments.papers.recorder import Recorder, guarantee_of
 from experiments.papers.run import CellContext
 
@@ -30,8 +32,8 @@ def _collude(true: Tensor, honest: Tensor, generator: torch.Generator) -> Tensor
     return (-mean / mean.norm() * honest.norm(dim=1).median()).expand_as(true)
 
 
-#: name -> attack: ten times the opposite; ten times its length of noise; a hundredth; one vector, sent by all attackers,
-#: against the mean of the others and as long as their median update
+#: name -> attack: ten times the opposite; ten times its length of noise; a hundredth; one vector, sent by all
+#: attackers, against the mean of the others and as long as their median update
 ATTACKS: Mapping[str, Attack] = {
     "flip": lambda true, honest, generator: -10 * true,
     "noise": _noise,
@@ -79,7 +81,25 @@ def attacked(context: CellContext) -> dict[str, Any]:
             count = loop.facts.num_clients
             order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed)).tolist()
             attackers = frozenset(order[: round(share * count)])
-            loop.clients = HostileClients(loop.clients, ATTACKS[attack], attackers, options.seed)
+            loop.clients = HostileClients(loop.clients, ATTACKS[attack], attackers, options.seed)  # type: ignore[assignment]
         result = loop.run()
     values = recorder.record["values"]
     return {"values": {**values, "accuracy": values["test_accuracy"]}, **guarantee_of(result)}
+
+
+class FalseAlarms(Recorder):
+    """Counts honest updates, and those that `noise_floor` leaves out."""
+
+    _kept = ("_curve", "_updates", "_removed")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._updates, self._removed = 0, 0.0
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        super().on_round_end(view, report)
+        self._updates += len(report.clients)
+        self._removed += float(report.metrics["below_noise_floor"])
+
+    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
+        return {**super()._values(view, result), "updates": self._updates, "removed": self._removed}
