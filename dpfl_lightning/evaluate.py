@@ -61,6 +61,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.dummy_data import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
+    from dpfl_lightning.federated.client.folder import ClientFolder
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.federated.server.folder import RunFolder
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
@@ -106,7 +107,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     personal = None
     if module.personal:
         readable = os.access(RunFolder(run).checkpoint, os.R_OK)
-        saved = RunFolder(run).load_checkpoint(module.device) if readable else None
+        saved = RunFolder(run).load_checkpoint(module.device, ClientFolder(run).seal) if readable else None
         if personal := saved is not None:
             engine.load_state_dict({"personal": saved["clients"]["personal"], "counts": engine.counts})
         else:

@@ -12,6 +12,10 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.exchange import Released
+from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.noise import Streams
 
@@ -124,6 +128,41 @@ def one_noise(monkeypatch):
         return Streams(bytes(32)) if self.simulated else usual(self, plan)
 
     monkeypatch.setattr(LocalClients, "streams", streams)
+
+
+@pytest.fixture
+def over_the_wire(monkeypatch):
+    """Every message between a server and its clients in this process crosses as bytes, as it would between machines.
+
+    Clients then send single updates, which are added up where they arrive.
+    """
+    usual = {name: getattr(LocalClients, name) for name in ("begin", "change", "accept", "train", "ask", "evaluate")}
+
+    def crossed(message):
+        return wire.decode(type(message), wire.encode(message))
+
+    def accept(self, plan):
+        self.at_the_clients = usual["accept"](self, crossed(plan))
+        return crossed(self.at_the_clients)
+
+    def train(self, plan, models, raw_weights):
+        models = crossed(ClientModels(models, ())).models
+        received = UpdateBuffer(plan, raw_weights)
+        received.merge(crossed(usual["train"](self, self.at_the_clients, models, None)))
+        return received.updates()
+
+    def ask(self, query, round):
+        answers = usual["ask"](self, crossed(query), round)
+        return {client: crossed(Released(answer, ())).value for client, answer in answers.items()}
+
+    over = {
+        "begin": lambda self, folder, plan, *state: usual["begin"](self, folder, crossed(plan), *state),
+        "change": lambda self, schedule: usual["change"](self, crossed(schedule)),
+        "evaluate": lambda self, models: crossed(usual["evaluate"](self, crossed(models))),
+        **{"accept": accept, "train": train, "ask": ask},
+    }
+    for name, method in over.items():
+        monkeypatch.setattr(LocalClients, name, method)
 
 
 FIXED_KEY = "00112233445566778899aabbccddeeff"

@@ -178,7 +178,8 @@ def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_t
     assert with_them["test_loss"] == pytest.approx(result["test_loss"]) and with_them["personal"] is True
     assert [row["loss"] for row in with_them["clients"]] == pytest.approx([row["loss"] for row in result["clients"]])
 
-    (place / "run" / "checkpoint.pt").unlink()
+    for checkpoint in (place / "run").glob("checkpoint*.pt"):
+        checkpoint.unlink()
     assert evaluate_command(["run", "--json"]) == 0
     printed = capsys.readouterr()
     without = json.loads(printed.out)

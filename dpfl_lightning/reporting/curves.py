@@ -18,7 +18,7 @@ from dpfl_lightning.federated.server.folder import HISTORY
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 
 FILE = HISTORY
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
@@ -49,7 +49,7 @@ class Curves(Callback):
     def on_fit_start(self, view: View) -> None:
         path = view.run.output_dir / HISTORY
         kept = [one for one in read(path) if one.round < view.round]
-        write_atomically(path, lambda partial: partial.write_text("".join(map(_line, kept)), encoding="utf-8"))
+        write_text(path, "".join(map(_line, kept)))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         with (view.run.output_dir / HISTORY).open("a", encoding="utf-8") as file:

@@ -17,6 +17,7 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
+pytestmark = pytest.mark.usefixtures("over_the_wire")  # no strategy gets more than the messages of the wire
 NAMES = sorted(strategies.STRATEGIES)
 #: what a strategy needs of four clients: its options, and the loop's
 OPTIONS = {

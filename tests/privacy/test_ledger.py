@@ -14,6 +14,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head, Header, head_bytes, head_file, read_head, verify
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger, read_ledger
+from dpfl_lightning.runtime.strict_json import parsed
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
 HEADER = Header(
@@ -417,9 +418,9 @@ def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, valu
     ],
 )
 def test_json_is_strict(text):
-    assert ledger_file.parsed(b'[-9223372036854775808, 1.5, "\xc3\xa9"]') == [-(2**63), 1.5, "\u00e9"]
+    assert parsed(b'[-9223372036854775808, 1.5, "\xc3\xa9"]') == [-(2**63), 1.5, "\u00e9"]
     with pytest.raises(ValueError):
-        ledger_file.parsed(text)
+        parsed(text)
 
 
 def test_a_header_of_other_types_or_ranges_is_an_error(written):

@@ -19,8 +19,9 @@ from dpfl_lightning.privacy.accounting.guarantee import (
     Guarantee,
     in_words,
 )
-from dpfl_lightning.privacy.ledger.file import Head, Header, Verified, parsed, read_small
+from dpfl_lightning.privacy.ledger.file import Head, Header, Verified, read_small
 from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.runtime.strict_json import parsed
 
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
 FILTER = "as a privacy filter: the whole budget is what holds"

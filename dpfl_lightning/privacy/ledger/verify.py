@@ -38,7 +38,7 @@ from dpfl_lightning.privacy.ledger.results import (
     results_of,
 )
 from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import columns, shown
 
 _TOGETHER = (
@@ -153,7 +153,7 @@ class LedgerReport:
             rows.append({"client": client, **numbers, "neighboring_relation": relation, "event": event})
         facts = {"adjacency": adjacency, "accountant": self.accountant, "ledgers": self.as_dict()["ledgers"]}
         content = {"about": ABOUT, **facts, "clients": rows}
-        write_atomically(path, lambda partial: partial.write_text(json.dumps(content, indent=1) + "\n"))
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
     def text(self) -> str:
         """Return what was verified, a row for each client, and the weakest guarantee."""

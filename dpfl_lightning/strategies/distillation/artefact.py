@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
 #: images and labels, the card for programs, and the data card for people
 TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
@@ -55,9 +55,9 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         folder = Path(folder)
         _require_finite(self.x, folder / TENSORS)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
-        path = write_atomically(folder / TENSORS, lambda partial: torch.save(tensors, partial))
+        path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
         card = {**self.card, "sha256": _digest(path)}
-        write_atomically(folder / CARD, lambda partial: partial.write_text(json.dumps(card, indent=2) + "\n"))
+        write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path, transform: Callable[[Tensor], Any] | None = None) -> DistilledSet:

@@ -13,7 +13,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.strategies.distillation import costs
 from dpfl_lightning.strategies.distillation.artefact import DATA_CARD, DistilledSet
 from dpfl_lightning.strategies.distillation.data_card import data_card
@@ -49,8 +49,7 @@ class SetStrategy(Strategy, Callback):
             x, y = (one.cpu() for one in self._synthetic(view).records)
             made, folder = DistilledSet(x, y, card), view.run.output_dir
             made.save(folder)
-            words = data_card(made, view.run.options)
-            write_atomically(folder / DATA_CARD, lambda partial: partial.write_text(words, encoding="utf-8"))
+            write_text(folder / DATA_CARD, data_card(made, view.run.options))
 
     def _synthetic(self, view: View) -> SyntheticSet:
         """Return the set as it is now."""

@@ -1,0 +1,130 @@
+"""What a server and the node of a site say to each other. `wire` turns these messages into bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.federated.messages.plan import Job
+from dpfl_lightning.federated.messages.query import Query
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
+
+Release = GaussianEvent | LaplaceEvent | SelectionEvent | NonPrivateEvent
+
+#: code of a refusal -> what it means; a refusal says nothing else
+REFUSALS = {
+    "malformed": "the bytes are no message of this version",
+    "unknown_plan": "the site has not accepted a plan with this hash",
+    "withdrawn": "the site has left the study",
+    "not_planned": "the accepted plan has no such release, or the values do not fit it",
+    "spent": "all releases that the plan has for this purpose are paid for",
+    "halted": "an earlier computation failed, and the operator of the site has to look at it",
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A whole run as sites accept it, which `plan --export` writes. Its hash is part of every later message.
+
+    Args:
+        version: of this package; all sides have the same one.
+        run: random name of the run, 32 hexadecimal digits: one configuration can run several times.
+        names: of the clients; empty if they have only numbers.
+        adjacency, sampling, mechanism: see `config.options.PrivacyOptions`.
+        module: digest of the layers and of the code of the module that clients train.
+        inputs, labels: no records `[0, ...]`, which have the shape and the type of those of every client.
+        features: names and public constants of the inputs from a table; else None.
+        plan: every release of every client, with solved noise.
+    """
+
+    version: str
+    run: str
+    names: tuple[str, ...]
+    adjacency: str
+    sampling: str
+    mechanism: str
+    module: str
+    num_classes: int
+    inputs: Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+    labels: Tensor
+    features: Mapping[str, Any] | None
+    plan: RunPlan
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Ask a node for the account of its client in the plan with this hash."""
+
+    plan: str
+
+
+@dataclass(frozen=True)
+class Train:
+    """Ask for a noised update from `model` `[P]`, or for class gradients.
+
+    `event` is what the server believes that the plan has for `purpose`. The node uses its copy of the plan, and
+    refuses if the two differ. `model`, `anchor`, `pull` and `learning_rate` are free: they change the result, not its
+    privacy.
+    """
+
+    plan: str
+    round: int
+    purpose: str
+    event: Release
+    job: Job
+    learning_rate: float
+    model: Tensor
+    anchor: Tensor | None
+    pull: float
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask for the noised answer to a question; its mechanism has to be the planned one."""
+
+    plan: str
+    round: int
+    question: Query
+
+
+@dataclass(frozen=True)
+class Paid:
+    """A release that the client has paid for; `number` counts those of its round from 0."""
+
+    round: int
+    number: int
+    purpose: str
+    event: Release
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The account of a client: its number in the plan, and all that it has paid for.
+
+    `simulated` means that noise follows from a test key that the operator of the site wrote into the node.
+    """
+
+    client: int
+    simulated: bool
+    paid: tuple[Paid, ...]
+
+
+@dataclass(frozen=True)
+class Released:
+    """A noised update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round."""
+
+    value: Tensor | int | float
+    paid: tuple[Paid, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`code` is a key of `REFUSALS`. Nothing was charged, except for `halted` in the reply to what failed."""
+
+    code: str
+
+
+Request = Hello | Train | Ask
+Reply = Welcome | Released | Refused

@@ -1,0 +1,242 @@
+"""Messages as bytes: a JSON header with typed fields, then the numbers of all tensors. Nothing in them is code.
+
+`encode` writes, in little endian, the prefix (magic, version, length of the header, length of the numbers), the header
+`{"arrays": [[dtype, shape], ...], "message": ...}` and the numbers. In the header a class of `MESSAGES` is an object
+with its name as `kind`, a tensor is `{"array": place}`, a mapping `{"map": [[key, value], ...]}`, and a number that is
+not finite `{"number": "inf"}`. `decode` checks every field against the type hint of its class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import struct
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.messages import clients, evaluation, exchange, facts, plan, query, schedule, update
+from dpfl_lightning.models import augmentation, learning_rates, optimizers
+from dpfl_lightning.privacy import mechanism
+from dpfl_lightning.privacy.accounting import events, planned
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.runtime.digests import memory_of
+from dpfl_lightning.runtime.strict_json import parsed
+
+T = TypeVar("T")
+
+VERSION = 1
+PREFIX = struct.Struct("<4sIQQ")  # magic, version, bytes of the header, bytes of the numbers
+_MAGIC = b"DPFL"
+_MOST_DIMENSIONS = 16
+_DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+} | {"bool": torch.bool}
+_NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+#: name -> class of everything that may be in a message
+MESSAGES: dict[str, type] = {}
+
+
+class WireError(ValueError):
+    """Bytes that are no message, or a value that no message may contain."""
+
+
+def register(*kinds: type[T]) -> type[T]:
+    """Let messages contain frozen dataclasses, for example queries of your own, whose fields all have type hints."""
+    for kind in kinds:
+        if not dataclasses.is_dataclass(kind) or MESSAGES.get(kind.__name__, kind) is not kind:
+            raise TypeError(f"messages contain dataclasses of different names, got {kind}")
+        MESSAGES[kind.__name__] = kind
+    return kinds[0]
+
+
+register(clients.RunPlan, clients.ClientAccount, facts.ClientSettings, schedule.RunSchedule, Guarantee)
+register(plan.RoundPlan, plan.LocalTraining, plan.ClassGradients, augmentation.ClassAugmentation)
+register(update.ClientUpdates, evaluation.ClientModels, evaluation.Score, evaluation.Evaluation, evaluation.Diagnostics)
+register(query.ChargedQuery, query.NoMechanism, query.SelectModel, query.LowestLoss, query.MeanLoss)
+register(query.LossesAroundStep, query.FeatureSums)
+register(mechanism.Gaussian, mechanism.Laplace, mechanism.ExponentialMechanism)
+register(events.GaussianEvent, events.LaplaceEvent, events.SelectionEvent, events.NonPrivateEvent)
+register(planned.Planned, planned.ClientSchedule)
+register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
+register(exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
+register(exchange.Welcome, exchange.Released, exchange.Refused)
+
+
+def encode(message: Any) -> bytes:
+    """Return a message as bytes. Raises WireError for a value that no message may contain."""
+    header, arrays = _header(message)
+    numbers = b"".join(bytes(memory_of(one)) for one in arrays)
+    return PREFIX.pack(_MAGIC, VERSION, len(header), len(numbers)) + header + numbers
+
+
+def decode(kind: type[T], content: bytes, most_bytes: int | None = None) -> T:
+    """Return the message of a type. Raises WireError if the bytes are another one, or more than `most_bytes`.
+
+    The time and memory that it takes are of the order of the bytes.
+    """
+    header, numbers = sizes(content[: PREFIX.size], len(content) if most_bytes is None else most_bytes)
+    _must(len(content) == PREFIX.size + header + numbers, "of another length")
+    return _decoded(kind, content[PREFIX.size : PREFIX.size + header], memoryview(content)[PREFIX.size + header :])
+
+
+def sizes(prefix: bytes, most_bytes: int) -> tuple[int, int]:
+    """Return how many bytes of header and numbers follow a prefix. WireError if it is none, or announces too many."""
+    _must(len(prefix) == PREFIX.size, "too short")
+    magic, version, header, numbers = PREFIX.unpack(prefix)
+    _must(magic == _MAGIC and version == VERSION, f"not of version {VERSION}")
+    _must(PREFIX.size + header + numbers <= most_bytes, "too long")
+    return header, numbers
+
+
+def to_text(message: Any) -> str:
+    """Return a message whose tensors are empty as JSON text for a file."""
+    header, arrays = _header(message)
+    _must(not any(one.numel() for one in arrays), "not a text, as it holds numbers")
+    return json.dumps(json.loads(header), indent=1) + "\n"
+
+
+def from_text(kind: type[T], text: bytes) -> T:
+    """Return the message that `to_text` wrote. Raises WireError."""
+    return _decoded(kind, text, memoryview(b""))
+
+
+def _must(ok: bool, problem: str) -> None:
+    if not ok:
+        raise WireError(f"the message is {problem}")
+
+
+def _header(message: Any) -> tuple[bytes, list[Tensor]]:
+    _must(sys.byteorder == "little", "for machines that store the lowest byte first")
+    arrays: list[Tensor] = []
+    content = _plain(message, arrays)
+    table = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in arrays]
+    return json.dumps({"dpfl": VERSION, "arrays": table, "message": content}).encode(), arrays
+
+
+def _plain(value: Any, arrays: list[Tensor]) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"number": str(float(value))}
+    if isinstance(value, Tensor):
+        _must(str(value.dtype).removeprefix("torch.") in _DTYPES, f"not of tensors of {value.dtype}")
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, list | tuple):
+        return [_plain(one, arrays) for one in value]
+    if isinstance(value, Mapping):
+        return {"map": [[_plain(key, arrays), _plain(one, arrays)] for key, one in value.items()]}
+    name = type(value).__name__
+    _must(MESSAGES.get(name) is type(value), f"not of objects of {name}: `wire.register` it")
+    return {"kind": name, **{key: _plain(getattr(value, key), arrays) for key in _hints(type(value))}}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def _decoded(kind: type[T], header: bytes, numbers: memoryview) -> T:
+    try:
+        fields = parsed(header)
+        _must(type(fields) is dict and fields.keys() == {"dpfl", "arrays", "message"}, "not a header")
+        _must(fields["dpfl"] == VERSION and type(fields["arrays"]) is list, "not a header")
+        return _typed(kind, fields["message"], _tensors(fields["arrays"], numbers))
+    except WireError:
+        raise
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # of a constructor, for example
+        raise WireError(f"the message is of values that do not fit ({type(error).__name__})") from None
+
+
+def _tensors(table: list[Any], numbers: memoryview) -> list[Tensor]:
+    tensors, start = [], 0
+    for row in table:
+        _must(type(row) is list and len(row) == 2 and row[0] in _DTYPES and type(row[1]) is list, "not a table")
+        dtype, shape = _DTYPES[row[0]], row[1]
+        _must(len(shape) <= _MOST_DIMENSIONS, "of too many dimensions")
+        _must(all(type(size) is int and 0 <= size < 2**48 for size in shape), "not of shapes")
+        size = math.prod(shape) * dtype.itemsize
+        _must(start + size <= len(numbers), "of too few numbers")
+        part = numbers[start : start + size]
+        if dtype is torch.bool:
+            _must(not bytes(part).strip(b"\0\1"), "of truth values that are neither 0 nor 1")
+        empty = torch.empty(shape, dtype=dtype)
+        tensors.append(torch.frombuffer(bytearray(part), dtype=dtype).view(shape) if size else empty)
+        start += size
+    _must(start == len(numbers), "of too many numbers")
+    return tensors
+
+
+def _typed(hint: Any, node: Any, tensors: list[Tensor]) -> Any:
+    """Return a part of a message, which must have the type `hint`."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (types.UnionType, Union):
+        return _one_of(inner, node, tensors)
+    if kind is Any:
+        return _anything(node)
+    if kind is float and type(node) is dict:
+        _must(node.keys() == {"number"} and node["number"] in _NUMBERS, "not a number")
+        return _NUMBERS[node["number"]]
+    if kind in (float, int, str, bool, types.NoneType):
+        fits = node is None if kind is types.NoneType else type(node) is kind or (kind is float and type(node) is int)
+        _must(fits, f"not of {getattr(kind, '__name__', kind)}")
+        return node
+    if kind in (tuple, list, Sequence):
+        _must(type(node) is list, "not of a list")
+        each = inner if kind is tuple and inner[-1] is not ... else (inner[0],) * len(node)
+        _must(len(each) == len(node), "of a list of another length")
+        items = [_typed(one, part, tensors) for one, part in zip(each, node, strict=True)]
+        return items if kind is list else tuple(items)
+    _must(type(node) is dict, "not of an object")
+    if kind is Tensor:
+        place = node.get("array")
+        _must(node.keys() == {"array"} and type(place) is int and 0 <= place < len(tensors), "not of a tensor")
+        return tensors[place]
+    if kind in (dict, Mapping):
+        _must(node.keys() == {"map"} and type(node["map"]) is list, "not of a mapping")
+        pairs = [_typed(tuple[inner], pair, tensors) for pair in node["map"]]  # type: ignore[valid-type]
+        _must(len(found := dict(pairs)) == len(pairs), "of a mapping with a key twice")
+        return found
+    return _object(kind, node, tensors)
+
+
+def _one_of(hints: Sequence[Any], node: Any, tensors: list[Tensor]) -> Any:
+    for hint in hints:
+        try:
+            return _typed(hint, node, tensors)
+        except WireError:
+            continue
+    raise WireError("the message is of another kind of value")
+
+
+def _object(kind: Any, node: dict[str, Any], tensors: list[Tensor]) -> Any:
+    name = node.get("kind")
+    found = MESSAGES.get(name) if type(name) is str else None
+    _must(found is not None and isinstance(kind, type) and issubclass(found, kind), f"not of {kind}")
+    assert found is not None  # for mypy
+    hints = _hints(found)
+    _must(node.keys() == {"kind", *hints}, "of other fields")
+    return found(**{key: _typed(hint, node[key], tensors) for key, hint in hints.items()})
+
+
+def _anything(node: Any) -> Any:
+    """Return plain values of any type: none of the classes, and no tensors."""
+    if type(node) is list:
+        return [_anything(one) for one in node]
+    if type(node) is dict and node.keys() == {"map"}:
+        return _typed(Mapping[str, Any], node, [])
+    if type(node) is dict:
+        return _typed(float, node, [])
+    return node
