@@ -19,6 +19,7 @@ from dpfl_lightning.runtime.stopping import terminable, words_and_status
 
 #: the way out of a damaged run, for the end of an error's sentence
 NEW_RUN = "The ledger in the same folder records what was spent. Start a new run in another --output_dir."
+_LONGEST = 200  # characters of a value in a message
 
 #: errors of disks, permissions and limits of the machine, which are no bugs
 _OF_THE_MACHINE = frozenset(
@@ -47,7 +48,16 @@ def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> Non
     dpfl_lightning.errors.UserError: `sample_rate` must be in (0, 1], got 1.8. A batch size?
     """
     if not ok:
-        raise UserError(f"`{key}` must {must}, got {got!r}. {advice}".rstrip())
+        raise UserError(f"`{shortened(key)}` must {must}, got {shortened(repr(got))}. {advice}".rstrip())
+
+
+def shortened(text: str) -> str:
+    """Return at most 200 characters of a text.
+
+    >>> shortened("rounds"), len(shortened("x" * 1500))
+    ('rounds', 200)
+    """
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -335,8 +335,9 @@ def test_an_audit_takes_a_users_clients(place, capsys):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("result.json", '{"clients": [', "result.json` must be the result of a run"),
-        ("result.json", "[]", "result.json` must be the result of a run"),
+        ("result.json", '{"clients": [', "result.json` must be a file that can be read"),
+        ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
+        ("result.json", '{"clients": [{"model": 9}]}', "result.json` must have the model of each client"),
         ("model.pt", "garbage", "model.pt` must be a saved model"),
         ("model.pt", None, "model.pt is gone"),
     ],

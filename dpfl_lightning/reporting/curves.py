@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dpfl_lightning.config.reading import read_text
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
@@ -140,16 +141,15 @@ def read(path: Path) -> list[Round]:
     """
     if not path.is_file():
         return []
+    advice = "Restore it, or delete it to go on without the curves of past rounds."
+    lines = read_text(path, advice=advice).split("\n")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
         rounds = [Round(**json.loads(line)) for line in lines[:-1]]
         if not all(_well_formed(one) for one in rounds):
             raise ValueError
-    except (OSError, ValueError, TypeError):
-        raise UserError(
-            f"`{path}` must hold one JSON object for each round, got a file that cannot be read. Restore it, or "
-            "delete it to go on without the curves of past rounds."
-        ) from None
+    except (ValueError, TypeError, RecursionError):
+        must = "hold one JSON object for each round"
+        raise UserError(f"`{path}` must {must}, got a file that cannot be read. {advice}") from None
     return rounds
 
 

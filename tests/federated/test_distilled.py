@@ -68,8 +68,8 @@ def test_another_sets_card_and_a_folder_without_a_set_are_refused(tmp_path):
 
 def test_files_of_other_content_are_named(tmp_path):
     a_set().save(tmp_path)
-    (tmp_path / CARD).write_text("[1, 2]")
-    with pytest.raises(UserError, match=r"distilled\.json` must be the card of a distilled set in JSON, got 'another"):
+    (tmp_path / CARD).write_text("{}")
+    with pytest.raises(UserError, match=r"distilled\.json` must be the card of a distilled set, got 'another"):
         DistilledSet.load(tmp_path)
     for y, words in (
         (torch.zeros(5).long(), r"y \[n\], got 'torch.float32 \[6, 4\] and torch.int64 \[5\]'"),

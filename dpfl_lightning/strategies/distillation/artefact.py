@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
 #: images and labels, the card for programs, and the data card for people
 TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
-
-#: what reading damaged files may raise
-_DAMAGED = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +67,16 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         missing = [one.name for one in (path, card_path) if not one.is_file()]
         got = f"{folder}, which lacks {' and '.join(missing)}"
         require(not missing, "distilled", "be the folder of a distilled set", got, advice)
-        card = _card(card_path)
         again = f"Copy {TENSORS} and {CARD} of the run again."
+        card = read_json(card_path, advice=again)
+        require("sha256" in card, str(card_path), "be the card of a distilled set", "another file", again)
         must = f"be the file that {CARD} describes"
         require(card.pop("sha256") == _digest(path), str(path), must, "a damaged file, or that of another set", again)
         try:
-            tensors = torch.load(path, weights_only=True)
+            tensors = read_tensors(path, advice=again)
             x, y = tensors["x"], tensors["y"]
             fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1]
-        except _DAMAGED:
+        except (KeyError, AttributeError, TypeError, IndexError):
             raise UserError(f"`{path}` must hold the tensors x and y of a distilled set, got others.") from None
         must, got = "hold floating x [n, ...] and int64 y [n]", f"{x.dtype} {[*x.shape]} and {y.dtype} {[*y.shape]}"
         require(fits, str(path), must, got)
@@ -107,16 +105,6 @@ def _require_finite(x: Tensor, path: Path) -> None:
     broken = len(x) - int(x.isfinite().flatten(1).all(dim=1).sum())
     advice = "A smaller strategies.distillation.image_learning_rate keeps images finite."
     require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not finite", advice)
-
-
-def _card(path: Path) -> dict[str, Any]:
-    try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        card = None
-    is_card, must = isinstance(card, dict) and "sha256" in card, "be the card of a distilled set in JSON"
-    require(is_card, str(path), must, "another file", "Copy the file of the run again.")
-    return card
 
 
 def _digest(path: Path) -> str:
