@@ -14,6 +14,8 @@ from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 
+_LARGEST = 1e6  # of a parameter: clipped steps reach it only if something else grows without a bound
+
 
 def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
     """The product of all strategies' factors (`[C]` or `[K, C]`, >= 0): `[K, C]` in float64, not normalised.
@@ -92,6 +94,14 @@ def combine(raw_weights: Tensor, updates: ClientUpdates) -> Tensor:
     for column, delta in enumerate(updates.released):
         total.add(column, delta)
     return total.rounded(different.sum(dim=1))[row_of]
+
+
+def diverged(state: ServerState) -> bool:
+    """Whether a parameter is not finite, or so large that float32 arithmetic with it is meaningless.
+
+    **Privacy** Post-processing of releases.
+    """
+    return not bool((state.models.abs() <= _LARGEST).all())
 
 
 def step(state: ServerState, combined: Tensor) -> ServerState:

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class ServerLoop(Run):
         updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights))
         arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts)
         if not arrived.clients:
-            return self._unmoved(state, plan)
+            self._stop_before_waste(state, plan, "no update of this round is finite")
         plan = arrived
         self.totals.noise_std[list(updates.clients)] = torch.tensor(updates.noise_std, dtype=torch.float64)
         if raw_weights is None:
@@ -103,9 +104,20 @@ class ServerLoop(Run):
         if combined is None:
             combined = fold(self.strategies, "scale", aggregate.combine(raw_weights, updates), updates, weights, view)
         stepped = sole_answer(self.strategies, "step", state, combined, view)
-        state = aggregate.step(state, combined) if stepped is None else stepped
-        state = fold(self.strategies, "after_step", state, updates, view)
-        return dataclasses.replace(state, round=plan.round), plan, weights
+        after = aggregate.step(state, combined) if stepped is None else stepped
+        after = fold(self.strategies, "after_step", after, updates, view)
+        if aggregate.diverged(after):
+            self._stop_before_waste(state, plan, "a parameter of the new model is not finite, or above 1e6")
+        return dataclasses.replace(after, round=plan.round), plan, weights
+
+    def _stop_before_waste(self, state: ServerState, plan: RoundPlan, got: str) -> NoReturn:
+        """End the run before another round is charged, with the models before this round."""
+        self._remember(dataclasses.replace(state, round=plan.round))
+        raise UserError(
+            f"`training` must not diverge, got in round {plan.round}: {got}. The round was charged; the run ends "
+            "before the next charge, with the models before this round. Start a new run with a lower "
+            "clients.learning_rate, or with other options of its strategies."
+        )
 
     def _unmoved(self, state: ServerState, plan: RoundPlan) -> tuple[ServerState, RoundPlan, Tensor]:
         """Return the result of a round without updates."""

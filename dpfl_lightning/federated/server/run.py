@@ -207,7 +207,7 @@ class Run:
         self.plan_schedule()  # may raise, before anything is written
         self.strategy_notes = tuple(self.describe())
         self.folder = reopened or RunFolder.claim(self.output_dir, self.options)
-        saved = self.folder.load_checkpoint(self.clients.device)  # None in a new folder
+        saved = self.folder.load_checkpoint(self.clients.device, self._seal)  # None in a new folder
         if resume and not planned:
             self.folder.write_options(self.options)
         clients, ended = (None, False) if saved is None else (saved["clients"], bool(saved["ended"]))
@@ -227,7 +227,11 @@ class Run:
         return self.state
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
-        self.state = state = ServerState(saved["models"], tuple(saved["model_of"].tolist()), saved["round"])
+        models, model_of, round = saved["models"], saved["model_of"].tolist(), saved["round"]
+        fits = models.shape[1:] == self._initial.shape and {*model_of} <= {*range(len(models))}
+        fits = fits and len(model_of) == self.facts.num_clients and 0 <= round <= self.rounds
+        require(fits, "resume", "have a checkpoint of this run", f"one of round {round}, models {list(models.shape)}")
+        self.state = state = ServerState(models, tuple(model_of), round)
         for name, part in self._named_parts():
             if name in saved["callbacks"]:
                 part.load_state_dict(saved["callbacks"][name])
@@ -254,7 +258,10 @@ class Run:
             **self.totals.saved(),
             "ended": None,
         }
-        self.folder.save_checkpoint(self.snapshot)
+        self.folder.save_checkpoint(self.snapshot, self._seal)
+
+    def _seal(self, digest: bytes) -> bytes:
+        return self.clients.seal(self.output_dir, digest)
 
     def _named_parts(self) -> list[tuple[str, Strategy | Callback]]:
         """Parts named by class, and by number in it, because a resumed run may have other callbacks."""
@@ -265,7 +272,7 @@ class Run:
     def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         if finished:
             self.snapshot["ended"] = reason  # resumed, it changes nothing
-            self.folder.save_checkpoint(self.snapshot)
+            self.folder.save_checkpoint(self.snapshot, self._seal)
             if self.state.round not in self.evaluated:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()

@@ -21,12 +21,12 @@ from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported, shown
 from dpfl_lightning.runtime.text import distinct, span
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
-_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD)
+_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 _SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 _MOST_MODELS = 10  # more models, such as one for each client, are only files
