@@ -1,4 +1,4 @@
-"""`dpfl sync RUN...`: send to MLflow what it does not have of runs, such as rounds of a time without a server."""
+"""`dpfl sync RUN...`: send to MLflow what it does not have of runs."""
 
 import argparse
 from collections.abc import Sequence

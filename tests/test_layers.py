@@ -10,7 +10,7 @@ from rooms import PACKAGE, ROOT, arrows, drawing, imported, sources
 FLOORS = (
     ("commands",),
     ("search", "auditing"),
-    ("build",),
+    ("build", "distilled"),
     ("federated.transport", "reporting", "strategies"),
     ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
     ("data", "strategies.aggregation"),
@@ -49,6 +49,7 @@ ONLY_IN = {
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},
     "lightning": {
+        "distilled",
         "federated.client.module",
         "federated.client.lightning_loss",
         "federated.client.engines.trainer",

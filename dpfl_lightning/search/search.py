@@ -15,8 +15,8 @@ import torch
 
 from dpfl_lightning.build import so_far
 from dpfl_lightning.config.options import FREE, Options, TrackingOptions
+from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import shown
 from dpfl_lightning.runtime.threads import cores

@@ -47,6 +47,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     extra |= {
         "test_set": population.test is not None,
         "features": population.features,
+        "origin": population.origin,
         "empty_x": population.empty_batch[0],
     }
     return Facts(*shape, truth=truth, names=population.names, **extra)

@@ -22,12 +22,12 @@ from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, ledger_run, metrics, reported, shown
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import distinct, span
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
-FILES = (*LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD)
+FILES = (*LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 _SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 _SLOW = 5.0  # seconds after which a failed write counts as a time-out
