@@ -93,6 +93,7 @@ class Run:
         caveats = [one for strategy in self.strategies for one in strategy.caveats]
         self.caveats = (*clients.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ()))
         self.accountant = accountant_of(privacy)
+        self.min_participants = network.min_participants
         self.traffic = Traffic(Network.of(network, len(settings), seed, facts.names))
         self.totals, self.strategy_notes = RunTotals.start(len(settings)), tuple[str, ...]()
         self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
