@@ -58,7 +58,7 @@ BAD = {
         ("rows", 0, "at least 1"),
         ("rows", "many", "a whole number or null, got 'many'"),
         ("row_choice", "tail", "one of random, head"),
-        ("rank", 0, "at least 1"),
+        ("rank", 2, "1 unless the estimator is hetero_pca"),
     ],
     "pfa": [
         ("variant", "liu", ".*liu_code"),
