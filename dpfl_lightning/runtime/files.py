@@ -1,6 +1,7 @@
 """Files that a crash cannot leave half written, and the folder of data that can be downloaded or computed again."""
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -70,6 +71,20 @@ def write_json(path: Path, content: Mapping[str, Any], private: bool = False) ->
     lines = (f"  {json.dumps(key)}: {text(value)}" for key, value in content.items())
     whole = "{\n" + ",\n".join(lines) + "\n}\n"
     return write_text(path, whole, private)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock on a file, as a run does on its ledger; a missing file is not locked."""
+    if not path.is_file():
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -69,6 +69,9 @@ BAD = {
     "fedadam": [("beta1", 1.0, "")],
     "fedyogi": [("epsilon", 0.0, "")],
     "server_momentum": [("momentum", -0.1, "")],
+    "multi_krum": [("share", 0.5, r"in \[0, 0.5\)")],
+    "noise_floor": [("false_alarm", 0.0, r"in \(0, 1\)")],
+    "norm_bound": [("factor", 0.0, "above 0")],
     "trimmed_mean": [("share", 0.5, "")],
     "two_stage_selection": [
         ("warmup_rounds", 1, ">= 2, got 1"),

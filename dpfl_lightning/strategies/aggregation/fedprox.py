@@ -23,6 +23,7 @@ class FedProx(Strategy):
     """
 
     needs_training = True
+    pulls = True
 
     def __init__(self, pull: float = 0.01) -> None:
         require(0 <= pull < math.inf, "strategies.fedprox.pull", "be >= 0 and finite", pull)

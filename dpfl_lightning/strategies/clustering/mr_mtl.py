@@ -26,6 +26,8 @@ class MrMtl(Local):
     term outside the clipping, where it does not use up the clip norm.
     """
 
+    pulls = True
+
     def __init__(self, pull: float = 1.0) -> None:
         require(0 <= pull < math.inf, "strategies.mr_mtl.pull", "be >= 0 and finite", pull)
         self._pull = float(pull)
