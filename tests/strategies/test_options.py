@@ -44,7 +44,7 @@ BAD = {
         ("loss_bound", 1.0, "not be set with", {"selection": "paper_argmin"}),
     ],
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
-    "mr_mtl": [("pull", -1, ">= 0, got -1")],
+    "mr_mtl": [("pull", -1, ">= 0")],
     "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("reestimate_every", -1, "a number of rounds")],
     "robust_hdp": [
         ("estimator", "rpac", "one of .*Did you mean `rpca`"),

@@ -30,8 +30,9 @@ class RobustHdp(EstimatedWeights):
             true variances, for simulations).
         reestimate_every: number of rounds between two estimates, >= 1; 0 or `first_round` keeps the first estimate.
         floor: lower bound on a variance, as a share of the median variance, >= 0.
-        max_weight: upper bound on a client's weight, in [1 / clients, 1]. It is the only bound on the influence of a client that
-            sends an update near zero; 0.5 is a safe value. The bound is exact if no other strategy changes the weights.
+        max_weight: upper bound on a client's weight, in [1 / clients, 1]. It is the only bound on the influence of a
+            client that sends an update near zero; 0.5 is a safe value. It is exact if no other strategy changes the
+            weights.
         rows: `rpca`: number of parameters in one block; null takes all at once.
         blocks: `rpca`: number of blocks to average over; null takes all.
         row_choice: `rpca`: `random` (from a public seed) or `head` (the first ones, as in the paper).
