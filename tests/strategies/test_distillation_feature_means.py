@@ -12,6 +12,7 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, FeatureSums
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.models.features import COUNT_WEIGHT, record_features
 from dpfl_lightning.privacy.accounting.accountant import EXACT
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
@@ -198,6 +199,16 @@ def test_a_round_of_answers_counts_its_clients(make_loop):
     loop, _ = run(make_loop, privacy=private())
     (line,) = read_curves(loop.output_dir / HISTORY)
     assert line.values["train_participants"] == 4 and line.values["train_classes_left_out"] == 0
+
+
+def test_the_accountant_is_the_same_before_and_after_a_run(make_loop):
+    class Watching(Callback):
+        def on_fit_start(self, view):
+            self.promise = view.expected_guarantee()
+
+    watching = Watching()
+    result = few(make_loop, FeatureMeans(**QUICK), watching, rounds=1, privacy=private()).run()
+    assert watching.promise.accountant == EXACT and EXACT in result.guarantee
 
 
 def test_a_net_may_have_frozen_parameters():
