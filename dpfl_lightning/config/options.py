@@ -222,17 +222,23 @@ class EngineOptions(_Section):
 
 @dataclass(frozen=True)
 class NetworkOptions(_Section):
-    """A simulated network: how long the messages of a run would take. It does not change the run.
+    """A simulated network: how long the messages of a run would take, and which updates are lost.
 
     Args:
         down_megabits_per_second: bandwidth from the server to a client, > 0; null takes no time.
         up_megabits_per_second: bandwidth from a client to the server, > 0; null takes no time.
         latency_seconds: time for one exchange with a client, independent of its size, >= 0.
+        dropout: probability that a client's update of a round is lost, in [0, 1]. The client is charged all the same,
+            and its release may have been seen.
+        min_participants: fewest updates with which a round changes a model, >= 1. If fewer clients can pay, none is
+            charged.
     """
 
     down_megabits_per_second: PerClientFloat | None = None
     up_megabits_per_second: PerClientFloat | None = None
     latency_seconds: PerClientFloat = 0.0
+    dropout: PerClientFloat = 0.0
+    min_participants: AtLeastOne = 1
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
         **{curve: value for found in over_all.values() for curve, value in found.items()},
         **of_groups(groups),
         **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
-        "train_participants": len(report.clients),
+        "train_participants": len(report.participants),
         "train_records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
     }
     named: dict[str, Values] = {}

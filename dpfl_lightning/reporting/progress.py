@@ -108,8 +108,8 @@ class Progress(Callback):
         if now - self._printed_at >= (_LINE_SECONDS if evaluated else _SILENCE_SECONDS) or not left:
             self._printed_at = now
             progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
-            clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
-            clients = "" if len(report.clients) == view.facts.num_clients else clients
+            present, everyone = len(report.participants), view.facts.num_clients
+            clients = "" if present == everyone else f"{present} of {everyone} clients"
             ends = f"{duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
             parts = [progress, score, epsilon, gradients, speed, clients, ends]
             self._print(" | ".join(filter(None, parts)))

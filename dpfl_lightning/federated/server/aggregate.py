@@ -71,13 +71,14 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 
 
 def without_lost(
-    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts
+    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts, dropped: frozenset[int]
 ) -> tuple[RoundPlan, Tensor | None]:
-    """The plan and the raw weights `[K, C]` without the clients whose release is not finite; warns of them."""
+    """The plan and the raw weights `[K, C]` without the lost clients; warns of those that are not `dropped`."""
     if not updates.lost:
         return plan, raw_weights
-    names = ", ".join(map(facts.name_of, updates.lost))
-    warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
+    if not_finite := [client for client in updates.lost if client not in dropped]:
+        names = ", ".join(map(facts.name_of, not_finite))
+        warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
     return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 

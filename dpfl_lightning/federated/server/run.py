@@ -93,9 +93,11 @@ class Run:
         caveats = [one for strategy in self.strategies for one in strategy.caveats]
         self.caveats = (*clients.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ()))
         self.accountant = accountant_of(privacy)
+        self.min_participants = network.min_participants
         self.traffic = Traffic(Network.of(network, len(settings), seed, facts.names))
         self.totals, self.strategy_notes = RunTotals.start(len(settings)), tuple[str, ...]()
         self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
+        self._answered: set[int] = set()  # clients that answered a query of the round
         self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
 
@@ -142,6 +144,7 @@ class Run:
         question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
         self.traffic.ask(question.only(released), self.state.models, released)
+        self._answered.update(released)
         return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
@@ -326,6 +329,7 @@ class Run:
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
         scores = self.evaluated.get(plan.round)
+        answered, self._answered = tuple(sorted(self._answered)), set()
         return RoundReport(
             round=plan.round,
             rounds=self.rounds,
@@ -337,6 +341,7 @@ class Run:
             client_accuracy=None if scores is None else tuple(score.accuracy for score in scores.clients),
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
+            answered=answered,
             **_on_test(scores),
         )
 
