@@ -286,7 +286,11 @@ class Search:
     def _best(self, trial: Trial) -> Options:
         """Return the configuration of the best trial for a run on the clients, with the budget that is left for it."""
         best = options_of(self.options, self.dimensions, trial.found)
-        return best if self.budget is None else self.budget.rest.of(best)
+        if self.budget is None:
+            return best
+        best = self.budget.rest.of(best)
+        self.budget.rest.check(best)
+        return best
 
     def _track_end(self, best: Trial, lines: list[str]) -> None:
         if self.parent is not None:
@@ -302,8 +306,6 @@ class Search:
         folder = self.folder / "final"
         final = dataclasses.replace(best, output_dir=str(folder))
         final = self._named(final, "final", **({} if self.parent is None else {"mlflow.parentRunId": self.parent}))
-        if self.budget is not None:
-            self.budget.rest.check(best)
         begun, result = begun_final(final)
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         if result is None:
