@@ -433,10 +433,7 @@ def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
             advice = how_to_choose(key, value)
         require(False, key, f"be {in_words(hint)}", value, advice)
     if key == "tracking.uri" and value is not None:
-        public, must = (
-            without_credentials(value),
-            "have no user name, password or token, as it is written to options.yaml",
-        )
+        public, must = without_credentials(value), "have no user name, password or token"
         advice = "Set MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
         require(value == public, key, must, public, advice)
     if bound is not None and value is not None:
