@@ -419,9 +419,11 @@ def _typed(section: str, kind: type) -> dict[str, tuple[Any, Bound | None]]:
 
 def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
     """Return the value of a key with its type. Raises UserError unless it has this type, range and known names."""
-    _check_size(key, value, key in REGISTRIES)
     try:
         value = converted(hint, value)
+        _check_size(key, value, key in REGISTRIES)
+    except OverflowError:
+        require(False, key, "be a number below 1e308", value)
     except TypeError:
         advice = ""
         literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)
@@ -433,10 +435,7 @@ def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
             advice = how_to_choose(key, value)
         require(False, key, f"be {in_words(hint)}", value, advice)
     if key == "tracking.uri" and value is not None:
-        public, must = (
-            without_credentials(value),
-            "have no user name, password or token, as it is written to options.yaml",
-        )
+        public, must = without_credentials(value), "have no user name, password or token"
         advice = "Set MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
         require(value == public, key, must, public, advice)
     if bound is not None and value is not None:

@@ -2,8 +2,8 @@
 
 A data set is searched in the given folder; without one in the operating system's package, then in the user's cache
 (`DPFL_DATA` moves it). Otherwise it is downloaded into that cache from its public addresses, or, if none answers on a
-Debian-like machine, from Debian's package without root. Downloads are checked by SHA-256 and come by HTTPS; existing files are
-checked by their structure and never changed.
+Debian-like machine, from Debian's package without root. Downloads come by HTTPS and are checked by SHA-256; existing
+files are checked by their structure and never changed.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ class DataMissing(UserError):
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """Debian's package of a data set. Its gzip files differ from the published ones, so the digest is of their content."""
+    """Debian's package of a data set. Its gzip files differ from the published ones; digests are of their content."""
 
     name: str
     folder: str

@@ -141,7 +141,7 @@ def without_credentials(text: str) -> str:
     'http://host/api?token=***&page=***'
     """
     without = re.sub(r"""(?<=://)[^/\s'"]*@""", "", text)
-    return re.sub(r"""(://[^\s?'"]*\?[^\s'"]*)""", lambda found: re.sub(r"=[^&]*", "=***", found[0]), without)
+    return re.sub(r"""(://[^/\s?'"][^\s?'"]*\?[^\s'"]*)""", lambda found: re.sub(r"=[^&]*", "=***", found[0]), without)
 
 
 def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
