@@ -31,8 +31,8 @@ class NoiseAware(EstimatedWeights):
 
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
     that others share (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree
-    visibly, because their kinds of data differ, the weights trade noise against bias. The sum goes as far along the
-    common signal as the median client's update.
+    visibly, because their kinds of data differ, the weights trade noise against bias, where no signal counts for more
+    than the median one. The sum goes as far along the common signal as the median client's update.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all. A
     very short update has a small part, and a very long one that of a usual one. The bound holds before strategies that
