@@ -75,7 +75,8 @@ def without_lost(
     if not updates.lost:
         return plan, raw_weights
     names = ", ".join(map(facts.name_of, updates.lost))
-    warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
+    why = "because their updates are missing, or are not finite"
+    warn_user(f"round {plan.round}: left out of this round, {why}: clients {names}")
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
     return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 

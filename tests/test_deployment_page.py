@@ -1,0 +1,26 @@
+"""The blocks of docs/deployment.md run one after the other, with fewer rounds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.e2e
+def test_three_sites_on_one_machine(tmp_path):
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    script = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    assert script.count("--config digits") == 2
+    script = script.replace("--config digits", "--config digits --rounds 2 --tracking null")
+    dpfl = f'dpfl() {{ "{sys.executable}" -m dpfl_lightning "$@"; }}'
+    whole = f"set -e\n{dpfl}\ntrap 'kill $(jobs -p) || true' EXIT\n{script}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", whole], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epsilon 2 of 3 and delta" in done.stdout and "1 plan verified" in done.stdout
+    assert "The chain is intact" in done.stdout and (tmp_path / "runs" / "sites" / "model.pt").is_file()
