@@ -141,7 +141,7 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
     settings = state.settings()
     node = Node(state, open_study)
     path = state.path / "socket" if flags.socket is None else Path(flags.socket)
-    with contextlib.closing(node), contextlib.closing(Listener(node, path, flags.slot)) as listener:
+    with state.serving(), contextlib.closing(node), contextlib.closing(Listener(node, path, flags.slot)) as listener:
         plans = counted(sum(not one.withdrawn for one in state.plans().values()), "accepted plan")
         print(f"Node {settings.name} listens at {path}: {plans}, replies every {flags.slot:g} s.", flush=True)
         if settings.test_key:

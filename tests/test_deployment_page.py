@@ -17,10 +17,14 @@ def test_three_sites_on_one_machine(tmp_path):
     script = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     assert script.count("--config digits") == 2
     script = script.replace("--config digits", "--config digits --rounds 2 --tracking null")
-    dpfl = f'dpfl() {{ "{sys.executable}" -m dpfl_lightning "$@"; }}'
-    whole = f"set -e\n{dpfl}\ntrap 'kill $(jobs -p) || true' EXIT\n{script}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "dpfl"
+    program.write_text(f"#!{sys.executable}\nfrom dpfl_lightning.__main__ import main\nraise SystemExit(main())\n")
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    whole = f"set -e\ntrap 'kill $(jobs -p); wait' EXIT\n{script}"
     done = subprocess.run(["bash", "-c", whole], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "epsilon 2 of 3 and delta" in done.stdout and "1 plan verified" in done.stdout
+    assert "epsilon 2 of 3 and delta" in done.stdout and "1 plan verified" in done.stdout, done.stdout + done.stderr
     assert "The chain is intact" in done.stdout and (tmp_path / "runs" / "sites" / "model.pt").is_file()
+    assert done.stderr.count("stopped by SIGTERM") == 3 and "error" not in done.stderr

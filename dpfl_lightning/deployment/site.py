@@ -115,15 +115,16 @@ def accept(
     clients = clients_of(terms, settings)
     client = client_of(terms, settings)
     cost = cost_of(terms, client).guarantee
-    limits = epsilon_limit or settings.epsilon_limit, delta_limit or settings.delta_limit
+    usual = (settings.epsilon_limit, settings.delta_limit or 1 / clients.population.num_records[client])
+    given = ((epsilon_limit, usual[0]), (delta_limit, usual[1]))
+    epsilon, delta = (before if limit is None else limit for limit, before in given)
     advice = "It bounds the sum over all plans that this node ever accepts."
-    require(limits[0] is not None, "--epsilon_limit", "be given with the first plan", None, advice)
-    assert limits[0] is not None  # for mypy
-    require(0 < limits[0] < math.inf, "--epsilon_limit", "be above 0 and finite", limits[0])
-    delta = limits[1] if limits[1] is not None else 1 / clients.population.num_records[client]
+    require(epsilon is not None, "--epsilon_limit", "be given with the first plan", None, advice)
+    assert epsilon is not None and delta is not None  # for mypy
+    require(0 < epsilon < math.inf, "--epsilon_limit", "be above 0 and finite", epsilon)
     require(0 < delta < 1, "--delta_limit", "be in (0, 1)", delta)
     with state.locked():
-        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client), limits[0], delta)
+        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client), epsilon, delta)
 
 
 def check_version(terms: Terms) -> None:

@@ -348,6 +348,8 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
     assert "active: 1 of " in said("status", state)
     assert "1 plan verified" in said("verify", state)
     node.close()
+    with StateFolder(state).serving():
+        assert main(["serve", str(state)]) == 2 and "served by one process" in capsys.readouterr().err
     ledger = StateFolder(state).plan_folder(digest(terms)) / "ledger.jsonl"
     kept = ledger.read_bytes()
     ledger.write_bytes(kept.replace(b'"round": 1', b'"round": 2'))
@@ -364,6 +366,7 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
         (["init", tmp_path / "b", "--name", "0", "--data", "digits:3/3"], "share below 3"),
         (["init", tmp_path / "b", "--name", "0", "--data", "nothing"], "--data"),
         (["init", tmp_path / "b", "--name", "0"], "--data"),
+        (["accept", tmp_path / "site", plan, "--epsilon_limit", 0], "--epsilon_limit"),
     ):
         assert main([str(word) for word in words]) == 2, words
         assert problem in capsys.readouterr().err

@@ -35,10 +35,13 @@ class Node:
     def __init__(self, state: StateFolder, open_study: OpenStudy) -> None:
         self.state, self._open = state, open_study
         self._studies: dict[str, Study] = {}
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time, self._closed = threading.Lock(), False
 
     def handle(self, content: bytes) -> bytes:
-        """Return the reply to a request. It never raises an error because of what it was sent."""
+        """Return the reply to a request. It never raises an error because of what it was sent.
+
+        Raises ConnectionAbortedError after `close`.
+        """
         return wire.encode(self.reply(content))
 
     def reply(self, content: bytes) -> Reply:
@@ -47,6 +50,8 @@ class Node:
         except wire.WireError:
             return Refused("malformed")
         with self._one_at_a_time, self.state.locked():
+            if self._closed:
+                raise ConnectionAbortedError("the node has stopped")
             reserved = self.state.plans().get(request.plan)
             if reserved is None:
                 return Refused("unknown_plan")
@@ -71,9 +76,12 @@ class Node:
         return self._studies[plan]
 
     def close(self) -> None:
-        for study in self._studies.values():
-            study.close()
-        self._studies.clear()
+        """Wait for the request that is being computed, and answer no other one."""
+        with self._one_at_a_time:
+            self._closed = True
+            for study in self._studies.values():
+                study.close()
+            self._studies.clear()
 
 
 class Listener:

@@ -105,6 +105,16 @@ class StateFolder:
         finally:
             os.close(descriptor)
 
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Be the one process that serves this folder. Raises UserError if there is another one."""
+        with open(self.path / "serving.lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                require(False, "STATE_DIR", "be served by one process", str(self.path), "Another one serves it now.")
+            yield
+
     def plans(self) -> dict[str, Reservation]:
         """Return the reservation of each accepted plan, by its hash."""
         found = {}
