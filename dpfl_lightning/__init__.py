@@ -9,6 +9,8 @@ _HOME = {
     "Callback": "federated.server.callback",
     "ClientModule": "federated.client.module",
     "ClientOptions": "config.options",
+    "DistilledDataModule": "distilled",
+    "DistilledSet": "strategies.distillation.artefact",
     "Facts": "federated.messages.facts",
     "FederatedLoop": "build",
     "Guarantee": "privacy.accounting.guarantee",
@@ -18,6 +20,7 @@ _HOME = {
     "RunResult": "federated.server.results",
     "Strategy": "federated.server.strategy",
     "UserError": "errors",
+    "load_distilled": "distilled",
 }
 __all__ = list(_HOME)
 

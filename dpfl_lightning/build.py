@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from numbers import Integral
@@ -14,6 +13,7 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.own import own_population
@@ -347,4 +347,4 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     if not result.exists():
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more
     check_same(folder, {key: header.identity.get(key) for key in now}, now)
-    return True, json.loads(result.read_text()) if result.exists() else None
+    return True, read_json(result) if result.exists() else None

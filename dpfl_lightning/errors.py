@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import functools
 import inspect
 import io
@@ -18,6 +19,16 @@ from dpfl_lightning.runtime.stopping import terminable, words_and_status
 
 #: the way out of a damaged run, for the end of an error's sentence
 NEW_RUN = "The ledger in the same folder records what was spent. Start a new run in another --output_dir."
+_LONGEST = 200  # characters of a value in a message
+
+#: errors of disks, permissions and limits of the machine, which are no bugs
+_OF_THE_MACHINE = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM"),
+        *("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR"),
+    )
+)
 
 
 class UserError(ValueError):
@@ -37,7 +48,16 @@ def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> Non
     dpfl_lightning.errors.UserError: `sample_rate` must be in (0, 1], got 1.8. A batch size?
     """
     if not ok:
-        raise UserError(f"`{key}` must {must}, got {got!r}. {advice}".rstrip())
+        raise UserError(f"`{shortened(key)}` must {must}, got {shortened(repr(got))}. {advice}".rstrip())
+
+
+def shortened(text: str) -> str:
+    """Return at most 200 characters of a text.
+
+    >>> shortened("rounds"), len(shortened("x" * 1500))
+    ('rounds', 200)
+    """
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -78,8 +98,9 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
-    Ctrl-C is status 130, SIGTERM is 143, and a closed standard output (`| head`) is 141. Other exceptions are bugs and
-    keep their traceback. Of several ranks on a host, only local rank 0 prints.
+    So is an `OSError` of the machine, such as a full disk. Ctrl-C is status 130, SIGTERM is 143, and a closed standard
+    output (`| head`) is 141. Other exceptions are bugs and keep their traceback. Of several ranks on a host, only local
+    rank 0 prints.
     """
 
     @functools.wraps(main)
@@ -100,6 +121,11 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
                 return 128 + signal.SIGPIPE
             except UserError as error:
                 words, status = f"error: {error}", 2
+            except OSError as error:
+                if error.errno not in _OF_THE_MACHINE:
+                    raise
+                file, notes = error.filename or "the files of the command", " ".join(getattr(error, "__notes__", ()))
+                words, status = f"error: `{file}` must be accessible, got: {error.strerror}. {notes}".rstrip(), 2
             except KeyboardInterrupt as error:
                 words, status = words_and_status(error)
         if not silent:

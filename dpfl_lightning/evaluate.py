@@ -3,12 +3,13 @@
 import argparse
 import json
 import os
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, command, require, warn_user
 from dpfl_lightning.runtime.launcher import invocation
 
@@ -61,6 +62,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.dummy_data import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
+    from dpfl_lightning.federated.client.folder import ClientFolder
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.federated.server.folder import RunFolder
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
@@ -69,12 +71,11 @@ def evaluate_run(options: Options, run: Path) -> dict:
     result = run / "result.json"
     advice = f"Finish it with {invocation('fit')} --resume {run}."
     require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
-    try:
-        model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
-    except (ValueError, TypeError, KeyError):
-        raise UserError(
-            f"`{result}` must be the result of a run, got a file that cannot be read. Restore it."
-        ) from None
+    rows = read_json(result).get("clients")
+    found: list[Any] = [row.get("model") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    fits = len(found) > 0 and all(isinstance(one, int) and 0 <= one < len(found) for one in found)
+    require(fits, str(result), "have the model of each client", rows, "Restore it.")
+    model_of = tuple(found)
     single = (run / "model.pt").is_file()
     several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     files = several if several[0].is_file() and not single else [run / "model.pt"]
@@ -90,10 +91,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     models = []
     for file in files:
         require(file.is_file(), "RUN", "contain its models", str(run), f"{file.name} is gone: restore it.")
-        try:
-            state = torch.load(file, weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError):
-            raise UserError(f"`{file}` must be a saved model, got a file that cannot be read. Restore it.") from None
+        state = read_tensors(file)
+        require(isinstance(state, dict), str(file), "be a saved model", type(state).__name__, "Restore it.")
         try:
             module.net.load_state_dict(state)
         except RuntimeError as error:
@@ -106,7 +105,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     personal = None
     if module.personal:
         readable = os.access(RunFolder(run).checkpoint, os.R_OK)
-        saved = RunFolder(run).load_checkpoint(module.device) if readable else None
+        saved = RunFolder(run).load_checkpoint(module.device, ClientFolder(run).seal) if readable else None
         if personal := saved is not None:
             engine.load_state_dict({"personal": saved["clients"]["personal"], "counts": engine.counts})
         else:

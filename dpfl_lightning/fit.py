@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
 from dpfl_lightning.runtime.text import columns, counted, shown
 
@@ -120,7 +121,7 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
         return summary
     if tracking is not None and parent_run is not None:
         tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary, results))
-    (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_text(parent / "result.json", json.dumps(summary, indent=2) + "\n")
     print(f"\n{seeds_table(summary, results)}\n")
     promise, _, not_covered = summary["guarantee"].partition(" Not covered: ")
     if detail == "quiet":

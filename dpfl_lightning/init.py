@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import command, require
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation
 
 _CONFIG = """\
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(not existing, "FOLDER", f"have no {' or '.join(_FILES)}", str(folder), advice)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in _FILES.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
     there = [] if folder == Path() else [f"cd {folder}"]
     steps = [
         *there,

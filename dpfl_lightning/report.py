@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.runtime.files import write_text
 
 
 @command
@@ -18,13 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     output = Path(options.output)
     require(
-        output.parent.is_dir() and not output.is_dir(), "--output", "be a file in a folder that exists", str(output)
+        output.parent.is_dir() and (output.is_file() or not output.exists()),
+        "--output",
+        "be a file in a folder that exists",
+        str(output),
     )
     page = report([Path(run) for run in options.runs])
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"`--output` must be writable, got {str(output)!r}: {error.strerror}.") from None
+    write_text(output, page)
     print(f"{output}: open it in a browser")
     return 0
 

@@ -74,7 +74,7 @@ class Checkout:
         """What a finished run released."""
         result = json.loads((folder / "result.json").read_text())
         lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()[1:]]
-        kept = sorted(path for path in folder.glob("*.pt") if path.name != "checkpoint.pt")
+        kept = sorted(path for path in folder.glob("*.pt") if not path.name.startswith("checkpoint"))
         charges = [[line[key] for key in ("client", "round", "purpose", "event")] for line in lines]
         return {
             "tensors": {path.name: digest_of(torch.load(path, weights_only=True)) for path in kept},

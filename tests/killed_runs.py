@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -69,7 +68,7 @@ def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | No
     seen.mkdir(exist_ok=True)
     loop = loop_of(folder, rounds, reserve, key, [Onlooker(seen)])
     begun.send("ready")
-    loop.run(resume=folder.exists())
+    loop.run(resume=(folder / "options.yaml").exists())
 
 
 @dataclass
@@ -99,25 +98,26 @@ def forking() -> ForkServerContext:
     return processes
 
 
-def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int | None = None) -> Killed:
-    """The run, SIGKILLed so often at random moments, then left alone; by default with a reserve for every kill."""
+def killed(
+    parent: Path, kills: int, rounds: int, key: str | None, reserve: int | None = None, latest: float | None = None
+) -> Killed:
+    """The run, SIGKILLed so often at random moments, then left alone; by default with a reserve for every kill.
+
+    With `latest` it is killed at most that many seconds after it began.
+    """
     reserve = kills if reserve is None else reserve
     parent.mkdir(exist_ok=True)
     processes, folder, moments = forking(), parent / "run", random.Random(time.time_ns())
     for start in range(kills + 1):
-        if folder.exists() and not (folder / "checkpoint.pt").exists():
-            lines = (folder / "ledger.jsonl").read_bytes().splitlines() if (folder / "ledger.jsonl").exists() else []
-            assert len(lines) <= 1, "charged, and nothing to go on with"
-            shutil.rmtree(folder)
         ours, theirs = processes.Pipe()
         process = processes.Process(target=one_start, args=(folder, start, rounds, reserve, key, theirs))
         process.start()
         assert ours.recv() == "ready"
         if start < kills:
-            some = moments.randint(0, rounds // kills)
+            some = moments.randint(0, rounds // kills) if latest is None else 0
             while process.is_alive() and len(list((parent / "seen").glob(f"{start:03d}_*.pt"))) < some:
                 time.sleep(0.002)
-            time.sleep(moments.uniform(0.0, 0.05))
+            time.sleep(moments.uniform(0.0, 0.05 if latest is None else latest))
             process.kill()
         process.join()
         assert process.exitcode in ((0, -9) if start < kills else (0,))

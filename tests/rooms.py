@@ -36,7 +36,7 @@ def room_of(module: str, package: Path = PACKAGE) -> str:
         return ""
     if parts[0] in DIVIDED and len(parts) > 1 and (package / parts[0] / parts[1]).is_dir():
         return ".".join(parts[:2])
-    if (package / parts[0]).is_dir() or parts[0] in ("errors", "build"):
+    if (package / parts[0]).is_dir() or parts[0] in ("errors", "build", "distilled"):
         return parts[0]
     return "commands"
 

@@ -1,8 +1,10 @@
 """A user's mistake is one sentence and a status; a bug keeps its traceback."""
 
+import errno
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +74,16 @@ def test_a_closed_pipe_is_no_error(lines):
         process.stdin.write("go\n")
         process.stdin.close()
         assert process.stderr.read() == "" and process.wait() == 141
+
+
+def test_a_fault_of_the_machine_is_one_line_with_the_way_to_resume(capsys):
+    def failing(argv):
+        error = OSError(errno.ENOSPC, "No space left on device", "run/checkpoint.pt")
+        error.add_note("The run was saved. When you have fixed the cause, resume with: x")
+        raise error
+
+    assert command(failing)([]) == 2
+    words = "error: `run/checkpoint.pt` must be accessible, got: No space left on device. The run was saved. When you "
+    assert capsys.readouterr().err == f"{words}have fixed the cause, resume with: x\n"
+    with pytest.raises(FileNotFoundError):  # a bug keeps its traceback
+        command(lambda argv: Path("/nowhere/at/all").stat())([])

@@ -19,6 +19,7 @@ ACCURACIES = {
     "lightning_module": (0.82, 0.08),
     "text_embedding": (0.77, 0.08),
     "text_lora": (0.78, 0.05),
+    "distilled_set": (0.89, 0.06),
     "own_strategy": (0.59, 0.02),  # its noise has a key
 }
 

@@ -11,7 +11,7 @@ FLOORS = (
     ("commands",),
     ("search", "auditing"),
     ("deployment",),
-    ("build",),
+    ("build", "distilled"),
     ("federated.transport", "federated.node", "reporting", "strategies"),
     ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
     ("data", "strategies.aggregation"),
@@ -50,6 +50,7 @@ ONLY_IN = {
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},
     "lightning": {
+        "distilled",
         "federated.client.module",
         "federated.client.lightning_loss",
         "federated.client.engines.trainer",

@@ -178,7 +178,8 @@ def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_t
     assert with_them["test_loss"] == pytest.approx(result["test_loss"]) and with_them["personal"] is True
     assert [row["loss"] for row in with_them["clients"]] == pytest.approx([row["loss"] for row in result["clients"]])
 
-    (place / "run" / "checkpoint.pt").unlink()
+    for checkpoint in (place / "run").glob("checkpoint*.pt"):
+        checkpoint.unlink()
     assert evaluate_command(["run", "--json"]) == 0
     printed = capsys.readouterr()
     without = json.loads(printed.out)
@@ -334,8 +335,9 @@ def test_an_audit_takes_a_users_clients(place, capsys):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("result.json", '{"clients": [', "result.json` must be the result of a run"),
-        ("result.json", "[]", "result.json` must be the result of a run"),
+        ("result.json", '{"clients": [', "result.json` must be a file that can be read"),
+        ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
+        ("result.json", '{"clients": [{"model": 9}]}', "result.json` must have the model of each client"),
         ("model.pt", "garbage", "model.pt` must be a saved model"),
         ("model.pt", None, "model.pt is gone"),
     ],

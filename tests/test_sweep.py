@@ -18,12 +18,12 @@ from test_conf import small_fashion  # noqa: F401 (a fixture)
 from dpfl_lightning.build import build_population
 from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.data.datasets import load as load_data
+from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.fit import fit as train
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import read
-from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.costs import Cost
 from dpfl_lightning.search.final import begun_final, with_the_set

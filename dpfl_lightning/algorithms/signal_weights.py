@@ -163,13 +163,17 @@ def contributions(signals: SignalEstimate, rounds: int, max_influence: float) ->
     """Return how long each client's part of the aggregate is, `[C]` >= 0 of sum 1, at most `max_influence` each.
 
     They minimise the expected squared error of the sum of `rounds` rounds as an estimate of the clients' mean signal:
-    `(c - t)' S (c - t) + c' V c / rounds`, with S the shared signals, V the noise, t the plain mean. Noise averages out
-    over rounds and a bias does not. With one shared direction the ratio of signal to noise is largest.
+    `(c - t)' S (c - t) + c' V c / rounds`, with S the shared signals, V the noise, t the plain mean of signals that are
+    at most as long as the median one, so that no minority decides by its length. Noise averages out over rounds and a
+    bias does not. With one shared direction the ratio of signal to noise is largest.
     """
-    noise, target = signals.noise_share, signals.length / signals.length.sum()
+    noise = signals.noise_share
     if signals.factors.shape[1] == 1:
         share = signals.alignment / noise
     else:
+        signal = signals.shared * signals.length
+        target = signals.length * np.minimum(1.0, np.median(signal) / np.maximum(signal, 1e-300))
+        target /= target.sum()
         stacked = np.vstack([np.diag(np.sqrt(noise / rounds)), signals.factors.T])
         share, _ = nnls(stacked, np.concatenate([np.zeros(len(noise)), signals.factors.T @ target]))
     return limited_shares(share, max_influence)

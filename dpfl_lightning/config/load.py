@@ -28,7 +28,7 @@ from dpfl_lightning.config.options import (
 from dpfl_lightning.config.registry import names_of
 from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import dump, parse_yaml, read_yaml
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, shortened
 from dpfl_lightning.runtime.launcher import invocation
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
@@ -84,7 +84,7 @@ def load(
     if unknown:
         word = unknown[0].partition("=")[0]
         near = nearest_key(word.removeprefix("--"), [*vars(flags), *all_keys(section)]).replace("`", "`--", 1)
-        raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
+        raise UserError(f"`{shortened(word)}` must be a known key or flag. {near}".rstrip())
     implied = config_of(flags) if config_of else None
     twice = bool(flags.config and implied)
     require(not twice, "--config", "be left out", ", ".join(flags.config), f"Other flags choose {implied}.")
@@ -225,7 +225,7 @@ class _Values:
             parent = next((one for one in parents if key.startswith(f"{one}.")), None)
             if parent is None:
                 near = nearest_key(key, self._keys)
-                raise UserError(f"`{key}` must be a known key. {near}".rstrip() + f" Set {origin}.")
+                raise UserError(f"`{shortened(key)}` must be a known key. {near}".rstrip() + f" Set {origin}.")
             self._put_below(parent, self._path(parent, key.removeprefix(f"{parent}."), value), value, origin)
 
     def _drop_data_set_before(self, origin: str) -> None:

@@ -7,6 +7,7 @@ of those names checks. The `Args` line of each field is its text in `--help`.
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -16,10 +17,22 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from dpfl_lightning.config.per_client import Bound, by_client, resolve
 from dpfl_lightning.config.registry import NAMES, REGISTRIES, check_names, described, names_of
 from dpfl_lightning.config.typed import converted, in_words
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import nearest, require, shortened
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
+
+#: largest values of counts, beyond which a run could not even be planned
+_MOST = {
+    "rounds": 1_000_000,
+    "clients.count": 1_000_000,
+    "clients.batch_size": 10**9,
+    "clients.local_epochs": 100_000,
+    "privacy.reserve_rounds": 1_000_000,
+    "engine.workers": 1024,
+    "model.width": 100_000,
+    "model.depth": 100,
+}
 
 # One value for all clients, one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
@@ -208,17 +221,23 @@ class EngineOptions(_Section):
 
 @dataclass(frozen=True)
 class NetworkOptions(_Section):
-    """A simulated network: how long the messages of a run would take. It does not change the run.
+    """A simulated network: how long the messages of a run would take, and which updates are lost.
 
     Args:
         down_megabits_per_second: bandwidth from the server to a client, > 0; null takes no time.
         up_megabits_per_second: bandwidth from a client to the server, > 0; null takes no time.
         latency_seconds: time for one exchange with a client, independent of its size, >= 0.
+        dropout: probability that a client's update of a round is lost, in [0, 1]. The client is charged all the same,
+            and its release may have been seen.
+        min_participants: fewest updates with which a round changes a model, >= 1. If fewer clients can pay, none is
+            charged.
     """
 
     down_megabits_per_second: PerClientFloat | None = None
     up_megabits_per_second: PerClientFloat | None = None
     latency_seconds: PerClientFloat = 0.0
+    dropout: PerClientFloat = 0.0
+    min_participants: AtLeastOne = 1
 
 
 @dataclass(frozen=True)
@@ -398,6 +417,7 @@ def _typed(section: str, kind: type) -> dict[str, tuple[Any, Bound | None]]:
 
 def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
     """Return the value of a key with its type. Raises UserError unless it has this type, range and known names."""
+    _check_size(key, value, key in REGISTRIES)
     try:
         value = converted(hint, value)
     except TypeError:
@@ -409,7 +429,7 @@ def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
             advice = f"Write [{value}]."
         elif isinstance(value, str) and "mapping" in in_words(hint) and not value[:1].isdigit():
             advice = how_to_choose(key, value)
-        raise UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip()) from None
+        require(False, key, f"be {in_words(hint)}", value, advice)
     if bound is not None and value is not None:
         require(bound.holds(value), key, bound.words, value)
     if isinstance(value, Mapping):
@@ -417,8 +437,30 @@ def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
     return value
 
 
+def _check_size(key: str, value: Any, by_name: bool) -> None:
+    """Raise UserError if any part of a value is absurd: counts without a bound, text with a null character.
+
+    Options of choices `by_name` must be finite. The arguments of a user's class are not checked.
+    """
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            users = name == "init_args" or "." in str(name)
+            _check_size(f"{key}.{name}", one, by_name and not users)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _check_size(key, one, by_name)
+    elif isinstance(value, int):
+        most = _MOST.get(key, 10**9 if by_name else 2**63 - 1)
+        require(abs(value) <= most, key, f"be at most {most:,}", value)
+    elif isinstance(value, float):
+        require(not by_name or math.isfinite(value), key, "be finite", value)
+    elif isinstance(value, str):
+        require("\0" not in value, key, "have no null character", value)
+
+
 def how_to_choose(key: str, value: str) -> str:
     """Return how to write the choice `value`, where a key that takes a mapping got a text."""
+    value = shortened(value)
     near = "" if "." in value or value in names_of(key) else nearest(value, names_of(key))
     name = near.split("`")[1] if near else value
     if key == "strategies":

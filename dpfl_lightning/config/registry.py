@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from dpfl_lightning.config.typed import converted, in_words
-from dpfl_lightning.errors import UserError, nearest, require, require_one_of
+from dpfl_lightning.errors import UserError, nearest, require, require_one_of, shortened
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
         try:
             converted(hint, value)
         except TypeError:
-            raise UserError(f"`{key}.{option}` must be {in_words(hint)}, got {value!r}.") from None
+            require(False, f"{key}.{option}", f"be {in_words(hint)}", value)
     for option, (_, parameter) in allowed.items():
         given = option in options or parameter.default is not parameter.empty
         require(given, f"{key}.{option}", f"be given for {name}", None)
@@ -157,7 +157,7 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
     try:
         signature.bind(**init_args)
     except TypeError as error:
-        raise UserError(f"`{key}` must fit {class_path}, got {dict(init_args)}: {error}.") from None
+        raise UserError(f"`{key}` must fit {class_path}, got {shortened(repr(dict(init_args)))}: {error}.") from None
     with users_code(f"{section}.class_path", class_path):
         return function(**init_args)
 
@@ -200,7 +200,8 @@ def _imported(key: str, path: str) -> Any:
         raise
     except (ImportError, AttributeError, ValueError) as error:
         advice = "Is it in the working directory or on PYTHONPATH?"
-        raise UserError(f"`{key}` must be importable, got {path!r}: {error}. {advice}") from None
+        got = f"{shortened(repr(path))}: {shortened(str(error))}"
+        raise UserError(f"`{key}` must be importable, got {got}. {advice}") from None
 
 
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:

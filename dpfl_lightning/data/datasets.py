@@ -1,7 +1,7 @@
 """Public data sets as normalised tensors, by name."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,11 @@ from dpfl_lightning.errors import require_one_of
 
 @dataclass(frozen=True)
 class Dataset:
-    """A public data set: `x` [n, *X] float32, normalised; `y` [n] int64, or float32 for a regression (1 class)."""
+    """A public data set: `x` [n, *X] float32, normalised; `y` [n] int64, or float32 for a regression (1 class).
+
+    `origin` holds public facts for JSON: the name, the licence, and the constants of x = (raw / scale - mean) / std. It
+    is empty if x was not made like this.
+    """
 
     name: str
     x: Tensor
@@ -24,6 +28,7 @@ class Dataset:
     test_x: Tensor
     test_y: Tensor
     num_classes: int
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -56,10 +61,13 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     place = find(name, source, None if folder is None else Path(folder), download)
     raw = source.layout.read(place)
     check_labels(raw, source.num_classes, place)
-    return _normalised(name, raw, source.num_classes, scale=255, mean=source.mean, std=source.std)
+    origin = {"name": name, "licence": source.licence, "scale": 255, "mean": source.mean, "std": source.std}
+    return _normalised(raw, source.num_classes, origin)
 
 
-def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float, std: float) -> Dataset:
+def _normalised(raw: Raw, num_classes: int, origin: Mapping[str, Any]) -> Dataset:
+    scale, mean, std = (origin[name] for name in ("scale", "mean", "std"))
+
     def inputs(stored: np.ndarray) -> Tensor:
         values = stored.astype(np.float32)
         values -= mean * scale
@@ -68,7 +76,7 @@ def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float
 
     x, y, test_x, test_y = raw
     labels, test_labels = (torch.from_numpy(stored.astype(np.int64)) for stored in (y, test_y))
-    return Dataset(name, inputs(x), labels, inputs(test_x), test_labels, num_classes)
+    return Dataset(origin["name"], inputs(x), labels, inputs(test_x), test_labels, num_classes, origin)
 
 
 def _digits() -> Dataset:
@@ -77,7 +85,8 @@ def _digits() -> Dataset:
 
     bunch = load_digits()
     raw = _public_split(bunch.images[:, None], bunch.target)
-    return _normalised("digits", raw, num_classes=10, scale=16, mean=0.5, std=0.5)
+    origin = {"name": "digits", "licence": "CC BY 4.0", "scale": 16, "mean": 0.5, "std": 0.5}
+    return _normalised(raw, num_classes=10, origin=origin)
 
 
 def _diabetes() -> Dataset:

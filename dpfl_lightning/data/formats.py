@@ -1,16 +1,15 @@
 """File formats of public data sets: each file is checked by its structure and never unpickled."""
 
-import gzip
 import io
 import math
 import struct
 import tarfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
 
 # x, y, test_x, test_y as stored: inputs [n, C, H, W] and labels [n], uint8 in files
@@ -54,13 +53,7 @@ def _read_idx(path: Path, ndim: int) -> np.ndarray:
 
 
 def content_of(path: Path) -> bytes:
-    try:
-        stored = path.read_bytes()
-        return gzip.decompress(stored) if path.suffix == ".gz" else stored
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"`{path}` must be a complete gzip file, got one with: {error}. {REPLACE}") from error
-    except OSError as error:
-        raise UserError(f"`{path}` must be readable, got: {error.strerror}. Check its permissions.") from error
+    return read_bytes(path, advice=REPLACE)
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ class CifarFiles:
                     stream = archive.extractfile(member) if name in self.files else None
                     if stream is not None:
                         content[name] = (f"{path}: {name}", stream.read())
-        except tarfile.TarError as error:
+        except (tarfile.TarError, EOFError, ValueError, OSError) as error:
             raise UserError(f"`{path}` must be a complete tar.gz, got one with: {error}. {REPLACE}") from error
         missing = [name for name in self.files if name not in content]
         must = f"hold the files {', '.join(self.files)}"

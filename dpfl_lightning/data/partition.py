@@ -66,22 +66,19 @@ def dirichlet(
     The draw is repeated until every client has `min_records`, so that no batch size exceeds a client's records.
 
     Args:
-        alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
+        alpha: concentration > 0; with a smaller value a client has fewer classes.
         min_records: smallest number of records of a client, >= 1.
         max_draws: largest number of draws.
 
     Reference: class-wise as in the public code of the papers, which state no minimum.
     """
-    require(alpha > 0, "data.partition.alpha", "be above 0", alpha)
+    require(0 < alpha < np.inf, "data.partition.alpha", "be above 0 and finite", alpha)
     mean = len(labels) // num_clients
     must = f"be from 1 to {mean}, the mean number of records of a client"
     require(1 <= min_records <= mean, "data.partition.min_records", must, min_records)
     classes, sizes = np.unique(labels, return_counts=True)
     for _ in range(max_draws):
-        if np.isinf(alpha):
-            shares = np.full((len(classes), num_clients), 1 / num_clients)
-        else:
-            shares = rng.dirichlet(np.full(num_clients, alpha), size=len(classes))
+        shares = rng.dirichlet(np.full(num_clients, alpha), size=len(classes))
         # the last end is set, not rounded, so that every record belongs to a client
         ends = np.floor(np.cumsum(shares, axis=1) * sizes[:, None] + 1e-9).astype(int)
         ends[:, -1] = sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Population:
         names: [N] different names of the clients for reports, or empty.
         features: how columns of a table became inputs, see `from_dataframe`: the public `names` of the inputs, `scale`
             and `categories`, ready for JSON; None for other records.
+        origin: of a public data set: `Dataset.origin`; otherwise empty.
     """
 
     x: Inputs
@@ -63,6 +64,7 @@ class Population:
     groups: tuple[int, ...] | None = None
     names: tuple[str, ...] = ()
     features: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.names:
@@ -208,7 +210,8 @@ class Population:
             shares = _test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
             held_out = [test.start + share for share in shares]
         test_rows, caveats = torch.arange(test.start, test.stop), (_SHARED,) if name == "overlapping" else ()
-        population = cls(x, y, _tensors(train), _tensors(held_out), test_rows, dataset.num_classes, public, caveats)
+        rows = _tensors(train), _tensors(held_out), test_rows
+        population = cls(x, y, *rows, dataset.num_classes, public, caveats, origin=dataset.origin)
         population = population if client_groups is None else population._shifted(client_groups)
         if label_noise is None:
             return population

@@ -41,12 +41,13 @@ class AbsentRecords(Population):
         shape: tuple[Inputs, Tensor],
         num_classes: int,
         features: Mapping[str, Any] | None,
-        test: tuple[Inputs, Tensor] | None,
+        public: Population,
     ) -> AbsentRecords:
         """Return the population of clients with so many records of the shape of `x [0, *X]`, `y [0, ...]`.
 
-        Raises UserError if the test set, x [m, *X] and y [m, ...], has other records.
+        Its test set is that of `public`, whose clients are left out. Raises UserError if it has other records.
         """
+        test = public.test_records()
         if test is not None:
             must = (
                 f"have inputs of shape {record_shape(shape[0])} and labels of {shape[1].dtype}, as the sites' records"
@@ -60,6 +61,7 @@ class AbsentRecords(Population):
             num_classes=num_classes,
             names=tuple(names),
             features=features,
+            origin=public.origin,
             sizes=tuple(sizes),
         )
 

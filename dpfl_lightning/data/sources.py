@@ -68,7 +68,8 @@ def _run(*argv: str, cwd: str) -> None:
 class Source:
     """A data set: its published files with their md5, and addresses (`mirrors`) that hold all of them.
 
-    `mean` is subtracted from values in [0, 1], for every channel; the divisor `std` follows.
+    `mean` is subtracted from values in [0, 1], for every channel; the divisor `std` follows. `licence` is that of the
+    records, "not stated" if its publishers name none.
     """
 
     layout: IdxFiles | CifarFiles
@@ -77,6 +78,7 @@ class Source:
     num_classes: int = 10
     mean: float = 0.5
     std: float = 0.5
+    licence: str = "not stated"
     package: DebianPackage | None = None
 
 
@@ -92,6 +94,7 @@ SOURCES: Mapping[str, Source] = {
         layout=IdxFiles(),
         mean=0.1307,  # MNIST's constants, as in the released code of the noise-aware paper
         std=0.3081,
+        licence="MIT",
         md5_of=_files(
             "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
             "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310"
@@ -113,6 +116,7 @@ SOURCES: Mapping[str, Source] = {
         layout=IdxFiles(),
         mean=0.1307,
         std=0.3081,
+        licence="CC BY-SA 3.0",
         md5_of=_files(
             "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 "
             "9fb629c4189551a2d022fa330f9573f3 ec29112dd5afa0611ce80d1b7f02629c"

@@ -22,7 +22,7 @@ from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping.inputs import record_shape
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 
 
 def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
@@ -39,9 +39,9 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     names = [site.name for site in sites]
     numbered = names == [str(place) for place in range(len(names))]
     shape = first.inputs, first.labels
-    test = build_population(options).test_records()
+    public = build_population(options)
     sizes = [site.num_records for site in sites]
-    return AbsentRecords.of(sizes, [] if numbered else names, shape, first.num_classes, first.features, test)
+    return AbsentRecords.of(sizes, [] if numbered else names, shape, first.num_classes, first.features, public)
 
 
 def planning_loop(options: Options, files: Sequence[str]) -> FederatedLoop:
@@ -54,7 +54,7 @@ def export(loop: FederatedLoop, file: str) -> Terms:
     """Write the plan of a loop for its sites, and return it. Raises UserError if the run cannot be deployed."""
     terms, path = terms_of(loop), Path(file)
     require(path.parent.is_dir(), "--export", "be a file in a folder that exists", file)
-    write_atomically(path, lambda partial: partial.write_text(wire.to_text(terms)))
+    write_text(path, wire.to_text(terms))
     return terms
 
 

@@ -33,7 +33,8 @@ def _features(module: Model, net: Tensor, x: Tensor) -> Tensor:
     params, layers = module.unflatten(net), module.net
     if not (type(layers) is nn.Sequential and len(layers) > 1 and isinstance(layers[-1], nn.Linear)):
         return module.output(params, x)
-    return functional_call(layers[:-1], {name: params[name] for name, _ in layers[:-1].named_parameters()}, (x,))
+    trained = {name: params[name] for name, _ in layers[:-1].named_parameters() if name in params}  # others are frozen
+    return functional_call(layers[:-1], trained, (x,))
 
 
 def _normalised(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dpfl_lightning.config.reading import read_text
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
@@ -18,7 +19,7 @@ from dpfl_lightning.federated.server.folder import HISTORY
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 
 FILE = HISTORY
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
@@ -49,7 +50,7 @@ class Curves(Callback):
     def on_fit_start(self, view: View) -> None:
         path = view.run.output_dir / HISTORY
         kept = [one for one in read(path) if one.round < view.round]
-        write_atomically(path, lambda partial: partial.write_text("".join(map(_line, kept)), encoding="utf-8"))
+        write_text(path, "".join(map(_line, kept)))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         with (view.run.output_dir / HISTORY).open("a", encoding="utf-8") as file:
@@ -73,7 +74,7 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
         **{curve: value for found in over_all.values() for curve, value in found.items()},
         **of_groups(groups),
         **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
-        "train_participants": len(report.clients),
+        "train_participants": len(report.participants),
         "train_records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
     }
     named: dict[str, Values] = {}
@@ -140,16 +141,15 @@ def read(path: Path) -> list[Round]:
     """
     if not path.is_file():
         return []
+    advice = "Restore it, or delete it to go on without the curves of past rounds."
+    lines = read_text(path, advice=advice).split("\n")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
         rounds = [Round(**json.loads(line)) for line in lines[:-1]]
         if not all(_well_formed(one) for one in rounds):
             raise ValueError
-    except (OSError, ValueError, TypeError):
-        raise UserError(
-            f"`{path}` must hold one JSON object for each round, got a file that cannot be read. Restore it, or "
-            "delete it to go on without the curves of past rounds."
-        ) from None
+    except (ValueError, TypeError, RecursionError):
+        must = "hold one JSON object for each round"
+        raise UserError(f"`{path}` must {must}, got a file that cannot be read. {advice}") from None
     return rounds
 
 

@@ -34,7 +34,8 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
     drawn = {name: figure for name, figure in drawn.items() if figure is not None}
     for name in {"epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"} & drawn.keys():
         # figures are shared without context, so they carry the guarantee
-        drawn[name].supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
+        width = round(20 * drawn[name].get_figwidth())  # characters of this size in a line
+        drawn[name].supxlabel(textwrap.fill(result.guarantee, width), fontsize=6, color="gray")
     return drawn
 
 

@@ -17,7 +17,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, shown_epsilon
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import counted, span
 
 _MOST_ROWS = 200  # clients in the table
@@ -32,7 +32,7 @@ class GuaranteePage(Callback):
         if result.finished:
             page = guarantee_page(result, view.guarantees(), view.run)
             path = view.run.output_dir / "guarantee.html"
-            write_atomically(path, lambda partial: partial.write_text(page, encoding="utf-8"))
+            write_text(path, page)
 
 
 def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunInfo) -> str:

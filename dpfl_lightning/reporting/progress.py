@@ -23,7 +23,7 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import counted, data_size, duration, span
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
+from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often
@@ -108,8 +108,8 @@ class Progress(Callback):
         if now - self._printed_at >= (_LINE_SECONDS if evaluated else _SILENCE_SECONDS) or not left:
             self._printed_at = now
             progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
-            clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
-            clients = "" if len(report.clients) == view.facts.num_clients else clients
+            present, everyone = len(report.participants), view.facts.num_clients
+            clients = "" if present == everyone else f"{present} of {everyone} clients"
             ends = f"{duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
             parts = [progress, score, epsilon, gradients, speed, clients, ends]
             self._print(" | ".join(filter(None, parts)))
@@ -362,7 +362,7 @@ def _files(folder: Path) -> list[str]:
         "guarantee.html: the guarantee of every client, and what it does not cover",
         "result.json: results of every client",
         *([f"{model}: the trained parameters"] if model else []),
-        *([f"{TENSORS} and {CARD}: the distilled set, and how it was made"] if (folder / CARD).exists() else []),
+        *([f"{TENSORS} and {DATA_CARD}: the distilled set, and its data card"] if (folder / CARD).exists() else []),
         "private.json: how many gradients were not finite; only for the clients",
     ]
 

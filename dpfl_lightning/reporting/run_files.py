@@ -1,11 +1,11 @@
 """Reads finished and unfinished runs, searches and tables of experiments from their files, for reports."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpfl_lightning.config.reading import read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.reporting import curves
@@ -57,14 +57,15 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
     Raises UserError if it is none of them, or a file cannot be read.
     """
     if path.is_file():
-        tables = _json(path, list)
+        tables = read_json(path, object)
+        tables = tables if isinstance(tables, list) else [tables]
         fits = all(isinstance(table, dict) and "numbers" in table for table in tables)
         require(fits, "RUN", "be a folder, or JSON tables of experiments.papers", str(path))
         return [Table(str(table.get("name", path.stem)), table) for table in tables]
     if (path / "options.yaml").is_file():
         run = read_run(path)
         return [RunGroup(path.resolve().name, (run,), str((run.result or {}).get("guarantee", "")))]
-    summary = _json(path / "result.json") if (path / "result.json").is_file() else {}
+    summary = read_json(path / "result.json") if (path / "result.json").is_file() else {}
     if "trials" in summary:
         return [Search(str(summary.get("study", path.name)), summary)]
     seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
@@ -79,31 +80,11 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
 def read_run(folder: Path) -> RunFiles:
     """Read a run's options, rounds and result. Raises UserError if a file cannot be read."""
     path = folder / "options.yaml"
-    try:
-        options = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
+    options = parse_yaml(read_text(path), str(path)) or {}
     require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
     path = folder / "result.json"
-    result = _json(path) if path.is_file() else None
+    result = read_json(path) if path.is_file() else None
     if result is not None:
         for key in ("clients", "rounds", "guarantee", "reason", "test_set"):
             require(key in result, str(path), f"be the result of a run with the key {key}", sorted(result))
     return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
-
-
-def _json(path: Path, kind: type = dict) -> Any:
-    """Return the JSON object in a file; of the kind `list`, a list of objects, or of the one that it holds."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
-    content = [content] if kind is list and isinstance(content, dict) else content
-    require(isinstance(content, kind), str(path), "hold a JSON object", type(content).__name__)
-    return content
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"`{path}` must be a file that can be read, got {str(error)[:200]!r}. Leave it out, or restore it."
-    )

@@ -1,26 +1,60 @@
 """Files that a crash cannot leave half written, and the folder of data that can be downloaded or computed again."""
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+PARTIAL = ".partial"  # end of the name of a file that is being written
 
-def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
+
+def write_atomically(
+    path: Path, write: Callable[[Path], object], private: bool = False, before: Path | None = None
+) -> Path:
     """Write a file by `write(partial_path)`, sync and rename, and return `path`.
 
-    A crash leaves the old file or the new one. A `private` file has mode 0600 from its first byte on.
+    A crash leaves the old file or the new one, and a failure removes what was written. A `private` file has mode 0600
+    from its first byte on. The old file is kept as `before`, unless this is None.
     """
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    partial.touch(mode=0o600 if private else 0o666)
-    write(partial)
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        partial.unlink(missing_ok=True)
+        partial.touch(mode=0o600 if private else 0o666)
+        write(partial)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        if before is not None and path.exists():
+            os.replace(path, before)
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # a full disk does not say which file it was
+        raise
     return path
+
+
+def write_text(path: Path, text: str, private: bool = False) -> Path:
+    """Write a text file in UTF-8 by `write_atomically`."""
+    return write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"), private)
+
+
+def save_tensors(content: object, path: Path) -> None:
+    """Write what `torch.load(weights_only=True)` can read; raises OSError if the disk is full, as other writes do."""
+    import torch  # imported here, so that `--help` stays fast
+
+    try:
+        with path.open("r+b") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # which torch has replaced
+            raise error.__context__ from None
+        raise
 
 
 def write_json(path: Path, content: Mapping[str, Any], private: bool = False) -> Path:
@@ -36,7 +70,21 @@ def write_json(path: Path, content: Mapping[str, Any], private: bool = False) ->
 
     lines = (f"  {json.dumps(key)}: {text(value)}" for key, value in content.items())
     whole = "{\n" + ",\n".join(lines) + "\n}\n"
-    return write_atomically(path, lambda partial: partial.write_text(whole), private)
+    return write_text(path, whole, private)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock on a file, as a run does on its ledger; a missing file is not locked."""
+    if not path.is_file():
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

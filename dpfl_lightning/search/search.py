@@ -15,8 +15,9 @@ import torch
 
 from dpfl_lightning.build import so_far
 from dpfl_lightning.config.options import FREE, Options, TrackingOptions
+from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.reporting.distilled import load_distilled
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import shown
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search import report
@@ -294,7 +295,7 @@ class Search:
             print(f"  {self.tracking.how_to_open}", flush=True)
 
     def _write(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text, encoding="utf-8")
+        write_text(self.folder / name, text)
 
     def _final(self, best: Options) -> dict[str, Any]:
         """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""

@@ -8,7 +8,16 @@ from experiments.papers.declarations import declared
 from experiments.papers.experiment import Experiment
 
 #: papers, each with a YAML file here
-PAPERS = ("noise_aware", "clustered", "selection", "distillation", "accountants", "leaderboard", "example")
+PAPERS = (
+    "noise_aware",
+    "clustered",
+    "selection",
+    "distillation",
+    "accountants",
+    "leaderboard",
+    "robustness",
+    "example",
+)
 
 
 @functools.cache

@@ -278,7 +278,12 @@ def overview(experiments: Sequence[Experiment], results: Path, width: int = 100)
     for row, title in zip([heads, *rows], titles, strict=True):
         start = "  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True))
         lines.append(f"{start}  {shorten(title, width - len(start) - 2, placeholder='...')}")
-    return "\n".join([*lines, "", "small and paper are scales: cells made of all cells, and the time for the rest."])
+    missing = [
+        f"No finished cell was found, because there is no folder {results} here.",
+        "Run this in the root of a checkout, or pass --results DIR.",
+    ]
+    scales = "small and paper are scales: cells made of all cells, and the time for the rest."
+    return "\n".join([*lines, "", scales, *([] if results.is_dir() else missing)])
 
 
 def _progress(experiment: Experiment, scale: str, results: Path) -> tuple[int, int, float]:

@@ -1,5 +1,7 @@
 """Kills at random moments: nothing is overspent, no noise is used twice, and at most the broken round is lost."""
 
+import os
+
 import pytest
 import torch
 from attack_tools import independent, noise_apart, overspent
@@ -38,6 +40,21 @@ def test_a_killed_simulation_is_the_unbroken_one(kills, rounds, tmp_path):
     ours, theirs = (torch.load(folder / "model.pt") for folder in (found.folder, unbroken.folder))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     lost_at_most_the_broken_round(found)
+
+
+KILLS_AT_THE_START = int(os.environ.get("DPFL_KILLS", 2))  # the full count is 20
+
+
+@pytest.mark.e2e
+def test_a_run_killed_before_its_first_checkpoint_has_no_dead_end(tmp_path):
+    """The same start again, or with `resume` as soon as there are options, until one is left alone."""
+    for number in range(KILLS_AT_THE_START):
+        found = killed(
+            tmp_path / str(number), 3, 4, key=FIXED_KEY, reserve=0, latest=0.05 * number / KILLS_AT_THE_START
+        )
+        unbroken = killed(tmp_path / f"unbroken {number}", 0, 4, key=FIXED_KEY, reserve=0)
+        ours, theirs = (torch.load(one.folder / "model.pt") for one in (found, unbroken))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def lost_at_most_the_broken_round(found: Killed) -> None:

@@ -96,9 +96,9 @@ def test_dirichlet_follows_alpha():
     labels = balanced(20_000)
     spread = {
         alpha: class_counts(labels, partition("dirichlet", labels, 10, rng(), alpha=alpha, min_records=1)).std()
-        for alpha in (0.1, 1.0, 100.0, np.inf)
+        for alpha in (0.1, 1.0, 100.0)
     }
-    assert spread[0.1] > 1.5 * spread[1.0] > 1.5 * spread[100.0] > 0 and spread[np.inf] == 0
+    assert spread[0.1] > 1.5 * spread[1.0] > 1.5 * spread[100.0] > 0
     # one cell of Dir(1, ..., 1) over ten clients has mean 0.1 and standard deviation 0.0905; 100 cells
     assert spread[1.0] / 2000 == pytest.approx(0.0905, rel=0.25)
 
@@ -114,7 +114,7 @@ def test_overlapping_has_more_clients_than_records_allow():
     [
         ("idd", {}, r"`data.partition.name` must be one of iid, .* got 'idd'. Did you mean `iid`\?"),
         ("dirichlet", {"rng": 1}, "`data.partition.rng` must be an option of dirichlet"),
-        ("dirichlet", {"alpha": 0}, "`data.partition.alpha` must be above 0, got 0"),
+        ("dirichlet", {"alpha": 0}, "`data.partition.alpha` must be above 0 and finite, got 0"),
         ("dirichlet", {"min_records": 26}, "`data.partition.min_records` must be from 1 to 25, the mean"),
         ("dirichlet", {"min_records": 25, "max_draws": 5}, "none of 5 draws at alpha 1.0 .* Lower it, or raise alpha"),
         ("iid", {"records_per_client": 26}, "a whole number from 1 to 25.*`overlapping` lets clients share records"),

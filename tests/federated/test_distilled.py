@@ -5,7 +5,10 @@ import json
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from dpfl_lightning.data import load
+from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
@@ -54,10 +57,70 @@ def test_another_sets_card_and_a_folder_without_a_set_are_refused(tmp_path):
         (tmp_path / str(seed)).mkdir()
         a_set(seed=seed).save(tmp_path / str(seed))
     (tmp_path / "0" / CARD).replace(tmp_path / "1" / CARD)
-    with pytest.raises(UserError, match=r"must be the card of distilled\.pt in this folder, got 'that of another set'"):
+    with pytest.raises(UserError, match=r"must be the file that distilled\.json describes, got .* another set"):
         DistilledSet.load(tmp_path / "1")
-    with pytest.raises(UserError, match=r"`distilled` must be a folder with a distilled set.*strategy distillation"):
+    with pytest.raises(UserError, match=r"folder of a distilled set, got .*which lacks distilled\.json.*feature_means"):
+        DistilledSet.load(tmp_path / "0")
+    for path, words in ((tmp_path / "none", "which is no folder"), (tmp_path / "1" / TENSORS, "which is a file")):
+        with pytest.raises(UserError, match=f"folder of a distilled set, got .*{words}"):
+            DistilledSet.load(path)
+
+
+def test_files_of_other_content_are_named(tmp_path):
+    a_set().save(tmp_path)
+    (tmp_path / CARD).write_text("{}")
+    with pytest.raises(UserError, match=r"distilled\.json` must be the card of a distilled set, got 'another"):
         DistilledSet.load(tmp_path)
+    for y, words in (
+        (torch.zeros(5).long(), r"y \[n\], got 'torch.float32 \[6, 4\] and torch.int64 \[5\]'"),
+        (3, "got others"),
+    ):
+        torch.save({"x": torch.zeros(6, 4), "y": y}, tmp_path / TENSORS)
+        digest = hashlib.sha256((tmp_path / TENSORS).read_bytes()).hexdigest()
+        (tmp_path / CARD).write_text(json.dumps({"sha256": digest}))
+        with pytest.raises(UserError, match=words):
+            DistilledSet.load(tmp_path)
+
+
+def test_it_is_a_dataset_of_images_and_labels(tmp_path):
+    a_set().save(tmp_path)
+    made = load_distilled(tmp_path, transform=lambda image: -image)
+    image, label = made[3]
+    assert len(made) == 6 and torch.equal(image, -a_set().x[3]) and label == 1
+    x, y = next(iter(DataLoader(made, batch_size=6)))
+    assert torch.equal(x, -a_set().x) and torch.equal(y, a_set().y) and torch.equal(made.x, a_set().x)
+
+
+def digits_set() -> DistilledSet:
+    data = load("digits")
+    card = {"origin": data.origin, "data": {"name": "digits"}}
+    return DistilledSet(data.x[:40].clone(), data.y[:40].clone(), card)
+
+
+def test_a_data_module_tests_on_the_official_test_set(tmp_path):
+    digits_set().save(tmp_path)
+    data = DistilledDataModule(str(tmp_path), batch_size=16)
+    data.prepare_data()
+    assert (
+        sorted(y for _, labels in [*data.train_dataloader()] for y in labels.tolist())
+        == digits_set().y.sort()[0].tolist()
+    )
+    assert [len(x) for x, _ in data.train_dataloader()] == [16, 16, 8]
+    x, y = zip(*data.test_dataloader(), strict=True)
+    assert torch.equal(torch.cat(x), load("digits").test_x) and torch.equal(torch.cat(y), load("digits").test_y)
+    own = DistilledDataModule(digits_set(), test=TensorDataset(torch.ones(2, 1, 8, 8), torch.ones(2).long()))
+    assert len(own.test_dataloader().dataset) == 2
+
+
+def test_a_data_module_refuses_what_does_not_fit(tmp_path):
+    of_own_data = DistilledSet(*digits_set().records, {"origin": {}, "data": {"class_path": "mine.Records"}})
+    with pytest.raises(UserError, match=r"`test` must be given for a set of your own data, got 'mine.Records'.*test="):
+        DistilledDataModule(of_own_data).test_dataloader()
+    flat = TensorDataset(torch.ones(2, 64), torch.ones(2).long())
+    with pytest.raises(UserError, match=r"records of shape \(1, 8, 8\), as the images of the set, got \(64,\)"):
+        DistilledDataModule(of_own_data, test=flat).test_dataloader()
+    with pytest.raises(UserError, match="`batch_size` must be >= 1, got 0"):
+        DistilledDataModule(of_own_data, batch_size=0)
 
 
 def test_the_picture_has_a_row_for_each_class():

@@ -93,7 +93,7 @@ def test_a_round_that_was_shown_lies_on_disk_and_is_not_trained_again(make_loop)
 
 def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent(make_loop):
     loop = break_off(make_loop(privacy=PROTECTED), 2)
-    loop.folder.checkpoint.unlink()
+    loop.folder.checkpoint.unlink(), loop.folder.before.unlink()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
     with pytest.warns(UserNotice, match="so the run starts again; the budget that it has spent remains spent"):
         result = again.run(resume=True)
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_version_is_one_sentence(make_loop):
     loop.run()
     saved = torch.load(loop.folder.checkpoint, weights_only=True)
     for name in ("clients", "models", "metrics"):
-        torch.save({key: value for key, value in saved.items() if key != name}, loop.folder.checkpoint)
+        loop.folder.save_checkpoint({key: value for key, value in saved.items() if key != name}, loop._seal)
         with pytest.raises(UserError, match=f"must hold '{name}', got one from another version"):
             make_loop(rounds=1, output_dir=loop.output_dir).run(resume=True)
 

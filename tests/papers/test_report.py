@@ -147,6 +147,8 @@ def test_the_list_counts_cells_and_minutes(results, known):
     assert line[2] == "small 0, paper unknown"  # as the finished ones; the registered fake declares no guess
     text = overview([fake(title="A long title " * 20)], results)
     assert "fake.table1  3/6" in text and "0/6, unknown" in text and max(map(len, text.splitlines())) <= 100
+    assert "no folder" not in text
+    assert "because there is no folder none here.\nRun this in the root" in overview([fake()], Path("none"))
 
 
 def test_a_page_is_written_from_files_and_mistakes_are_refused(results, known, tmp_path, monkeypatch):

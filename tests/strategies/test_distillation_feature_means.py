@@ -8,21 +8,26 @@ from conftest import PowerCut, private
 from few_digits import CLASSES, EQUAL, UNEQUAL, a_net, digits, few
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, FeatureSums
-from dpfl_lightning.models.features import COUNT_WEIGHT
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.models.features import COUNT_WEIGHT, record_features
 from dpfl_lightning.privacy.accounting.accountant import EXACT
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
+from dpfl_lightning.reporting.curves import HISTORY
+from dpfl_lightning.reporting.curves import read as read_curves
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import PURPOSE, FeatureMeans, pooled
 
-QUICK = {"images_per_class": 2, "nets": 2, "image_steps": 2, "evaluation_epochs": 2}
+QUICK = {"images_per_class": 2, "nets": 2, "image_steps": 2, "evaluation_epochs": 2, "min_records_per_target": 1}
+pytestmark = pytest.mark.filterwarnings("ignore:strategy feature_means. sums of records of single classes")
 NETS = torch.stack([a_net(seed=seed).flat for seed in (5, 6)])
 
 
@@ -141,7 +146,9 @@ def test_images_match_the_means_of_records(make_loop):
         own = sums_of(*DistilledSet.load(loop.output_dir).records) / 4
         return float((own - truth).norm())
 
-    few_steps, many = (apart(FeatureMeans(4, nets=8, image_steps=steps)) for steps in (1, 100))
+    few_steps, many = (
+        apart(FeatureMeans(4, nets=8, image_steps=steps, min_records_per_target=1)) for steps in (1, 100)
+    )
     assert many < 0.7 * few_steps
 
 
@@ -176,6 +183,41 @@ def test_classes_that_nobody_has_get_images_all_the_same(make_loop):
         loop, _ = run(make_loop, counts=[[*one[:2], 0] for one in UNEQUAL], privacy=privacy)
         made = DistilledSet.load(loop.output_dir)
         assert made.y.bincount().tolist() == [2] * CLASSES and bool(made.x.isfinite().all())
+
+
+def test_without_noise_classes_of_few_records_stay_noise(make_loop):
+    strategy = FeatureMeans(**QUICK | {"min_records_per_target": 16})
+    with pytest.warns(UserNotice, match="sums of records of single classes are sent without noise"):
+        loop, result = run(make_loop, strategy, counts=[*EQUAL[:3], [4, 3, 4]])
+    assert result.metrics["classes_left_out"] == 1
+    images = torch.nn.functional.normalize(DistilledSet.load(loop.output_dir).x.flatten(1)).view(CLASSES, 2, -1)
+    alike = (images[:, 0] * images[:, 1]).sum(dim=1).tolist()
+    assert abs(alike[1]) < 0.5 < min(alike[0], alike[2]), "noise, and mean images"
+
+
+def test_a_round_of_answers_counts_its_clients(make_loop):
+    loop, _ = run(make_loop, privacy=private())
+    (line,) = read_curves(loop.output_dir / HISTORY)
+    assert line.values["train_participants"] == 4 and line.values["train_classes_left_out"] == 0
+
+
+def test_the_accountant_is_the_same_before_and_after_a_run(make_loop):
+    class Watching(Callback):
+        def on_fit_start(self, view):
+            self.promise = view.expected_guarantee()
+
+    watching = Watching()
+    result = few(make_loop, FeatureMeans(**QUICK), watching, rounds=1, privacy=private()).run()
+    assert watching.promise.accountant == EXACT and EXACT in result.guarantee
+
+
+def test_a_net_may_have_frozen_parameters():
+    module = a_net()
+    frozen = next(iter(module.net.parameters()))
+    frozen.requires_grad_(False)
+    fresh = ClientModule(module.net)
+    first, second = record_features(fresh, torch.stack([fresh.flat]), torch.randn(2, 1, 8, 8))
+    assert first.shape == (2, 64) and second.shape == (2, 16)
 
 
 def test_what_does_not_fit_is_refused(make_loop):

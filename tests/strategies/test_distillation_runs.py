@@ -8,10 +8,11 @@ from conftest import PowerCut, cut_at, private
 from fakes import Absent
 from few_digits import NOTICE, SMALL, distilled, few, images_of
 
+from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.reporting.distilled import load_distilled
+from dpfl_lightning.strategies.distillation.artefact import DATA_CARD
 from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 pytestmark = NOTICE
@@ -50,7 +51,20 @@ def test_a_run_leaves_its_set_and_a_card(make_loop):
     assert card["guarantee"].startswith("Simulated, nobody is protected: (8, 0.001)-differential privacy per record")
     assert (card["clients"], card["records"], card["rounds"]) == (4, 61, 2)
     assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.clients.budgets.ledger.head.as_dict()
-    plain = load_distilled(distilled(make_loop, rounds=1)[0].output_dir).card
+    text = " ".join((loop.output_dir / DATA_CARD).read_text().split())
+    for words in (
+        "# Data card: 6 synthetic images made from records of the clients",
+        "| largest delta | 0.001 |",
+        "| neighbouring data sets | add or remove one record |",
+        f"| 0 | {loop.facts.num_records[0]} | ",
+        "- other runs on the same records",
+        "A further set, model or run",
+        "built in Python",
+    ):
+        assert words in text, words
+    without = distilled(make_loop, rounds=1)[0].output_dir
+    assert "**This set has no guarantee.**" in (without / DATA_CARD).read_text()
+    plain = load_distilled(without).card
     assert plain["epsilon_max"] is None and plain["guarantee"].startswith("No differential privacy")
 
 
@@ -65,7 +79,7 @@ def test_an_unfinished_run_leaves_no_set(make_loop):
     cut_at(loop, 2)
     with pytest.raises(PowerCut):
         loop.run()
-    with pytest.raises(UserError, match="be a folder with a distilled set"):
+    with pytest.raises(UserError, match="be the folder of a distilled set"):
         load_distilled(loop.output_dir)
 
 

@@ -44,7 +44,7 @@ BAD = {
         ("loss_bound", 1.0, "not be set with", {"selection": "paper_argmin"}),
     ],
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
-    "mr_mtl": [("pull", -1, ">= 0, got -1")],
+    "mr_mtl": [("pull", -1, ">= 0")],
     "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("reestimate_every", -1, "a number of rounds")],
     "robust_hdp": [
         ("estimator", "rpac", "one of .*Did you mean `rpca`"),
@@ -58,7 +58,7 @@ BAD = {
         ("rows", 0, "at least 1"),
         ("rows", "many", "a whole number or null, got 'many'"),
         ("row_choice", "tail", "one of random, head"),
-        ("rank", 0, "at least 1"),
+        ("rank", 2, "1 unless the estimator is hetero_pca"),
     ],
     "pfa": [
         ("variant", "liu", ".*liu_code"),
@@ -69,6 +69,9 @@ BAD = {
     "fedadam": [("beta1", 1.0, "")],
     "fedyogi": [("epsilon", 0.0, "")],
     "server_momentum": [("momentum", -0.1, "")],
+    "multi_krum": [("share", 0.5, r"in \[0, 0.5\)")],
+    "noise_floor": [("false_alarm", 0.0, r"in \(0, 1\)")],
+    "norm_bound": [("factor", 0.0, "above 0")],
     "trimmed_mean": [("share", 0.5, "")],
     "two_stage_selection": [
         ("warmup_rounds", 1, ">= 2, got 1"),

@@ -16,7 +16,7 @@ from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import PRESETS
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
@@ -41,6 +41,11 @@ def many(make_loop, count, parts, **options):
         parts=parts,
         **options,
     )
+
+
+def test_a_bound_that_no_weights_can_meet_is_refused(make_loop):
+    with pytest.raises(UserError, match=r"`strategies.robust_hdp.max_weight` must be at least 1 / 5, .*got 0.1"):
+        many(make_loop, 5, [RobustHdp(max_weight=0.1)]).run()
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Server optimisers, robust means and PFA, held to their formulas."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
+from scipy.optimize import minimize
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import PrivacyOptions
@@ -15,8 +17,12 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 from dpfl_lightning.strategies.aggregation.fedyogi import FedYogi
+from dpfl_lightning.strategies.aggregation.geometric_median import GeometricMedian
 from dpfl_lightning.strategies.aggregation.median import Median
+from dpfl_lightning.strategies.aggregation.multi_krum import MultiKrum
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
+from dpfl_lightning.strategies.aggregation.noise_floor import NoiseFloor, lowest_share
+from dpfl_lightning.strategies.aggregation.norm_bound import NormBound
 from dpfl_lightning.strategies.aggregation.pfa import Pfa, larger_budgets
 from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -82,7 +88,7 @@ def test_an_optimizer_goes_with_noise_aware_weights(name, make_loop):
     assert result.finished and len(received) == 2 and all(bool(one.isfinite().all()) for one in received)
 
 
-@pytest.mark.parametrize("kind", [Median, TrimmedMean])
+@pytest.mark.parametrize("kind", [GeometricMedian, Median, NormBound, TrimmedMean])
 def test_a_robust_mean_is_not_scaled_by_weights_that_it_ignores(kind, make_loop):
     robust, scaled = kind(), []
     combined, combine = [], robust.combine
@@ -103,7 +109,11 @@ def test_two_optimizers_are_refused(make_loop):
 
 def of(deltas):
     return ClientUpdates(
-        tuple(range(len(deltas))), steps=(1,) * len(deltas), noise_std=(0.0,) * len(deltas), deltas=deltas
+        tuple(range(len(deltas))),
+        steps=(1,) * len(deltas),
+        noise_std=(0.0,) * len(deltas),
+        deltas=deltas,
+        model_of=(0,) * len(deltas),
     )
 
 
@@ -123,11 +133,96 @@ def test_a_trimmed_mean_drops_the_smallest_and_the_largest(share, dropped):
     torch.testing.assert_close(found[0], expected)
 
 
-@pytest.mark.parametrize("strategy", [Median(), TrimmedMean(0.2)], ids=["median", "trimmed mean"])
-def test_one_of_five_clients_cannot_carry_the_model_away(strategy):
+ROBUST = [GeometricMedian(), Median(), NormBound(), TrimmedMean(0.2)]
+
+
+@pytest.mark.parametrize("strategy", ROBUST, ids=lambda strategy: type(strategy).__name__)
+@pytest.mark.parametrize("size", [1e6, 1e30])
+def test_one_of_five_clients_cannot_carry_the_model_away(strategy, size):
     deltas = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))
-    deltas[3] = 1e6
-    assert strategy.combine(of(deltas), torch.full((1, 5), 0.2), None).abs().max() < 4
+    deltas[3] = size
+    found = strategy.combine(of(deltas), torch.full((1, 5), 0.2), None)
+    assert found.dtype == deltas.dtype and found.abs().max() < 4
+
+
+def test_the_geometric_median_has_the_smallest_sum_of_distances():
+    deltas = torch.randn(7, 4, generator=torch.Generator().manual_seed(5)).double()
+    weights = torch.tensor([0.3, 0.1, 0.1, 0.2, 0.1, 0.2, 0.0]).double()
+    found = GeometricMedian().combine(of(deltas.view(7, 2, 2)), weights[None], None)
+    best = minimize(lambda x: float(weights @ (deltas - torch.from_numpy(x)).norm(dim=1)), deltas.mean(0), tol=1e-12)
+    assert found.shape == (1, 2, 2)
+    np.testing.assert_allclose(found.flatten(), best.x, atol=1e-4)
+
+
+@pytest.mark.parametrize("equal", [1, 3, 5])
+def test_the_geometric_median_of_equal_updates_is_that_update(equal):
+    deltas = torch.randn(5, 4, generator=torch.Generator().manual_seed(6))
+    deltas[:equal] = 2.0
+    found = GeometricMedian().combine(of(deltas), torch.full((1, 5), 0.2), None)
+    assert bool(found.isfinite().all())
+    if equal > 1:
+        torch.testing.assert_close(found[0], deltas[0], atol=1e-4, rtol=0)
+
+
+def test_a_norm_bound_shortens_only_updates_above_the_median_length():
+    deltas = torch.tensor([[1.0, 0.0], [0.0, 2.0], [8.0, 0.0]])
+    weights = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
+    found = NormBound().combine(of(deltas), weights, None)
+    torch.testing.assert_close(found, torch.tensor([[0.5 + 0.25 * 2, 0.5], [1.0, 0.0]]))
+    torch.testing.assert_close(NormBound(0.5).combine(of(deltas), weights, None)[0], torch.tensor([0.75, 0.25]))
+
+
+def krum(deltas, left_out):
+    """Blanchard et al. (2017), Section 4, client by client: the clients that are kept."""
+    scores = []
+    for one in deltas:
+        distances = sorted(float((one - other).square().sum()) for other in deltas)[1:]
+        scores.append(sum(distances[: len(deltas) - left_out - 2]))
+    return sorted(range(len(deltas)), key=scores.__getitem__)[: len(deltas) - left_out]
+
+
+@pytest.mark.parametrize(("share", "left_out"), [(0.0, 0), (0.2, 2), (0.3, 3), (0.49, 4)])
+def test_multi_krum_is_that_of_the_paper(share, left_out):
+    deltas = torch.randn(10, 6, generator=torch.Generator().manual_seed(7)).double()
+    deltas[8:] *= 5
+    found = MultiKrum(share).weigh(of(deltas), None)
+    expected = krum(deltas, left_out) if left_out else range(10)
+    assert found.nonzero().flatten().tolist() == sorted(expected)
+
+
+def test_multi_krum_judges_the_clients_of_each_model_alone_and_keeps_few():
+    deltas = torch.cat([torch.zeros(5, 3), torch.full((5, 3), 9.0)]) + torch.eye(10, 3)
+    deltas[2] += 4
+    updates = dataclasses.replace(of(deltas), model_of=(0,) * 5 + (1,) * 5)
+    kept = MultiKrum(0.2).weigh(updates, None)
+    assert kept[2] == 0 and kept[:5].sum() == 4 and kept[5:].sum() == 4
+    assert MultiKrum(0.4).weigh(of(deltas[:3]), None).tolist() == [1, 1, 1]
+
+
+def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
+    generator = torch.Generator().manual_seed(8)
+    std = torch.tensor([0.1, 0.1, 1.0, 1.0, 0.0])
+    deltas = std[:, None] * torch.randn(5, 2000, generator=generator)
+    deltas[1] *= 0.5  # announces more noise than it has
+    deltas[2] += 1.0
+    updates = dataclasses.replace(of(deltas), noise_std=tuple(std.tolist()))
+    floor = NoiseFloor()
+    assert floor.weigh(updates, None).tolist() == [1, 0, 1, 1, 1]
+    assert floor.metrics(None) == {"below_noise_floor": 1.0}
+
+
+@pytest.mark.parametrize("laplace", [False, True])
+def test_the_noise_floor_holds_for_both_kinds_of_noise(laplace):
+    rng = np.random.default_rng(9)
+    draws = rng.laplace(scale=0.5**0.5, size=(20_000, 50)) if laplace else rng.normal(size=(20_000, 50))
+    below = (np.square(draws).mean(axis=1) < lowest_share(50, 0.05)).mean()
+    assert lowest_share(50, 0.05) > 0.1 and below <= 0.05
+
+
+@pytest.mark.parametrize("name", ["fedprox", "mr_mtl"])
+def test_a_noise_floor_is_refused_beside_a_pull(name, make_loop):
+    with pytest.raises(UserError, match="makes updates shorter than their noise"):
+        make_loop(parts=strategies.build({"size_weighted": None, name: None, "noise_floor": None}))
 
 
 DIST2 = np.array([5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17])

@@ -154,3 +154,18 @@ def test_pairs_that_were_never_seen_together_are_not_read():
 
 def test_shares_that_are_all_zero_become_equal():
     assert limited_shares(np.zeros(4), 0.5).tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("attackers", [2, 4])
+def test_a_minority_cannot_turn_the_sum_by_long_opposite_updates(attackers):
+    """Clients that disagree count as clients with other data, but not by the length of their signals."""
+    rng = np.random.default_rng(3)
+    signal = rng.normal(size=400)
+    deltas = 4 * signal / np.linalg.norm(signal) + 0.1 * rng.normal(size=(20, 400))
+    deltas[:attackers] *= -10
+    lengths = np.linalg.norm(deltas, axis=1)
+    cosines = deltas @ deltas.T / np.outer(lengths, lengths)
+    (signals,) = estimate_signals(cosines, lengths, [range(20)], np.full((20, 20), 400.0))
+    share = contributions(signals, 10, 0.25)
+    combined = (share / lengths) @ deltas
+    assert combined @ signal / np.linalg.norm(combined) / np.linalg.norm(signal) > 0.8

@@ -217,7 +217,9 @@ def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(
     save = RunFolder.save_checkpoint
     with monkeypatch.context() as patch:  # as a kill: nothing is saved after the start
         patch.setattr(
-            RunFolder, "save_checkpoint", lambda folder, now: None if folder.checkpoint.exists() else save(folder, now)
+            RunFolder,
+            "save_checkpoint",
+            lambda folder, *now: None if folder.checkpoint.exists() else save(folder, *now),
         )
         again = cut(make_loop, WARMUP + 3, privacy={"noise_key": None, "reserve_rounds": WARMUP})
     with pytest.raises(UserError, match=r"ledger.jsonl` must hold what the schedule of client \d plans now"):

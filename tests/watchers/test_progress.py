@@ -173,7 +173,7 @@ def test_the_summary(show, tmp_path):
         "Guarantee: (3, 0.001)-differential privacy per record.",
         f"Where to look next, in {tmp_path}: guarantee.html:",
         "result.json: results of every client model.pt: the trained parameters",
-        "distilled.pt and distilled.json: the distilled set, and how it was made",
+        "distilled.pt and distilled.md: the distilled set, and its data card",
         f"python -m dpfl_lightning.report {tmp_path}",
         f"--sweep.distilled {tmp_path}: search on the set",
         f"python -m dpfl_lightning.evaluate {tmp_path}",

@@ -1,5 +1,6 @@
-"""The files of a run that belong to the clients: their ledger, their notes and the key of the digests of records."""
+"""The files of a run that belong to the clients: their ledger, their notes and their keys."""
 
+import hmac
 import secrets
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from dpfl_lightning.errors import NEW_RUN, UserError
 from dpfl_lightning.federated.client.engines.engine import COUNTED
 from dpfl_lightning.privacy.ledger.file import Header, read_header
-from dpfl_lightning.runtime.files import write_atomically, write_json
+from dpfl_lightning.runtime.files import write_json, write_text
 
 _ABOUT_NOTES = (
     "Exact counts over the run of the gradients of each client's records: all (one a record and step), those that were "
@@ -18,16 +19,18 @@ _ABOUT_NOTES = (
 
 
 class ClientFolder:
-    """`ledger.jsonl`, `ledger.head`, `ledger.signatures` if clients sign, `private.json`, and `data_key` until the end.
+    """`ledger.jsonl`, `ledger.head`, `ledger.signatures` if clients sign, `private.json`, `checkpoint.key`, and
+    `data_key` until the end.
 
-    **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, and `data_key` would let its
-    reader try guesses of records: they are for the clients alone, have mode 0600, and are never exported.
+    **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, `data_key` would let its
+    reader try guesses of records, and `checkpoint.key` change a checkpoint unnoticed: they are for the clients alone,
+    have mode 0600, and are never exported.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ledger_file = path / "ledger.jsonl"
-        self.key_file = path / "data_key"
+        self.key_file, self._seal_key_file = path / "data_key", path / "checkpoint.key"
 
     def header(self) -> Header | None:
         """The header of the run's ledger; None before it was written."""
@@ -39,20 +42,48 @@ class ClientFolder:
         Raises UserError if the file is damaged, or is gone although the run has not ended.
         """
         if self.key_file.is_file():
-            try:
-                return bytes.fromhex(self.key_file.read_text())
-            except ValueError:
-                raise UserError(f"`{self.key_file}` must hold hexadecimal digits, got others. {NEW_RUN}") from None
+            return _key_in(self.key_file)
         if ended:
             return b""
         if self.ledger_file.is_file():
             raise UserError(f"`{self.key_file}` must lie beside options.yaml, got no such file. {NEW_RUN}")
-        key = secrets.token_bytes(32)
-        write_atomically(self.key_file, lambda partial: partial.write_text(key.hex()), private=True)
-        return key
+        return _new_key(self.key_file)
+
+    def seal(self, digest: bytes) -> bytes:
+        """The keyed digest, 32 bytes, of the digest of a checkpoint; a run without a checkpoint gets a key.
+
+        Raises UserError if the key is damaged, or is gone although there is a checkpoint.
+        """
+        if self._seal_key_file.is_file():
+            key = _key_in(self._seal_key_file)
+        elif any(self.path.glob("checkpoint*.pt")):
+            raise UserError(f"`{self._seal_key_file}` must lie beside checkpoint.pt, got no such file. {NEW_RUN}")
+        else:
+            key = _new_key(self._seal_key_file)
+        return hmac.digest(key, digest, "sha256")
+
+    def forget_data_key(self) -> None:
+        """Remove the key of the digests of records, which nobody needs to compare any more."""
+        self.key_file.unlink(missing_ok=True)
 
     def save_notes(self, counts: Tensor) -> None:
         """Write `private.json` from all clients' counts of gradients `[N, 3]`."""
         columns = ("client", *COUNTED)
         clients = [dict(zip(columns, (client, *row), strict=True)) for client, row in enumerate(counts.tolist())]
         write_json(self.path / "private.json", {"about": _ABOUT_NOTES, "clients": clients}, private=True)
+
+
+def _new_key(file: Path) -> bytes:
+    key = secrets.token_bytes(32)
+    write_text(file, key.hex(), private=True)
+    return key
+
+
+def _key_in(file: Path) -> bytes:
+    try:
+        key = bytes.fromhex(file.read_text())
+    except (OSError, ValueError):
+        key = b""
+    if len(key) != 32:
+        raise UserError(f"`{file}` must hold 64 hexadecimal digits, got others. {NEW_RUN}")
+    return key

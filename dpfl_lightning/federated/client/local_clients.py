@@ -47,6 +47,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     extra |= {
         "test_set": population.test is not None,
         "features": population.features,
+        "origin": population.origin,
         "empty_x": population.empty_batch[0],
     }
     return Facts(*shape, truth=truth, names=population.names, **extra)
@@ -89,6 +90,9 @@ class LocalClients:
         header = ClientFolder(folder).header()
         return 0 if header is None else int(header.identity.get("rounds", 0))
 
+    def seal(self, folder: Path, digest: bytes) -> bytes:
+        return ClientFolder(folder).seal(digest)
+
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         check_budgets(plan.schedule, plan.settings, self.population.name_of)
         signing_keys = None if self.privacy is None else self.privacy.signing_keys
@@ -103,7 +107,7 @@ class LocalClients:
             self._open_ledger(plan, saved, ended, keys)
         except BaseException:
             if not self.folder.ledger_file.is_file():
-                self.folder.key_file.unlink(missing_ok=True)
+                self.folder.forget_data_key()
             raise
 
     def _open_ledger(self, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool, keys: PrivateKeys) -> None:
@@ -153,7 +157,7 @@ class LocalClients:
     def end(self, finished: bool) -> None:
         self.folder.save_notes(self.engine.counts)
         if finished:  # nobody needs to compare records any more
-            self.folder.key_file.unlink(missing_ok=True)
+            self.folder.forget_data_key()
 
     def close(self) -> None:
         self.ledger.close()

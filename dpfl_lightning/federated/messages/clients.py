@@ -88,6 +88,12 @@ class Clients(Protocol):
     def planned_rounds(self, folder: Path) -> int:
         """The number of rounds with which the ledger in a run's folder began; 0 if there is no ledger yet."""
 
+    def seal(self, folder: Path, digest: bytes) -> bytes:
+        """The clients' keyed digest (32 bytes) of the digest of a checkpoint in the run's folder.
+
+        UserError if the key is missing or damaged.
+        """
+
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         """Agree to the plan and open the ledger in the run's folder; UserError if it is the ledger of another run.
 

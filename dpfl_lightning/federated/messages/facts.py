@@ -21,6 +21,7 @@ class Facts:
         names: of the clients, for reports; empty if they have only numbers.
         test_set: whether models are scored on a test set, and not on the clients' held-out records alone.
         features: names and preprocessing of the inputs of records from a table, see `Population`; else None.
+        origin: of a public data set: its name, its licence, and how values were normalised; otherwise empty.
         empty_x: records [0, *X], a tensor or a tuple or dictionary of tensors: their shapes and dtypes without values.
     """
 
@@ -33,6 +34,7 @@ class Facts:
     names: tuple[str, ...] = ()
     test_set: bool = True
     features: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
     empty_x: Any = field(default=None, compare=False, repr=False)
 
     def name_of(self, client: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class ClientUpdates:
             the optimiser makes it unknown.
         deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if they were only added up in `total`,
             because no strategy needs single ones.
-        lost: clients whose update was not finite. They are in none of the other fields.
+        lost: clients whose update was not finite, or did not arrive. They are in none of the other fields.
         model_of: row of the server's models that each client started from.
         route: which updates are added to which model, `[K, C]`, without weights; None until it is known.
     """
@@ -109,6 +110,16 @@ class ClientUpdates:
         sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
+
+    def without(self, lost: frozenset[int]) -> ClientUpdates:
+        """The updates of all but these clients; a sum must have been taken without them."""
+        rows = [row for row, client in enumerate(self.clients) if client not in lost]
+        if len(rows) == len(self.clients):
+            return self
+        columns = ("clients", "steps", "noise_std", "model_of", "mechanism_of")
+        kept: dict[str, Any] = {name: tuple(getattr(self, name)[row] for row in rows) for name in columns}
+        deltas = None if self.deltas is None else self.deltas[rows]
+        return dataclasses.replace(self, **kept, deltas=deltas, lost=tuple(sorted({*self.lost, *lost})))
 
     @property
     def rows_by_model(self) -> list[list[int]]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.runtime.files import write_atomically, write_json
+from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.strict_json import parsed
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class StateFolder:
         path.chmod(0o700)
         folder = cls(path)
         (path / "plans").mkdir()
-        write_atomically(path / "site.json", lambda partial: partial.write_text(wire.to_text(site)))
+        write_text(path / "site.json", wire.to_text(site))
         folder.save(settings)
         return folder
 
@@ -91,7 +92,7 @@ class StateFolder:
         must = "be the folder of a node"
         require(file.is_file(), "STATE_DIR", must, str(self.path), "Create it with `dpfl node init`.")
         try:
-            return Settings(**parsed(file.read_bytes()))
+            return Settings(**parsed(read_bytes(file)))
         except (ValueError, TypeError):
             raise UserError(f"`{file}` must hold the settings of a node, got others. Restore it from a copy.") from None
 
@@ -120,7 +121,7 @@ class StateFolder:
         found = {}
         for file in sorted(self.path.glob("plans/*/reserved.json")):
             try:
-                found[file.parent.name] = Reservation(**parsed(file.read_bytes()))
+                found[file.parent.name] = Reservation(**parsed(read_bytes(file)))
             except (ValueError, TypeError):
                 raise UserError(f"`{file}` must hold a reservation, got others. Restore it from a copy.") from None
         return found
@@ -149,7 +150,7 @@ class StateFolder:
             require(total <= limit * (1 + _RELATIVE_ROUNDING), f"--{key}", must, limit, "Refuse the plan, or raise it.")
         folder = self.plan_folder(plan)
         folder.mkdir(exist_ok=True)
-        write_atomically(folder / "plan.json", lambda partial: partial.write_text(wire.to_text(terms)))
+        write_text(folder / "plan.json", wire.to_text(terms))
         self._write(plan, reservation)  # last: without it the plan is not accepted
         self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
         return plan
@@ -177,8 +178,8 @@ def read_site(path: Path) -> Site:
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:
-    require(path.is_file() and path.stat().st_size <= _MOST_TEXT, key, must, str(path))
+    content = read_bytes(path, key, _MOST_TEXT, f"It must {must}.")
     try:
-        return wire.from_text(kind, path.read_bytes())
+        return wire.from_text(kind, content)
     except wire.WireError as error:
         raise UserError(f"`{key}` must {must} with the same version of this package, got {path}: {error}.") from None

@@ -14,6 +14,8 @@ from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 
+_LARGEST = 1e6  # of a parameter: clipped steps reach it only if something else grows without a bound
+
 
 def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
     """The product of all strategies' factors (`[C]` or `[K, C]`, >= 0): `[K, C]` in float64, not normalised.
@@ -69,14 +71,14 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 
 
 def without_lost(
-    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts
+    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts, dropped: frozenset[int]
 ) -> tuple[RoundPlan, Tensor | None]:
-    """The plan and the raw weights `[K, C]` without the clients whose release is not finite; warns of them."""
+    """The plan and the raw weights `[K, C]` without the lost clients; warns of those that are not `dropped`."""
     if not updates.lost:
         return plan, raw_weights
-    names = ", ".join(map(facts.name_of, updates.lost))
-    why = "because their updates are missing, or are not finite"
-    warn_user(f"round {plan.round}: left out of this round, {why}: clients {names}")
+    if not_finite := [client for client in updates.lost if client not in dropped]:
+        names = ", ".join(map(facts.name_of, not_finite))
+        warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
     return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 
@@ -93,6 +95,14 @@ def combine(raw_weights: Tensor, updates: ClientUpdates) -> Tensor:
     for column, delta in enumerate(updates.released):
         total.add(column, delta)
     return total.rounded(different.sum(dim=1))[row_of]
+
+
+def diverged(state: ServerState) -> bool:
+    """Whether a parameter is not finite, or so large that float32 arithmetic with it is meaningless.
+
+    **Privacy** Post-processing of releases.
+    """
+    return not bool((state.models.abs() <= _LARGEST).all())
 
 
 def step(state: ServerState, combined: Tensor) -> ServerState:

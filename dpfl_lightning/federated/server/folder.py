@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import hmac
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dpfl_lightning.config.yaml_text import dump
-from dpfl_lightning.errors import NEW_RUN, UserError
+from dpfl_lightning.errors import NEW_RUN, UserError, warn_user
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.model import Model
-from dpfl_lightning.runtime.files import write_atomically, write_json
+from dpfl_lightning.runtime.files import PARTIAL, save_tensors, write_atomically, write_json, write_text
 
 HISTORY = "metrics.jsonl"  # the curves of the run: one line for each round
+_SEAL = 32  # bytes at the end of a checkpoint
+
+#: returns the clients' keyed digest (32 bytes) of a digest
+Seal = Callable[[bytes], bytes]
 
 
 class RunFolder:
     """`options.yaml` and `checkpoint.pt`, after the run also `result.json`, `guarantees.json` and `model.pt`.
 
-    **Privacy** `checkpoint.pt` contains `Clients.state_dict`, which is for the clients only. Its mode is 0600.
+    `checkpoint.pt` ends with a keyed digest of the clients. `checkpoint.before.pt` is the checkpoint before it, from
+    which a run is resumed if `checkpoint.pt` is damaged.
+
+    **Privacy** Checkpoints contain `Clients.state_dict`, which is for the clients only. Their mode is 0600.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.options, self.checkpoint = path, path / "options.yaml", path / "checkpoint.pt"
+        self.before = path / "checkpoint.before.pt"
 
     @classmethod
     def claim(cls, path: Path, options: Mapping[str, Any]) -> RunFolder:
         """Create the folder of a new run. Raises UserError if it is not empty; nothing in it is changed then."""
         folder = cls(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(one.suffix != PARTIAL for one in path.iterdir())):
             begun = folder.options.is_file()
             raise UserError(
                 f"`output_dir` must be new or empty, got {str(path)!r}, which holds "
@@ -64,21 +76,35 @@ class RunFolder:
             self.path.rmdir()
 
     def write_options(self, options: Mapping[str, Any]) -> None:
-        write_atomically(self.options, lambda partial: partial.write_text(dump(options)))
+        write_text(self.options, dump(options))
 
-    def save_checkpoint(self, snapshot: dict[str, Any]) -> None:
-        write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial), private=True)
+    def save_checkpoint(self, snapshot: dict[str, Any], seal: Seal) -> None:
+        """Write the checkpoint and its seal, and keep the checkpoint before it."""
 
-    def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """Load the last complete round; None before the first checkpoint. UserError if the file is damaged."""
-        if not self.checkpoint.is_file():
-            return None
-        try:
-            return _Checkpoint(self.checkpoint, torch.load(self.checkpoint, map_location=device, weights_only=True))
-        except (RuntimeError, EOFError, pickle.UnpicklingError):
-            raise UserError(
-                f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. {NEW_RUN}"
-            ) from None
+        def write(partial: Path) -> None:
+            save_tensors(snapshot, partial)
+            with partial.open("r+b") as file:
+                file.write(seal(hashlib.file_digest(file, "sha256").digest()))
+
+        write_atomically(self.checkpoint, write, private=True, before=self.before)
+
+    def load_checkpoint(self, device: torch.device, seal: Seal) -> dict[str, Any] | None:
+        """Load the last complete round, or with a warning the one before it if the file is damaged or missing.
+
+        None before the first checkpoint. Raises UserError if no file is what the clients sealed.
+        """
+        files = [path for path in (self.checkpoint, self.before) if path.is_file()]
+        for path in files:
+            content = _sealed_content(path, device, seal)
+            if content is not None:
+                if path == self.before:
+                    words = f"{self.checkpoint} is damaged or missing; {path.name} is used, the one before it"
+                    warn_user(f"{words}, after round {content['round']}")
+                return content
+        if files:
+            must = "be a checkpoint that this run has sealed"
+            raise UserError(f"`{self.checkpoint}` must {must}, got a damaged file. {NEW_RUN}")
+        return None
 
     def save_json(self, name: str, content: Mapping[str, Any]) -> None:
         write_json(self.path / name, content)
@@ -89,7 +115,22 @@ class RunFolder:
             tensors = {**module.net.state_dict(), **module.unflatten(model)}
             state = {name: value.cpu().clone() for name, value in tensors.items()}
             name = "model.pt" if len(final_models.models) == 1 else f"model_{row}.pt"
-            write_atomically(self.path / name, lambda partial, state=state: torch.save(state, partial))
+            write_atomically(self.path / name, functools.partial(save_tensors, state))
+
+
+def _sealed_content(path: Path, device: torch.device, seal: Seal) -> _Checkpoint | None:
+    """Load a checkpoint; None if its seal does not fit, so that nothing of a changed file is ever used."""
+    with path.open("rb") as file:
+        size, digest = os.fstat(file.fileno()).st_size - _SEAL, hashlib.sha256()
+        for start in range(0, size, 1 << 20):
+            digest.update(file.read(min(1 << 20, size - start)))
+        if not hmac.compare_digest(file.read(), seal(digest.digest())):
+            return None
+        file.seek(0)
+        try:
+            return _Checkpoint(path, torch.load(file, map_location=device, weights_only=True))
+        except (RuntimeError, EOFError, pickle.UnpicklingError):  # sealed by another version of this program
+            return None
 
 
 class _Checkpoint(dict[str, Any]):

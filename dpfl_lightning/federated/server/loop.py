@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -85,16 +86,22 @@ class ServerLoop(Run):
         """Plan, charge, train, weigh, combine, step. Every line calls one hook, or sends one message to the clients."""
         self._replan(state)
         view = self.view(state)
-        plan = _if_enough(fold(self.strategies, "plan_round", self.plan_of_all(view), view))
+        plan = fold(self.strategies, "plan_round", self.plan_of_all(view), view)
+        plan = _if_enough(dataclasses.replace(plan, fewest=max(plan.fewest, self.min_participants)))
         plan = _if_enough(self.clients.accept(plan))  # charged: a crash never under-reports
         if not plan.clients:
             return self._unmoved(state, plan)
+        dropped = self.traffic.lost(plan.round, plan.clients)  # by a simulated network
         raw_weights = aggregate.raw_weights_from_facts(self.strategies, plan, view)  # None: single updates must be seen
-        updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights))
-        arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts)
-        if not arrived.clients:
+        if raw_weights is not None:
+            raw_weights = raw_weights * torch.tensor([client not in dropped for client in plan.clients])
+        updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights)).without(dropped)
+        arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts, dropped)
+        if not arrived.clients and len(dropped) < len(plan.clients):
+            self._stop_before_waste(state, plan, "no update of this round is finite")
+        plan = _if_enough(arrived, "sent an update that arrived", "models stay as they are")
+        if not plan.clients:
             return self._unmoved(state, plan)
-        plan = arrived
         self.totals.noise_std[list(updates.clients)] = torch.tensor(updates.noise_std, dtype=torch.float64)
         if raw_weights is None:
             raw_weights = aggregate.raw_weights(self.strategies, plan, updates, view)  # [K, C]
@@ -103,22 +110,34 @@ class ServerLoop(Run):
         if combined is None:
             combined = fold(self.strategies, "scale", aggregate.combine(raw_weights, updates), updates, weights, view)
         stepped = sole_answer(self.strategies, "step", state, combined, view)
-        state = aggregate.step(state, combined) if stepped is None else stepped
-        state = fold(self.strategies, "after_step", state, updates, view)
-        return dataclasses.replace(state, round=plan.round), plan, weights
+        after = aggregate.step(state, combined) if stepped is None else stepped
+        after = fold(self.strategies, "after_step", after, updates, view)
+        if aggregate.diverged(after):
+            self._stop_before_waste(state, plan, "a parameter of the new model is not finite, or above 1e6")
+        return dataclasses.replace(after, round=plan.round), plan, weights
+
+    def _stop_before_waste(self, state: ServerState, plan: RoundPlan, got: str) -> NoReturn:
+        """End the run before another round is charged, with the models before this round."""
+        self._remember(dataclasses.replace(state, round=plan.round))
+        raise UserError(
+            f"`training` must not diverge, got in round {plan.round}: {got}. The round was charged; the run ends "
+            "before the next charge, with the models before this round. Start a new run with a lower "
+            "clients.learning_rate, or with other options of its strategies."
+        )
 
     def _unmoved(self, state: ServerState, plan: RoundPlan) -> tuple[ServerState, RoundPlan, Tensor]:
         """Return the result of a round without updates."""
         return dataclasses.replace(state, round=plan.round), plan, torch.zeros(len(state.models), len(plan.clients))
 
 
-def _if_enough(plan: RoundPlan) -> RoundPlan:
-    """Return the plan, or one without clients if fewer are left than its strategy requires."""
+def _if_enough(
+    plan: RoundPlan, did: str = "could take part", so: str = "no client trains, and models stay as they are"
+) -> RoundPlan:
+    """Return the plan, or one without clients if fewer are left than are required."""
     left = len(plan.clients)
     if left == 0 or left >= plan.fewest:
         return plan
     warn_user(
-        f"round {plan.round}: {counted(left, 'client')} could take part, fewer than the {plan.fewest} that are "
-        "required; no client trains, and models stay as they are"
+        f"round {plan.round}: {counted(left, 'client')} {did}, fewer than the {plan.fewest} that are required; {so}"
     )
     return plan.only(lambda client: False)

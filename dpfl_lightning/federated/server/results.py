@@ -83,6 +83,7 @@ class RoundReport:
     Args:
         records: expected number of records processed in the round; the observed number is private.
         weights: `[K, C]`, of `clients`.
+        answered: clients that answered a query of the round.
         seconds: of the round, only if exact times are reported.
         epsilon_spent: of each of the N clients so far, rounded up.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
@@ -102,6 +103,12 @@ class RoundReport:
     client_accuracy: tuple[float | None, ...] | None = None
     diagnostics: Diagnostics | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
+    answered: tuple[int, ...] = ()
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """The clients that sent an update or, if nobody did, those that answered a query."""
+        return self.clients or self.answered
 
 
 @dataclass(frozen=True, repr=False)

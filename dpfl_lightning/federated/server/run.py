@@ -93,9 +93,11 @@ class Run:
         caveats = [one for strategy in self.strategies for one in strategy.caveats]
         self.caveats = (*clients.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ()))
         self.accountant = accountant_of(privacy)
+        self.min_participants = network.min_participants
         self.traffic = Traffic(Network.of(network, len(settings), seed, facts.names))
         self.totals, self.strategy_notes = RunTotals.start(len(settings)), tuple[str, ...]()
         self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
+        self._answered: set[int] = set()  # clients that answered a query of the round
         self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
 
@@ -142,6 +144,7 @@ class Run:
         question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
         self.traffic.ask(question.only(released), self.state.models, released)
+        self._answered.update(released)
         return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
@@ -207,7 +210,7 @@ class Run:
         self.plan_schedule()  # may raise, before anything is written
         self.strategy_notes = tuple(self.describe())
         self.folder = reopened or RunFolder.claim(self.output_dir, self.options)
-        saved = self.folder.load_checkpoint(self.clients.device)  # None in a new folder
+        saved = self.folder.load_checkpoint(self.clients.device, self._seal)  # None in a new folder
         if resume and not planned:
             self.folder.write_options(self.options)
         clients, ended = (None, False) if saved is None else (saved["clients"], bool(saved["ended"]))
@@ -227,7 +230,11 @@ class Run:
         return self.state
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
-        self.state = state = ServerState(saved["models"], tuple(saved["model_of"].tolist()), saved["round"])
+        models, model_of, round = saved["models"], saved["model_of"].tolist(), saved["round"]
+        fits = models.shape[1:] == self._initial.shape and {*model_of} <= {*range(len(models))}
+        fits = fits and len(model_of) == self.facts.num_clients and 0 <= round <= self.rounds
+        require(fits, "resume", "have a checkpoint of this run", f"one of round {round}, models {list(models.shape)}")
+        self.state = state = ServerState(models, tuple(model_of), round)
         for name, part in self._named_parts():
             if name in saved["callbacks"]:
                 part.load_state_dict(saved["callbacks"][name])
@@ -254,7 +261,10 @@ class Run:
             **self.totals.saved(),
             "ended": None,
         }
-        self.folder.save_checkpoint(self.snapshot)
+        self.folder.save_checkpoint(self.snapshot, self._seal)
+
+    def _seal(self, digest: bytes) -> bytes:
+        return self.clients.seal(self.output_dir, digest)
 
     def _named_parts(self) -> list[tuple[str, Strategy | Callback]]:
         """Parts named by class, and by number in it, because a resumed run may have other callbacks."""
@@ -265,7 +275,7 @@ class Run:
     def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         if finished:
             self.snapshot["ended"] = reason  # resumed, it changes nothing
-            self.folder.save_checkpoint(self.snapshot)
+            self.folder.save_checkpoint(self.snapshot, self._seal)
             if self.state.round not in self.evaluated:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()
@@ -319,6 +329,7 @@ class Run:
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
         scores = self.evaluated.get(plan.round)
+        answered, self._answered = tuple(sorted(self._answered)), set()
         return RoundReport(
             round=plan.round,
             rounds=self.rounds,
@@ -330,6 +341,7 @@ class Run:
             client_accuracy=None if scores is None else tuple(score.accuracy for score in scores.clients),
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
+            answered=answered,
             **_on_test(scores),
         )
 

@@ -35,6 +35,8 @@ class Strategy:
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
         needs_noise_std: whether it reads `ClientUpdates.noise_std`, which is not known for every optimiser of clients.
+        pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
+        refuses_pull: whether it cannot stand beside a strategy that pulls.
         in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
 
@@ -44,6 +46,8 @@ class Strategy:
     trains_on_server: bool = False
     needs_training: bool = False
     needs_noise_std: bool = False
+    pulls: bool = False
+    refuses_pull: bool = False
     in_place_of_training: str = ""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
@@ -162,6 +166,11 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             raise UserError(
                 f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
                 f"former is for local training; with the latter {other.in_place_of_training}. Remove one of them."
+            )
+        if other.refuses_pull and strategy.pulls:
+            raise UserError(
+                f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
+                "former makes updates shorter than their noise, which the latter takes for false. Remove one of them."
             )
     for hook in ("initialise", "combine", "step", "final_models", "client_embedding"):
         names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))

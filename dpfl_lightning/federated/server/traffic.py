@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from dpfl_lightning.config.options import NetworkOptions
@@ -18,11 +19,16 @@ BYTES = 4  # of a number: float32
 
 @dataclass(frozen=True)
 class Network:
-    """A simulated network: seconds per number `down` and `up`, and seconds of `latency` per exchange, each `[N]`."""
+    """A simulated network: seconds per number `down` and `up`, and seconds of `latency` per exchange, each `[N]`.
+
+    An update is lost with probability `dropout` `[N]`; which ones follows from `seed` and the round.
+    """
 
     down: Sequence[float]
     up: Sequence[float]
     latency: Sequence[float]
+    dropout: Sequence[float] = ()
+    seed: int = 0
 
     @classmethod
     def of(cls, options: NetworkOptions, num_clients: int, seed: int, names: Sequence[str] = ()) -> Network | None:
@@ -38,7 +44,15 @@ class Network:
                 return (0.0,) * num_clients
             return tuple(8 * BYTES / (1e6 * speed) for speed in column(name))
 
-        return cls(seconds("down_megabits_per_second"), seconds("up_megabits_per_second"), column("latency_seconds"))
+        speeds = seconds("down_megabits_per_second"), seconds("up_megabits_per_second")
+        return cls(*speeds, column("latency_seconds"), column("dropout"), seed)
+
+    def lost(self, round: int, clients: Sequence[int]) -> frozenset[int]:
+        """Return those of the clients whose updates of this round are lost."""
+        if not any(self.dropout):
+            return frozenset()
+        draws = np.random.default_rng([self.seed, round]).random(len(self.dropout))
+        return frozenset(client for client in clients if draws[client] < self.dropout[client])
 
     def seconds(self, down: Mapping[int, int], up: int = 0) -> float:
         """Return the time until the slowest client has received `down[client]` numbers and sent `up`, all in parallel.
@@ -55,6 +69,7 @@ class Traffic:
 
     def __init__(self, network: Network | None = None) -> None:
         self._network = network
+        self.lost = Network((), (), ()).lost if network is None else network.lost
         self.begin_round()
 
     def begin_round(self) -> None:

@@ -14,7 +14,8 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import RunInfo
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.accounting.accountant import EXACT, Pld
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 
@@ -60,8 +61,14 @@ class View:
     optimizer: LocalOptimizer | None = PLAIN_SGD
 
     def expected_guarantee(self) -> Guarantee:
-        """The first client's guarantee, with an infinite epsilon if a `NonPrivateEvent` is planned for any client."""
-        now, events = self.guarantees()[0], [event for client in self.schedule.clients for event in client.events()]
+        """The first client's guarantee, with the accountant of what is planned for it.
+
+        Epsilon is infinite if a `NonPrivateEvent` is planned for any client.
+        """
+        now, first = self.guarantees()[0], self.schedule.clients[0]
+        if self.run.accountant == Pld.name and composed(first.events(), first.delta).full_batches:
+            now = dataclasses.replace(now, accountant=EXACT)
+        events = [event for client in self.schedule.clients for event in client.events()]
         planned = [event.words for event in events if isinstance(event, NonPrivateEvent)]
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))
         return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -152,14 +153,14 @@ def read_ledger(path: Path) -> list[Charge]:
 
 def _locked(path: Path) -> FileIO:
     file = open(path, "a+b", buffering=0)  # noqa: SIM115 (open, and locked, as long as the ledger)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"`{path}` is being written by another run. Wait for it, or choose another --output_dir."
-        ) from None
-    return file
+    for _ in range(5):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(0.1)  # whoever only looks whether it is locked (`is_locked`) is soon done
+    file.close()
+    raise UserError(f"`{path}` is being written by another run. Wait for it, or choose another --output_dir.")
 
 
 def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.ledger.file import Head, Verified, check_lag, read_small
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.strict_json import parsed
 
 PrivateKeys = Mapping[int, Ed25519PrivateKey]
@@ -74,7 +74,7 @@ def write_signatures(path: Path, head: Head, keys: PrivateKeys) -> None:
     """Sign the head with every key, and replace the file of signatures."""
     signatures = {client: key.sign(message(head, client)).hex() for client, key in keys.items()}
     text = json.dumps({"head": head.as_dict(), "signatures": signatures}, indent=1) + "\n"
-    write_atomically(signature_file(path), lambda partial: partial.write_text(text))
+    write_text(signature_file(path), text)
 
 
 def read_signatures(path: Path) -> Signed | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.reading import read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import (
@@ -38,7 +39,7 @@ from dpfl_lightning.privacy.ledger.results import (
     results_of,
 )
 from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import columns, shown
 
 _TOGETHER = (
@@ -153,7 +154,7 @@ class LedgerReport:
             rows.append({"client": client, **numbers, "neighboring_relation": relation, "event": event})
         facts = {"adjacency": adjacency, "accountant": self.accountant, "ledgers": self.as_dict()["ledgers"]}
         content = {"about": ABOUT, **facts, "clients": rows}
-        write_atomically(path, lambda partial: partial.write_text(json.dumps(content, indent=1) + "\n"))
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
     def text(self) -> str:
         """Return what was verified, a row for each client, and the weakest guarantee."""
@@ -357,8 +358,8 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
 def _kept_elsewhere(path: Path, chain: str) -> str:
     """Return where the head of a ledger is, or should be, kept outside of the run's folder."""
     file = path.with_name("options.yaml")
-    with contextlib.suppress(OSError, ValueError):  # nothing follows from a file that cannot be read
-        options = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    with contextlib.suppress(UserError):  # nothing follows from a file that cannot be read
+        options = parse_yaml(read_text(file), str(file))
         if isinstance(options, dict) and options.get("tracking") is not None:
             return f"Compare this head's chain, {chain}, with the one in MLflow (tag `ledger_head`)."
     return f"Keep a copy of this head elsewhere. Its chain is {chain}."

@@ -3,5 +3,6 @@
 from dpfl_lightning.reporting.mlflow.run import Tracking
 from dpfl_lightning.reporting.mlflow.store import downloaded, how_to_open, store_uri
 from dpfl_lightning.reporting.mlflow.study import SeedsTracking, StudyTracking
+from dpfl_lightning.reporting.mlflow.sync import sync
 
-__all__ = ["SeedsTracking", "StudyTracking", "Tracking", "downloaded", "how_to_open", "store_uri"]
+__all__ = ["SeedsTracking", "StudyTracking", "Tracking", "downloaded", "how_to_open", "store_uri", "sync"]

@@ -19,16 +19,19 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow import describe
-from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported, shown
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, ledger_run, metrics, reported, shown
+from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import distinct, span
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
-_LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
+LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
-_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD)
+FILES = (*LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 _SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
+_SLOW = 5.0  # seconds after which a failed write counts as a time-out
+_MOST_TIMEOUTS = 2  # after which the rest is sent at the end of the run
 _MOST_MODELS = 10  # more models, such as one for each client, are only files
 
 
@@ -55,27 +58,30 @@ class Tracking(Callback):
         self._run_name, self._tags, self._per_client = run_name, dict(tags or {}), per_client
         self._run_id, self._resumed = "", False
         self._complete = False  # whether MLflow has the whole run already
-        self._last_step = 0  # the last round that MLflow already has
+        self._known = set[tuple[str, int]]()  # points that MLflow already has, by name and step
         self._pending: list[Metric] = []
-        self._send_at = 0.0
+        self._send_at, self._timeouts = 0.0, 0
 
     def on_fit_start(self, view: View) -> None:
         with reported(self.store.uri):
+            self.store.end_abandoned()
             earlier = self._earlier_run(view) if self._resumed else None
             self._run_id = earlier or self._begun_run(view)
+            if self._resumed:
+                points = curve_points(self._rounds(view), self._per_client, view.run.exact_times)
+                self._known = self.store.steps(self._run_id, {one.key for one in points})
+                self._pending = [one for one in points if (one.key, one.step) not in self._known]
             if earlier is not None:
-                self._last_step = max(self.store.history(earlier, "train_participants"), default=0)
-                self._complete = self.store.status(earlier) == "FINISHED"
+                self._complete = self.store.status(earlier) == "FINISHED" and not self._pending
                 if not self._complete:
                     self.store.resume(earlier)
                     self.store.tag(earlier, {"status": "running"})
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         self._complete = False
-        if report.round <= self._last_step:
-            return  # a restored backup repeats rounds that MLflow already has
-        values = _values(curves.of_round(report, view.facts), self._per_client)
-        self._pending += metrics(values, report.round, view.run.exact_times)
+        points = curve_points([curves.of_round(report, view.facts)], self._per_client, view.run.exact_times)
+        # a restored backup repeats rounds that MLflow already has
+        self._pending += [one for one in points if (one.key, one.step) not in self._known]
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
@@ -102,7 +108,8 @@ class Tracking(Callback):
                 missing.append("the run's status")
         if missing:
             words = f"MLflow at {shown(self.store.uri)} did not get: {', '.join(missing)}."
-            warn_user(f"{words} The result is complete in {result.output_dir}.")
+            how = f"{invocation('sync')} {result.output_dir} sends them"
+            warn_user(f"{words} The result is complete in {result.output_dir}, and {how}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id or None}
@@ -116,6 +123,7 @@ class Tracking(Callback):
             **self._tags,
             **_frame(view),
             "output_dir": str(folder),
+            "ledger_run": ledger_run(folder),
             "status": "running",
             **describe.program(),
             "mlflow.note.content": describe.description(view.run.strategy_notes),
@@ -144,7 +152,7 @@ class Tracking(Callback):
 
     def _send_files(self, view: View, result: RunResult) -> None:
         folder = view.run.output_dir
-        for pattern in _FILES if result.finished else _LEDGER:
+        for pattern in FILES if result.finished else LEDGER:
             for path in sorted(folder.glob(pattern)):
                 self.store.client.log_artifact(self._run_id, str(path))
         if not result.finished:
@@ -192,7 +200,15 @@ class Tracking(Callback):
         arrived = self.store.tried(action, "training continues, and tracking is tried again")
         took = time.monotonic() - begun
         self._send_at = begun + took + max(10 * took, 0.0 if arrived else 30.0)
+        self._timeouts += not arrived and took > _SLOW
+        if self._timeouts >= _MOST_TIMEOUTS:
+            self._send_at = math.inf  # only the end of the run is worth another wait
         return arrived
+
+
+def curve_points(rounds: Sequence[curves.Round], per_client: bool = False, exact_times: bool = False) -> list[Metric]:
+    """Return the curves of some rounds as MLflow metrics."""
+    return [point for one in rounds for point in metrics(_values(one, per_client), one.round, exact_times)]
 
 
 def _options_of(view: View) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
+import fcntl
 import json
 import logging
 import math
@@ -21,7 +22,9 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 from mlflow.entities import Metric as Metric
 from mlflow.tracking import MlflowClient
 
+from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.runtime.files import is_locked
 from dpfl_lightning.runtime.text import rounded_up_duration
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
@@ -45,7 +48,7 @@ class Store:
 
     def __init__(self, experiment: str, uri: str | None = None) -> None:
         self.uri, self._warned = store_uri(uri), False
-        with reported(self.uri, seconds=10):
+        with reported(self.uri, seconds=10), _alone(self.uri):
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
@@ -147,9 +150,19 @@ class Store:
             params = [Param(name, run.data.params[name]) for name in names if name in run.data.params]
             self.client.log_batch(run_id, params=params)
 
-    def history(self, run_id: str, metric: str) -> dict[int, float]:
-        points = self.client.get_metric_history(run_id, metric)
-        return {point.step: point.value for point in sorted(points, key=lambda point: point.step)}
+    def steps(self, run_id: str, names: Iterable[str]) -> set[tuple[str, int]]:
+        """Return the points that a run has of some metrics, each by its name and step."""
+        return {(name, point.step) for name in names for point in self.client.get_metric_history(run_id, name)}
+
+    def end_abandoned(self) -> None:
+        """Mark runs as KILLED whose folder is on this machine, and whose process is gone."""
+        running = "attributes.status = 'RUNNING'"
+        for run in self.client.search_runs([self.experiment_id], running):
+            folder = Path(run.data.tags.get("output_dir", ""))
+            known = run.data.tags.get("ledger_run")
+            if known and known == ledger_run(folder) and not is_locked(folder / "ledger.jsonl"):
+                self.tag(run.info.run_id, {"status": "abandoned: its process is gone"})
+                self.end(run.info.run_id, "KILLED", 1.0)
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])
@@ -220,10 +233,45 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
         )
     if known is not None:
         return known.experiment_id
-    database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
-    folder = Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ") if database else None
+    place = _folder_of(uri)
+    folder = place / "mlruns" / quote(name, safe=" ") if place else None
     tags = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
-    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=tags)
+    try:
+        return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=tags)
+    except mlflow.MlflowException as error:
+        created = client.get_experiment_by_name(name)  # by another process, since it was looked up
+        if error.error_code != "RESOURCE_ALREADY_EXISTS" or created is None:
+            raise
+        return created.experiment_id
+
+
+def _folder_of(uri: str) -> Path | None:
+    """Return the folder of an SQLite store; None for a server or another database."""
+    database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
+    return Path(database[1]).resolve().parent if database else None
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Let one process after the other open an SQLite store, whose tables the first one creates."""
+    folder = _folder_of(uri)
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def ledger_run(folder: Path) -> str:
+    """Return the random name of the run whose ledger lies in a folder; empty if none can be read."""
+    try:
+        return str(read_json(folder / "ledger.head").get("run", ""))
+    except UserError:
+        return ""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """FedProx: local training is pulled towards the round's model."""
 
 import dataclasses
+import math
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -22,9 +23,10 @@ class FedProx(Strategy):
     """
 
     needs_training = True
+    pulls = True
 
     def __init__(self, pull: float = 0.01) -> None:
-        require(pull >= 0, "strategies.fedprox.pull", "be >= 0", pull)
+        require(0 <= pull < math.inf, "strategies.fedprox.pull", "be >= 0 and finite", pull)
         self._pull = float(pull)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:

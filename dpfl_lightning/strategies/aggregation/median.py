@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
+from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
 
 
-class Median(TrimmedMean):
+class Median(RobustMean):
     """Replaces the weighted mean by the coordinate-wise median over the clients that train a model.
 
     Fewer than half of a model's clients cannot move it arbitrarily far. All clients with a positive weight count
@@ -16,9 +16,6 @@ class Median(TrimmedMean):
     Reference: Yin et al. (2018), Algorithm 1.
     """
 
-    def __init__(self) -> None:
-        super().__init__(share=0.0)
-
-    def _centre(self, deltas: Tensor) -> Tensor:
+    def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
         ordered = deltas.sort(dim=0).values
         return (ordered[(len(deltas) - 1) // 2] + ordered[len(deltas) // 2]) / 2

@@ -8,7 +8,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate_by_group, judged_groups
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import PRESETS
-from dpfl_lightning.errors import UserError, require_one_of, warn_user
+from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -30,8 +30,9 @@ class RobustHdp(EstimatedWeights):
             true variances, for simulations).
         reestimate_every: number of rounds between two estimates, >= 1; 0 or `first_round` keeps the first estimate.
         floor: lower bound on a variance, as a share of the median variance, >= 0.
-        max_weight: upper bound on a client's weight, in (0, 1]. It is the only bound on the influence of a client that
-            sends an update near zero; 0.5 is a safe value. The bound is exact if no other strategy changes the weights.
+        max_weight: upper bound on a client's weight, in [1 / clients, 1]. It is the only bound on the influence of a
+            client that sends an update near zero; 0.5 is a safe value. It is exact if no other strategy changes the
+            weights.
         rows: `rpca`: number of parameters in one block; null takes all at once.
         blocks: `rpca`: number of blocks to average over; null takes all.
         row_choice: `rpca`: `random` (from a public seed) or `head` (the first ones, as in the paper).
@@ -63,6 +64,8 @@ class RobustHdp(EstimatedWeights):
         super().__init__(_KEY, reestimate_every)
         require_one_of(PRESETS, f"{_KEY}.preset", preset)
         self._rule = {"floor": floor, "max_weight": max_weight}
+        must = "be 1 unless the estimator is hetero_pca, which alone uses it"
+        require(rank == 1 or estimator == "hetero_pca", f"{_KEY}.rank", must, rank)
         try:
             self._options = EstimatorOptions(estimator, PRESETS[preset], rows, blocks, row_choice, rank)
             weights(torch.ones(1), **self._rule)
@@ -77,6 +80,12 @@ class RobustHdp(EstimatedWeights):
         self._warned = False
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        clients, most = view.facts.num_clients, self._rule["max_weight"]
+        must, advice = (
+            f"be at least 1 / {clients}, the number of clients",
+            "Use the strategy uniform for equal weights.",
+        )
+        require(most * clients >= 1, f"{_KEY}.max_weight", must, most, advice)
         data = view.run.options.get("data", {})
         partition = (data.get("partition") or {}).get("name")
         differ = "groups" if data.get("groups") else partition if partition in ("dirichlet", "shards") else ""

@@ -1,6 +1,7 @@
 """MR-MTL: one model for each client, pulled towards the mean of all models."""
 
 import dataclasses
+import math
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -25,8 +26,10 @@ class MrMtl(Local):
     term outside the clipping, where it does not use up the clip norm.
     """
 
+    pulls = True
+
     def __init__(self, pull: float = 1.0) -> None:
-        require(pull >= 0, "strategies.mr_mtl.pull", "be >= 0", pull)
+        require(0 <= pull < math.inf, "strategies.mr_mtl.pull", "be >= 0 and finite", pull)
         self._pull = float(pull)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:

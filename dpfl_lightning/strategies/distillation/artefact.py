@@ -1,30 +1,32 @@
-"""A distilled set as an artefact: images, labels, and a card that describes their origin and privacy cost."""
+"""A distilled set as a torch Dataset and as files: images, labels, and a card of their origin and privacy cost."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
-TENSORS, CARD = "distilled.pt", "distilled.json"
-
-#: what reading damaged files may raise
-_DAMAGED = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError)
+#: images and labels, the card for programs, and the data card for people
+TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
 
 
 @dataclass(frozen=True, eq=False)
-class DistilledSet:
-    """Synthetic images, normalised as the records that they represent, with labels and a card (JSON).
+class DistilledSet(Dataset[tuple[Any, int]]):
+    """Synthetic images with labels, as a map-style Dataset of pairs (image `[*X]`, label), and a card (JSON).
+
+    Images are normalised as the records that they represent (`origin` of the card). `transform` is applied to each
+    image that is read by its index, not to `x`.
 
     **Privacy** Post-processing of the run's releases. The guarantee is the one on the card, and nothing more.
     """
@@ -32,6 +34,14 @@ class DistilledSet:
     x: Tensor  # [n, *X], floating point
     y: Tensor  # [n], int64
     card: Mapping[str, Any] = field(default_factory=dict)
+    transform: Callable[[Tensor], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = self.x[index]
+        return image if self.transform is None else self.transform(image), int(self.y[index])
 
     @property
     def records(self) -> tuple[Tensor, Tensor]:
@@ -42,27 +52,36 @@ class DistilledSet:
         folder = Path(folder)
         _require_finite(self.x, folder / TENSORS)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
-        path = write_atomically(folder / TENSORS, lambda partial: torch.save(tensors, partial))
+        path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
         card = {**self.card, "sha256": _digest(path)}
-        write_atomically(folder / CARD, lambda partial: partial.write_text(json.dumps(card, indent=2) + "\n"))
+        write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
 
     @classmethod
-    def load(cls, folder: str | Path) -> DistilledSet:
+    def load(cls, folder: str | Path, transform: Callable[[Tensor], Any] | None = None) -> DistilledSet:
         """Load the set from a folder; raises UserError if a file is missing, damaged or of another set."""
-        path, card_path = Path(folder) / TENSORS, Path(folder) / CARD
-        must = "be a folder with a distilled set"
-        advice = f"A finished run of strategy distillation writes {TENSORS} and {CARD}."
-        require(path.is_file() and card_path.is_file(), "distilled", must, str(folder), advice)
+        folder = Path(folder)
+        path, card_path = folder / TENSORS, folder / CARD
+        advice = f"A finished run of strategy distillation or feature_means writes {TENSORS} and {CARD}."
+        got = f"{folder}, which is " + ("a file" if folder.is_file() else "no folder")
+        require(folder.is_dir(), "distilled", "be the folder of a distilled set", got, advice)
+        missing = [one.name for one in (path, card_path) if not one.is_file()]
+        got = f"{folder}, which lacks {' and '.join(missing)}"
+        require(not missing, "distilled", "be the folder of a distilled set", got, advice)
+        again = f"Copy {TENSORS} and {CARD} of the run again."
+        card = read_json(card_path, advice=again)
+        require("sha256" in card, str(card_path), "be the card of a distilled set", "another file", again)
+        must = f"be the file that {CARD} describes"
+        require(card.pop("sha256") == _digest(path), str(path), must, "a damaged file, or that of another set", again)
         try:
-            tensors, card = torch.load(path, weights_only=True), json.loads(card_path.read_text())
+            tensors = read_tensors(path, advice=again)
             x, y = tensors["x"], tensors["y"]
-            fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1] and card.pop("sha256")
-        except _DAMAGED as error:
-            raise UserError(f"`{path}` must be a distilled set, got a damaged file: {error}.") from None
-        must = f"be the card of {TENSORS} in this folder"
-        require(fits == _digest(path), str(card_path), must, "that of another set")
+            fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1]
+        except (KeyError, AttributeError, TypeError, IndexError):
+            raise UserError(f"`{path}` must hold the tensors x and y of a distilled set, got others.") from None
+        must, got = "hold floating x [n, ...] and int64 y [n]", f"{x.dtype} {[*x.shape]} and {y.dtype} {[*y.shape]}"
+        require(fits, str(path), must, got)
         _require_finite(x, path)
-        return cls(x, y, card)
+        return cls(x, y, card, transform)
 
     def grid(self, most: int = 10) -> Tensor | None:
         """Return a picture `[height, width, 1 or 3]` in [0, 1], with a row of at most `most` images for each class.

@@ -11,6 +11,8 @@ from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.text import data_size
 
+_OF_CLIENTS = ("name", "num_records", "epsilon_spent", "delta")
+
 
 class Sent(NamedTuple):
     """Numbers sent to all clients together (`down`) and by all clients together (`up`)."""
@@ -82,10 +84,12 @@ def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float)
 def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
     """Return the card of a distilled set: `what` it is, with which `sampling` it was made, and its privacy cost."""
     facts, run = view.facts, view.run.options
+    largest = max(view.guarantees(), key=lambda promise: promise.epsilon)
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
         "what": f"a distilled set: {what}",
-        "values": "normalised as the records of the run's data",
+        "strategy": view.run.strategies,
+        "origin": facts.origin,
         "images_per_class": options["images_per_class"],
         "num_classes": facts.num_classes,
         "shape": list(facts.input_shape),
@@ -98,9 +102,15 @@ def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], s
         "clients": facts.num_clients,
         "records": sum(facts.num_records),
         "guarantee": result.guarantee,
+        "privacy": {
+            **{name: getattr(largest, name) for name in ("unit", "adjacency", "sampling", "accountant")},
+            "noise": view.run.noise,
+            "clients": [{name: client[name] for name in _OF_CLIENTS} for client in result.clients],
+        },
         "epsilon_max": None if None in spent else max(spent),
         "delta_max": max(client["delta"] for client in result.clients),
         "ledger": result.ledger,
         "test_accuracy": result.test_accuracy,
+        "test_set": result.test_set,
         "dpfl_lightning": dpfl_lightning.__version__,
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -43,6 +43,7 @@ class FeatureMeans(SetStrategy):
         nets: number of random nets, >= 1. More describe records better, and share the same norm.
         image_steps: steps of Adam on the images, >= 1; they cost neither traffic nor privacy.
         image_learning_rate: of Adam, > 0; it falls linearly to 0.
+        min_records_per_target: without noise, a class with fewer records has images of noise, >= 1.
         evaluation_epochs: epochs on the set with which the final model is trained, >= 1.
 
     **Guarantees** Clients are weighted by the inverse variance of their noise, a function of public facts of the plan:
@@ -51,6 +52,7 @@ class FeatureMeans(SetStrategy):
 
     **Privacy** One Gaussian release of all records of each client, of sensitivity 1 whatever privacy.clip_norm is, and
     charged before it is computed. Counts of classes are part of it. Nets, images and models are public or derived.
+    Without noise, sums over few records are close to these records, and the run warns.
 
     Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random nets as in Zhao and Bilen (2023).
     """
@@ -65,10 +67,11 @@ class FeatureMeans(SetStrategy):
         nets: int = 8,
         image_steps: int = 200,
         image_learning_rate: float = 0.1,
+        min_records_per_target: int = 32,
         evaluation_epochs: int = 300,
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        for name in ("images_per_class", "nets", "image_steps"):
+        for name in ("images_per_class", "nets", "image_steps", "min_records_per_target"):
             require(self._options[name] >= 1, f"{KEY}.{name}", "be >= 1", self._options[name])
         require(0 < image_learning_rate < math.inf, f"{KEY}.image_learning_rate", "be above 0", image_learning_rate)
         super().__init__(evaluation_epochs)
@@ -95,6 +98,11 @@ class FeatureMeans(SetStrategy):
         must = "be above 0 for all clients or for none: sums without noise would outweigh all others"
         clients = len(schedule.clients)
         require(bare in (0, clients), "privacy.noise_multiplier", must, f"0 for {bare} of {clients}")
+        if bare:
+            warn_user(
+                "strategy feature_means: sums of records of single classes are sent without noise. Where a client has "
+                "few records of a class, they are close to these records. Set privacy.epsilon unless this is a study."
+            )
         return schedule.replan(with_one_release)
 
     def describe(self, view: View) -> tuple[str, ...]:
@@ -154,7 +162,13 @@ class FeatureMeans(SetStrategy):
                 (slope,) = torch.autograd.grad(torch.stack(apart).sum() * count, images)
             images.grad = slope
             optimizer.step()
-        return SyntheticSet(images.detach(), start.velocity)
+        few = self._too_few(sums, noise_std).view(-1, *[1] * (images.dim() - 1))
+        return SyntheticSet(torch.where(few, start.images, images.detach()), start.velocity)
+
+    def _too_few(self, sums: Tensor, noise_std: float) -> Tensor:
+        """Return which classes have too few records to be shown, `[G]` bool; none if there is noise."""
+        counts = (sums[:, 0] / COUNT_WEIGHT).round()
+        return (counts < self._options["min_records_per_target"]) & (noise_std == 0)
 
     def _synthetic(self, view: View) -> SyntheticSet:
         if self._released is None:
@@ -170,7 +184,8 @@ class FeatureMeans(SetStrategy):
         if self._released is None:
             return {}
         sums, noise_std = self._released
-        return {"feature_noise": float((noise_std * math.sqrt(sums.shape[1]) / sums.norm(dim=1)).mean())}
+        left_out = {"classes_left_out": float(self._too_few(sums, noise_std).sum())}
+        return {**left_out, "feature_noise": float((noise_std * math.sqrt(sums.shape[1]) / sums.norm(dim=1)).mean())}
 
     def state_dict(self) -> dict[str, Any]:
         return {"released": self._released}

@@ -13,12 +13,14 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.strategies.distillation import costs
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.strategies.distillation.artefact import DATA_CARD, DistilledSet
+from dpfl_lightning.strategies.distillation.data_card import data_card
 
 
 class SetStrategy(Strategy, Callback):
-    """A strategy whose result is a synthetic set (`distilled.pt`) and a new model trained on it.
+    """A strategy whose result is a synthetic set (`distilled.pt`, with its cards) and a new model trained on it.
 
     Attributes:
         key: of its options in a configuration.
@@ -44,7 +46,10 @@ class SetStrategy(Strategy, Callback):
         if result.finished:
             options, sampling = self._told()
             card = costs.card(view, result, self.what, options, sampling)
-            DistilledSet(*self._synthetic(view).records, card).save(view.run.output_dir)
+            x, y = (one.cpu() for one in self._synthetic(view).records)
+            made, folder = DistilledSet(x, y, card), view.run.output_dir
+            made.save(folder)
+            write_text(folder / DATA_CARD, data_card(made, view.run.options))
 
     def _synthetic(self, view: View) -> SyntheticSet:
         """Return the set as it is now."""
@@ -62,7 +67,7 @@ class SetStrategy(Strategy, Callback):
 
     def _check_records(self, view: View) -> None:
         classes, task = view.facts.num_classes, view.module.task
-        require(classes >= 2, self.key, "have records of classes", f"{classes} class", "A regression has no classes.")
+        require(classes >= 2, self.key, "have records of at least 2 classes", classes, "A regression has no classes.")
         one_class = task is None or task.one_class
         require(one_class, "task", "be multiclass or binary for distillation", task and task.name)
         require(_takes_images(view), self.key, "have records that are one floating tensor", view.facts.input_shape)

@@ -1,0 +1,85 @@
+"""Reads files of any origin: every failure is one `UserError`, and no file needs more memory than its limit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpfl_lightning.errors import UserError, require, shortened
+
+if TYPE_CHECKING:
+    import torch
+
+_RESTORE = "Restore it, or leave it out."
+_JSON_KINDS: dict[Any, str] = {dict: "object", object: "value"}
+_LARGEST = 1 << 30  # bytes of a file that is read as a whole, also after decompression
+
+
+def read_bytes(path: Path, key: str = "", most: int = _LARGEST, advice: str = _RESTORE) -> bytes:
+    """Return the content of a file, decompressed if it ends in `.gz`.
+
+    Raises UserError, about the option `key` or else about the file, if it cannot be read or has more than `most` bytes.
+    """
+    try:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rb") as file:
+            content = file.read(most + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        must = "be a complete gzip file"
+        raise UserError(f"`{shortened(key or str(path))}` must {must}, got one with: {error}. {advice}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise _unreadable(path, key, getattr(error, "strerror", None) or str(error), advice) from None
+    require(len(content) <= most, key or str(path), f"have at most {most:,} bytes", "more", advice)
+    return content
+
+
+def read_text(path: Path, key: str = "", most: int = _LARGEST, advice: str = _RESTORE) -> str:
+    """Return the content of a text file in UTF-8; raises UserError as `read_bytes` does."""
+    content = read_bytes(path, key, most, advice)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise _unreadable(path, key, "not UTF-8 text", advice) from None
+
+
+def read_json(path: Path, kind: type = dict, advice: str = _RESTORE) -> Any:
+    """Return the JSON value in a file; raises UserError if it is not of the type `kind`, or as `read_bytes` does."""
+    text = read_text(path, advice=advice)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, "", str(error), advice) from None
+    require(isinstance(content, kind), str(path), f"hold a JSON {_JSON_KINDS[kind]}", type(content).__name__, advice)
+    return content
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu", advice: str = _RESTORE) -> Any:
+    """Return what `torch.save` wrote, of which only tensors and plain values are read; never runs code of the file.
+
+    Raises UserError for any other file, also for an archive that is larger when it is decompressed.
+    """
+    import torch  # imported here, so that `--help` stays fast
+
+    try:
+        with path.open("rb") as file:
+            with zipfile.ZipFile(file) as archive:
+                stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+            if not stored:
+                raise ValueError("compressed entries")
+            file.seek(0)
+            return torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle raise different types for damaged files
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"`{path}` must be a saved model or set of tensors, got a file that cannot be read "
+            f"({type(error).__name__}: {reason[:200]}). {advice}"
+        ) from None
+
+
+def _unreadable(path: Path, key: str, reason: str, advice: str) -> UserError:
+    name, got = shortened(key or str(path)), shortened(repr(str(path)))
+    return UserError(f"`{name}` must be a file that can be read, got {got}: {shortened(reason)}. {advice}".rstrip())

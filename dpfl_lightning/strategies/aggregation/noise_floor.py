@@ -1,0 +1,72 @@
+"""Leaves out clients whose updates are shorter than the noise that they announced permits."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.update_geometry import gram_and_width
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
+
+_KURTOSIS = 6.0  # fourth moment / squared variance of Laplace noise; that of Gaussian noise is 3, of sums in between
+
+
+class NoiseFloor(Strategy):
+    """Leaves out of a round each client whose update is shorter than its planned noise can be.
+
+    The noise in an update has a known standard deviation sigma in each of P parameters. A squared length below
+
+        P sigma^2 (1 - sqrt(2 * 6 * log(1 / false_alarm) / P))
+
+    has at most the probability `false_alarm` for noise alone, Gaussian or Laplace (Maurer, 2003), and a signal makes
+    updates longer. So a client below it did not add its noise, or made its update small to look quiet. The rule removes
+    updates and raises no weight. Beside weights that favour quiet clients it takes away what a false update gains
+    from being short; an update as long as its noise passes.
+
+    Local steps react to the noise of earlier steps: large learning rates shorten updates somewhat, which the bound
+    ignores. Strategies that pull local steps to a model (`fedprox`, `mr_mtl`) shorten them further and are refused.
+
+    Args:
+        false_alarm: bound on the probability that noise alone is removed, for one update, in (0, 1).
+
+    **Privacy** Post-processing of released updates and public noise; nothing is charged.
+
+    Reference: Maurer (2003), "A bound on the deviation probability for sums of non-negative random variables".
+    """
+
+    role = "mask"
+    needs_training = True
+    needs_noise_std = True
+    refuses_pull = True
+
+    def __init__(self, false_alarm: float = 1e-6) -> None:
+        require(0 < false_alarm < 1, "strategies.noise_floor.false_alarm", "be in (0, 1)", false_alarm)
+        self._false_alarm = false_alarm
+        self._removed = 0
+
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
+        gram, num_params = gram_and_width(updates.released.flatten(1))
+        noise = num_params * torch.tensor(updates.noise_std, dtype=torch.float64).square()
+        kept = torch.from_numpy(gram.diagonal().copy()) >= noise * lowest_share(num_params, self._false_alarm)
+        self._removed = int((~kept).sum())
+        return kept.double()
+
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
+        return {"below_noise_floor": float(self._removed)}
+
+
+def lowest_share(num_params: int, false_alarm: float) -> float:
+    """Return the squared length of noise / its mean that it falls below with at most this probability.
+
+    >>> round(lowest_share(28_938, 1e-6), 3), lowest_share(10, 1e-6)
+    (0.924, 0.0)
+    """
+    return max(0.0, 1 - math.sqrt(2 * _KURTOSIS * math.log(1 / false_alarm) / max(num_params, 1)))

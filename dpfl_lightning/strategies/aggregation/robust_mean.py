@@ -1,0 +1,27 @@
+"""Base of strategies that replace the weighted mean of the updates by a centre that few clients cannot move far."""
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
+
+
+class RobustMean(Strategy):
+    """Combines the updates of each model, those with a positive weight, by `_centre`, which subclasses define."""
+
+    needs_training = True
+
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
+
+    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
+        deltas, nothing = updates.released, torch.zeros_like(updates.released[0])
+        rows = weights.to(deltas.device)
+        return torch.stack([self._centre(deltas[row > 0], row[row > 0]) if row.any() else nothing for row in rows])
+
+    def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
+        """Return the centre `[...]` of `deltas` `[C, ...]`, C > 0, whose `weights` `[C]` have the sum 1."""
+        raise NotImplementedError

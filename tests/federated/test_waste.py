@@ -1,0 +1,51 @@
+"""A run that learns nothing ends before the next charge, and keeps the last models that were sound."""
+
+import math
+
+import pytest
+import torch
+
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+
+PROTECTED = PrivacyOptions(epsilon=4.0, delta=1e-3)
+
+
+def spoiled(loop, factor_of):
+    """Releases of a round are multiplied by what `factor_of(round, client)` returns."""
+    releases = loop.clients.engine.releases
+
+    def broken(plan, *args):
+        for row, delta in releases(plan, *args):
+            yield row, delta * factor_of(plan.round, plan.clients[row])
+
+    loop.clients.engine.releases = broken
+    return loop
+
+
+class SeesUpdates(Strategy):
+    def needs_updates(self, plan, view):
+        return True
+
+
+@pytest.mark.filterwarnings("ignore:round.*not finite")
+@pytest.mark.parametrize("parts", [[], [SeesUpdates()]])
+@pytest.mark.parametrize("factor, got", [(math.nan, "no update .* is finite"), (1e9, "is not finite, or above")])
+def test_a_run_that_diverges_is_not_charged_again(factor, got, parts, make_loop):
+    loop = spoiled(make_loop(privacy=PROTECTED, rounds=4, parts=parts), lambda round, _: factor if round == 2 else 1.0)
+    models = []
+    one_round = loop.one_round
+    loop.one_round = lambda state: models.append(state.models) or one_round(state)
+    with pytest.raises(UserError, match=f"`training` must not diverge, got in round 2: .*{got}"):
+        loop.run()
+    assert {charge.round for charge in read_ledger(loop.clients.folder.ledger_file)} == {1, 2}
+    saved = torch.load(loop.folder.checkpoint, weights_only=True)
+    assert saved["round"] == 2 and torch.equal(saved["models"], models[1]) and bool(models[1].isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore:round.*not finite")
+def test_one_finite_update_is_enough(make_loop):
+    loop = spoiled(make_loop(rounds=3), lambda round, client: 1.0 if client == 3 else math.inf)
+    assert loop.run().rounds == 3

@@ -1,0 +1,173 @@
+"""Curves survive: whatever happens to MLflow, all rounds are in the store in the end."""
+
+import dataclasses
+import fcntl
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from fakes import a_report, a_result, a_view
+from mlflow.tracking import MlflowClient
+from test_tracking import end_round, start
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.reporting.curves import Curves, of_round
+from dpfl_lightning.reporting.mlflow import Tracking
+from dpfl_lightning.reporting.mlflow import run as tracked
+from dpfl_lightning.reporting.mlflow.sync import sync
+from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.sync import main as sync_command
+
+ROUNDS = 30
+OTHERS = [(by, dead) for by in ("resume", "sync") for dead in (1, 30)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run with a ledger."""
+    run = tmp_path / "run1"
+    run.mkdir()
+    write_json(run / "ledger.head", {"run": "ab" * 16, "lines": 1, "chain": "0"})
+    (run / "ledger.jsonl").write_text("ledger")
+    write_text(run / "options.yaml", "rounds: 30\ntracking: {experiment: lost}\nstrategies: {size_weighted: {}}\n")
+    return run
+
+
+def runs_of(uri: str) -> list:
+    client = MlflowClient(uri)
+    return client.search_runs([one.experiment_id for one in client.search_experiments()])
+
+
+def steps(uri: str, name: str = "train_participants") -> list[int]:
+    (run,) = runs_of(uri)
+    return sorted(point.step for point in MlflowClient(uri).get_metric_history(run.info.run_id, name))
+
+
+def broken(*args, **options):
+    raise ConnectionError("gone")
+
+
+def play(tracking, view, rounds, dead, patch):
+    """Rounds, of which the store does not get those from `dead` on."""
+    start(tracking, view)
+    for round in rounds:
+        if round == dead:
+            patch.setattr(tracking.store.client, "log_batch", broken)
+            patch.setattr(tracking.store.client, "log_artifact", broken)
+        tracking._send_at = 0.0
+        end_round(tracking, view, a_report(view, round))
+
+
+@pytest.mark.filterwarnings("ignore:MLflow at")
+@pytest.mark.parametrize(
+    "by, dead", [("resume", 15), ("sync", 15), *(pytest.param(*one, marks=pytest.mark.e2e) for one in OTHERS)]
+)
+def test_rounds_without_a_store_are_sent_later(by, dead, folder, new_store, tmp_path, monkeypatch, capsys):
+    """Killed, so that nothing in memory is left: on resume, or by the command, and only once."""
+    uri, view = new_store(tmp_path / "store"), a_view(folder)
+    with monkeypatch.context() as patch:
+        play(first := Tracking("lost", uri=uri), view, range(1, ROUNDS + 1), dead, patch)
+    assert len(steps(uri)) == dead - 1
+    if by == "resume":
+        second, again = Tracking("lost", uri=uri), dataclasses.replace(view, round=ROUNDS + 1)
+        second.load_state_dict(first.state_dict())
+        start(second, again)
+        second.on_fit_end(again, a_result(again, rounds=ROUNDS))
+        assert runs_of(uri)[0].info.status == "FINISHED"
+    else:
+        for expected in (ROUNDS - dead + 1, 0):
+            assert sync_command([str(folder), "--uri", uri]) == 0
+            assert f"sent {expected} round" in capsys.readouterr().out
+        assert runs_of(uri)[0].info.status == "KILLED"
+    for curve in ("train_participants", "test_accuracy", "train_epsilon_max"):
+        assert steps(uri, curve) == list(range(1, ROUNDS + 1))
+
+
+def test_a_run_that_was_never_tracked_is_sent_whole(folder, new_store, tmp_path):
+    uri, view = new_store(tmp_path / "store"), a_view(folder)
+    Curves().on_fit_start(view)
+    for round in range(1, 4):
+        Curves().on_round_end(view, a_report(view, round))
+    result = a_result(view, output_dir=str(folder))
+    write_json(folder / "result.json", result.as_dict())
+    assert "sent 3 rounds" in sync(folder, uri=uri) and "sent 0 rounds" in sync(folder, uri=uri)
+    (run,) = runs_of(uri)
+    assert run.info.status == "FINISHED" and run.data.tags["guarantee"] == result.guarantee
+    assert run.data.metrics["test_accuracy"] == of_round(a_report(view, 3), view.facts).values["test_accuracy"]
+    with pytest.raises(UserError, match=r"`tracking.uri` must be an MLflow server or store that answers"):
+        sync(folder, uri="http://127.0.0.1:9")
+
+
+def test_after_two_time_outs_the_store_is_left_alone_until_the_end(folder, new_store, tmp_path, monkeypatch):
+    uri, view, tries = new_store(tmp_path / "store"), a_view(folder), []
+    tracking = Tracking("lost", uri=uri)
+    start(tracking, view)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="MLflow at"):
+        patch.setattr(tracked, "_SLOW", 0.0)
+        patch.setattr(tracking.store.client, "log_batch", lambda *args, **more: tries.append(1) or broken())
+        for round in range(1, 11):
+            end_round(tracking, view, a_report(view, round))
+            if not math.isinf(tracking._send_at):
+                tracking._send_at = 0.0
+    assert len(tries) == 2
+    tracking.on_fit_end(view, a_result(view))
+    assert steps(uri) == list(range(1, 11)) and runs_of(uri)[0].info.status == "FINISHED"
+
+
+def test_runs_whose_process_is_gone_are_marked(folder, new_store, tmp_path):
+    uri, view = new_store(tmp_path / "store"), a_view(folder)
+    start(Tracking("lost", uri=uri), view)  # and its process dies
+    other = tmp_path / "run2"
+    other.mkdir()
+    with (folder / "ledger.jsonl").open() as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)  # it is still alive
+        start(Tracking("lost", uri=uri), a_view(other))
+        assert {run.info.status for run in runs_of(uri)} == {"RUNNING"}
+        with pytest.raises(UserError, match="`RUN` must be a run that has ended"):
+            sync(folder, uri=uri)
+    start(Tracking("lost", uri=uri), a_view(other))
+    status = {run.data.tags["output_dir"]: run.info.status for run in runs_of(uri)}
+    assert status[str(folder)] == "KILLED" and status[str(other)] == "RUNNING"
+
+
+OPENS = """
+import sys
+from dpfl_lightning.reporting.mlflow.store import Store, metrics
+store = Store("lost", sys.argv[1])
+run = store.begin(sys.argv[2], {}, {"rounds": "30"}, {"rounds": 30})
+for round in range(1, 31):
+    store.log_metrics(run, metrics({"test_accuracy": 0.5}, round))
+store.end(run)
+"""
+
+
+@pytest.mark.e2e
+def test_eight_processes_at_once_make_one_store(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    words = [sys.executable, "-c", OPENS, uri]
+    each = [subprocess.Popen([*words, str(n)], env=environment, stderr=subprocess.PIPE, text=True) for n in range(8)]
+    for process in each:
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+    found = runs_of(uri)
+    assert len(found) == 8 and {run.info.status for run in found} == {"FINISHED"}
+    history = MlflowClient(uri).get_metric_history
+    assert all(len(history(run.info.run_id, "test_accuracy")) == 30 for run in found)
+
+
+def test_a_server_that_accepts_and_never_answers_is_one_error(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        begun = time.monotonic()
+        with pytest.raises(UserError, match=r"`tracking.uri` must be an MLflow server or store that answers"):
+            Tracking("any", uri=f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert time.monotonic() - begun < 20
