@@ -213,6 +213,7 @@ class FederatedLoop(ServerLoop):
             batch_size=tuple(client.batch_size for client in settings),
             reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
         )
+        at_nodes = "" if sites is None else " --plan PLAN --nodes SOCKET ..."
         folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         super().__init__(
@@ -233,7 +234,7 @@ class FederatedLoop(ServerLoop):
             exact_times=exact_times,
             options=options or {},
             new_net=new_net,
-            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
+            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,
         )
         module.check_optimizer(rounds, [(client.learning_rate, client.steps) for client in settings])
 

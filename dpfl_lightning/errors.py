@@ -13,9 +13,10 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from dpfl_lightning.runtime.launcher import launched
-from dpfl_lightning.runtime.stopping import terminable, words_and_status
+from dpfl_lightning.runtime.stopping import ignore_signals, terminable, words_and_status
 
 #: the way out of a damaged run, for the end of an error's sentence
 NEW_RUN = "The ledger in the same folder records what was spent. Start a new run in another --output_dir."
@@ -98,7 +99,7 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
-    So is an `OSError` of the machine, such as a full disk. Ctrl-C is status 130, SIGTERM is 143, and a closed standard
+    So is an `OSError` of the machine, such as a full disk. Ctrl-C is status 130, SIGTERM 143, and a closed standard
     output (`| head`) is 141. Other exceptions are bugs and keep their traceback. Of several ranks on a host, only local
     rank 0 prints.
     """
@@ -108,13 +109,12 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         warnings.showwarning = functools.partial(_show, warnings.showwarning)
         silent = launched().local_rank > 0
         words, status = "", 0
-        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext(), terminable():
             try:
-                with terminable():
-                    try:
-                        return main(argv) or 0
-                    finally:
-                        sys.stdout.flush()  # so that a closed pipe is noticed here and not when Python exits
+                try:
+                    return main(argv) or 0
+                finally:
+                    sys.stdout.flush()  # so that a closed pipe is noticed here and not when Python exits
             except BrokenPipeError:
                 if not _stdout_is_closed():
                     raise
@@ -128,11 +128,19 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
                 words, status = f"error: `{file}` must be accessible, got: {error.strerror}. {notes}".rstrip(), 2
             except KeyboardInterrupt as error:
                 words, status = words_and_status(error)
+                if _is_the_process():
+                    ignore_signals()
         if not silent:
             print(_wrapped(words), file=sys.stderr)
         return status
 
     return wrapped
+
+
+def _is_the_process() -> bool:
+    """Return whether this process was started to run a command, and not a user's program that calls it."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return (spec is not None and spec.name.startswith("dpfl_lightning")) or Path(sys.argv[0]).stem == "dpfl"
 
 
 def _wrapped(text: str) -> str:

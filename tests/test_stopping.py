@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def usual_handlers():
     """Those of a command in the foreground: a shell lets what it runs in the background ignore Ctrl-C."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), signal.SIG_DFL)
+    usual |= {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():
@@ -74,7 +76,7 @@ def test_only_the_main_thread_has_the_handler_and_among_ranks_the_launcher_decid
 
 def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(capfd):
     """Ctrl-C and SIGTERM, in any order; each handler is restored."""
-    signals = ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated))
+    signals = ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated), (signal.SIGHUP, Terminated))
     before = [signal.getsignal(number) for number, _ in signals]
     for first, ended in signals:
         done = []
@@ -93,6 +95,22 @@ def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(cap
                 done.append("another round")
             assert done == ["the round"] and error.type is ended_at_once
     assert [signal.getsignal(number) for number, _ in signals] == before
+
+
+def test_no_later_signal_interrupts_the_saving():
+    """In a command and in a user's program: of five signals two count, and the handlers are the former ones again."""
+    for outside in (terminable, nullcontext):
+        saved = []
+        with pytest.raises(KeyboardInterrupt), outside(), between_rounds():
+            try:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.raise_signal(number)
+                saved.append("the run")
+                raise
+        assert saved and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_helpers_receive_it_too():
@@ -135,6 +153,39 @@ def test_a_stopped_run_is_saved_and_names_the_command_that_resumes_it(engine, tm
     assert statuses(tmp_path) == ["KILLED"] and "Traceback" not in err
     finished = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["round"]
     assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 5 * finished > 0, "no paid round is lost"
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+MOMENTS = {"start": "run/options.yaml", "middle": "run/checkpoint.pt", "end": "run/model.pt"}
+TRIALS = [(number, count, moment) for number in SIGNALS for count in (1, 5) for moment in MOMENTS]
+QUICK = [(signal.SIGINT, 5, "middle"), (signal.SIGHUP, 1, "middle"), (signal.SIGTERM, 5, "end")]
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "moment"),
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in TRIALS if one not in QUICK)],
+)
+def test_no_signal_leaves_a_run_running_or_one_that_cannot_be_resumed(number, count, moment, tmp_path):
+    """One signal or five, at the start, in a round, or while the end is written: saved, marked, one line."""
+    config = ["--config", str(ROOT / "conf" / "digits.yaml"), "--output_dir", "run"]
+    rounds = "500" if moment == "middle" else "3"
+    process = begun(["dpfl_lightning.fit", *config, "--rounds", rounds], tmp_path, MOMENTS[moment])
+    for _ in range(count):
+        if process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.1)
+    _, err = process.communicate(timeout=120)
+    if process.returncode != 0:  # else it had ended before
+        words = "Ctrl-C" if number == signal.SIGINT else number.name
+        assert (process.returncode, err.splitlines()[-1]) == (128 + number, f"stopped by {words}"), err
+    assert "Traceback" not in err and "RUNNING" not in statuses(tmp_path), err
+    if rounds == "3":
+        process = begun(["dpfl_lightning.fit", "--resume", "run", "--quiet"], tmp_path, "run/options.yaml")
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and statuses(tmp_path) == ["FINISHED"], err
+    else:
+        finished = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["round"]
+        assert len({charge.round for charge in read_ledger(tmp_path / "run" / "ledger.jsonl")}) <= finished + 1
 
 
 @pytest.mark.slow  # two imports of torch and a database

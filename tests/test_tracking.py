@@ -30,9 +30,11 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import register
+from dpfl_lightning.fit import main as fit_command
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri
+from dpfl_lightning.reporting.mlflow.store import loggable
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from experiments.papers.report import log_report
@@ -625,3 +627,19 @@ def test_the_store_is_the_given_one_or_that_of_the_environment(monkeypatch, tmp_
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-env")
     assert store_uri() == "http://from-env" and store_uri("http://given") == "http://given"
     assert how_to_open("https://me:pass@host/") == "open https://host"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["http://me:hunter2@host", "http://hunter2@host", "postgresql://me:p@hunter2@host/x", "https://host?token=hunter2"],
+)
+def test_an_address_with_credentials_is_refused_before_it_is_written(uri, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--tracking.uri", uri], ["--config", str(tmp_path / "c.yaml")]):
+        (tmp_path / "c.yaml").write_text(f"tracking: {{uri: '{uri}'}}\n")
+        assert fit_command([*words, "--privacy.epsilon", "1"]) == 2
+        printed = capsys.readouterr()
+        assert "`tracking.uri` must have no user name, password or token" in printed.err
+        assert "hunter2" not in printed.out + printed.err and "MLFLOW_TRACKING_URI" in printed.err
+    assert {path.name for path in tmp_path.iterdir()} == {"c.yaml"}
+    assert "hunter2" not in how_to_open(uri) and "hunter2" not in str(loggable({"a": [{"b": uri}]}))

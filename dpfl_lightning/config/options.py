@@ -18,6 +18,7 @@ from dpfl_lightning.config.per_client import Bound, by_client, resolve
 from dpfl_lightning.config.registry import NAMES, REGISTRIES, check_names, described, names_of
 from dpfl_lightning.config.typed import converted, in_words
 from dpfl_lightning.errors import nearest, require, shortened
+from dpfl_lightning.runtime.text import without_credentials
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
@@ -266,7 +267,8 @@ class TrackingOptions(_Section):
     Args:
         experiment: name of the MLflow experiment.
         run_name: name of the run; null names it by its strategies and budgets, such as noise_aware eps 0.9-2.9.
-        uri: MLflow server or store; null uses MLFLOW_TRACKING_URI, or an SQLite file if that is not set.
+        uri: MLflow server or store, without credentials; null uses MLFLOW_TRACKING_URI, which is written nowhere, or an
+            SQLite file if that is not set.
         tags: additional tags of the run, {name: text}.
         per_client: send the curves of every client, in addition to the smallest, median, mean and largest value.
     """
@@ -430,6 +432,10 @@ def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
         elif isinstance(value, str) and "mapping" in in_words(hint) and not value[:1].isdigit():
             advice = how_to_choose(key, value)
         require(False, key, f"be {in_words(hint)}", value, advice)
+    if key == "tracking.uri" and value is not None:
+        public, must = without_credentials(value), "have no user name, password or token"
+        advice = "Set MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+        require(value == public, key, must, public, advice)
     if bound is not None and value is not None:
         require(bound.holds(value), key, bound.words, value)
     if isinstance(value, Mapping):

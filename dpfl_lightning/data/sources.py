@@ -2,8 +2,8 @@
 
 A data set is searched in the given folder; without one in the operating system's package, then in the user's cache
 (`DPFL_DATA` moves it). Otherwise it is downloaded into that cache from its public addresses, or, if none answers on a
-Debian-like machine, from Debian's package without root. Downloads are checked against their md5; existing files are
-checked by their structure and never changed.
+Debian-like machine, from Debian's package without root. Downloads come by HTTPS and are checked by SHA-256; existing
+files are checked by their structure and never changed.
 """
 
 import fcntl
@@ -34,11 +34,11 @@ class DataMissing(UserError):
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """Debian's package of a data set. Its gzip files differ from the published ones, so the md5 is of their content."""
+    """Debian's package of a data set. Its gzip files differ from the published ones, so digests are of their content."""
 
     name: str
     folder: str
-    content_md5_of: Mapping[str, str]
+    content_sha256_of: Mapping[str, str]
 
     def fetch(self, target: Path) -> None:
         """Put the files into `target`; this neither installs anything nor needs root."""
@@ -52,10 +52,10 @@ class DebianPackage:
                 _run("apt-get", *apt_options, "download", self.name, cwd=scratch)
             (package,) = Path(scratch).glob(f"{self.name}_*.deb")
             _run("dpkg-deb", "-x", str(package), "tree", cwd=scratch)
-            for file, md5 in self.content_md5_of.items():
+            for file, sha256 in self.content_sha256_of.items():
                 path = Path(scratch, "tree", self.folder.lstrip("/"), file)
-                actual_md5 = hashlib.md5(content_of(path), usedforsecurity=False).hexdigest()
-                require(actual_md5 == md5, file, f"hold data of md5 {md5}", actual_md5)
+                actual = hashlib.sha256(content_of(path)).hexdigest()
+                require(actual == sha256, file, f"hold data of SHA-256 {sha256}", actual)
                 shutil.copyfile(path, target / file)
 
 
@@ -66,14 +66,14 @@ def _run(*argv: str, cwd: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: its published files with their md5, and addresses (`mirrors`) that hold all of them.
+    """A data set: its published files with their SHA-256, and addresses (`mirrors`) that hold all of them.
 
     `mean` is subtracted from values in [0, 1], for every channel; the divisor `std` follows. `licence` is that of the
     records, "not stated" if its publishers name none.
     """
 
     layout: IdxFiles | CifarFiles
-    md5_of: Mapping[str, str]
+    sha256_of: Mapping[str, str]
     mirrors: tuple[str, ...]
     num_classes: int = 10
     mean: float = 0.5
@@ -85,8 +85,8 @@ class Source:
 _MNIST_FILES = tuple(f"{stem}.gz" for stem in IdxFiles.stems)
 
 
-def _files(md5s: str) -> Mapping[str, str]:
-    return dict(zip(_MNIST_FILES, md5s.split(), strict=True))
+def _files(digests: str) -> Mapping[str, str]:
+    return dict(zip(_MNIST_FILES, digests.split(), strict=True))
 
 
 SOURCES: Mapping[str, Source] = {
@@ -95,20 +95,21 @@ SOURCES: Mapping[str, Source] = {
         mean=0.1307,  # MNIST's constants, as in the released code of the noise-aware paper
         std=0.3081,
         licence="MIT",
-        md5_of=_files(
-            "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
-            "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310"
+        sha256_of=_files(
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84 "
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845 "
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073 "
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
         ),
-        mirrors=(
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
-        ),
+        mirrors=("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
         package=DebianPackage(
             name="dataset-fashion-mnist",
             folder="/usr/share/datasets/fashion-mnist",
-            content_md5_of=_files(
-                "f4a8712d7a061bf5bd6d2ca38dc4d50a 9018921c3c673c538a1fc5bad174d6f9 "
-                "8181f5470baa50b63fa0f6fddb340f0a 15d484375f8d13e6eb1aabb0c3f46965"
+            content_sha256_of=_files(
+                "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888 "
+                "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9 "
+                "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b "
+                "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
             ),
         ),
     ),
@@ -117,9 +118,11 @@ SOURCES: Mapping[str, Source] = {
         mean=0.1307,
         std=0.3081,
         licence="CC BY-SA 3.0",
-        md5_of=_files(
-            "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 "
-            "9fb629c4189551a2d022fa330f9573f3 ec29112dd5afa0611ce80d1b7f02629c"
+        sha256_of=_files(
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609 "
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c "
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6 "
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
         ),
         mirrors=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -134,13 +137,13 @@ SOURCES: Mapping[str, Source] = {
             test="test_batch.bin",
             label_bytes=1,
         ),
-        md5_of={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+        sha256_of={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
     "cifar100": Source(
         layout=CifarFiles("cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", label_bytes=2),
         num_classes=100,
-        md5_of={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+        sha256_of={"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
 }
@@ -164,7 +167,7 @@ def find(name: str, source: Source, folder: Path | None, download: bool) -> Path
         f"`data.name` must be a data set that is on this machine or can be fetched, got {name!r}. Tried:\n"
         + "".join(f"  {line}\n" for line in tried)
         + ("" if download else "  the network: not allowed (download=False)\n")
-        + f"Two ways out: {install}put {', '.join(source.md5_of)} into a folder and pass --data.folder FOLDER"
+        + f"Two ways out: {install}put {', '.join(source.sha256_of)} into a folder and pass --data.folder FOLDER"
         + ("." if source.package else f", or into {cache}.")
     )
 
@@ -199,7 +202,7 @@ def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
 
 def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bool:
     ways: list[tuple[str, Callable[[Path], None]]] = [
-        (mirror, partial(_from_mirror, mirror, source.md5_of)) for mirror in source.mirrors
+        (mirror, partial(_from_mirror, mirror, source.sha256_of)) for mirror in source.mirrors
     ]
     if source.package is not None:
         ways.append((f"Debian's package {source.package.name}", source.package.fetch))
@@ -217,11 +220,11 @@ def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bo
     return False
 
 
-def _from_mirror(mirror: str, md5_of: Mapping[str, str], target: Path) -> None:
+def _from_mirror(mirror: str, sha256_of: Mapping[str, str], target: Path) -> None:
     pooch.get_logger().setLevel("WARNING")  # `_fetch_into` prints what is downloaded
     get = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
-    for file, md5 in md5_of.items():
-        pooch.retrieve(mirror + file, known_hash=f"md5:{md5}", fname=file, path=target, downloader=get)
+    for file, sha256 in sha256_of.items():
+        pooch.retrieve(mirror + file, known_hash=f"sha256:{sha256}", fname=file, path=target, downloader=get)
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""SIGTERM (docker stop, SLURM, systemd) ends a command as Ctrl-C does: by an exception, so that work can be saved."""
+"""Signals end a command as Ctrl-C does, by an exception, so that work can be saved; later ones do not interrupt it."""
 
 import os
 import signal
@@ -7,13 +7,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from dpfl_lightning.runtime.launcher import launched
 
+#: Ctrl-C; docker stop, SLURM and systemd; the end of a terminal or a connection; Ctrl-backslash
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 
 class Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM. Code that saves its work on Ctrl-C also saves it on SIGTERM."""
+    """Raised by SIGTERM, SIGHUP or SIGQUIT. Code that saves its work on Ctrl-C also saves it then."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
 
 def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
@@ -22,45 +29,65 @@ def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
     >>> words_and_status(KeyboardInterrupt()), words_and_status(Terminated())
     (('stopped by Ctrl-C', 130), ('stopped by SIGTERM', 143))
     """
-    return ("stopped by SIGTERM", 143) if isinstance(error, Terminated) else ("stopped by Ctrl-C", 130)
+    if not isinstance(error, Terminated):
+        return "stopped by Ctrl-C", 128 + signal.SIGINT
+    return f"stopped by {signal.Signals(error.number).name}", 128 + error.number
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise `Terminated` in the main thread at the first SIGTERM; later ones do not interrupt the saving of a run.
+    """Raise `Terminated` or KeyboardInterrupt in the main thread at the first signal; later ones are ignored.
 
-    Nothing is changed if SIGTERM is already handled or ignored, or among ranks: a launcher sends it to all of them when
-    one dies, rank 0 handles it during a run (`federated.transport.ranks`), and the others end immediately.
+    A signal that is already handled or ignored stays so. Nothing is changed among ranks: a launcher sends SIGTERM to
+    all of them when one dies, rank 0 handles it during a run (`federated.transport.ranks`), and the others end
+    immediately.
     """
+    came: list[int] = []
 
-    def terminate(number: int, frame: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+    def stop(number: int, frame: object) -> None:
+        if not came:
+            came.append(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
-    if not _in_main_thread() or launched().size > 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, terminate)
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    alone = _in_main_thread() and launched().size == 1
+    before = {number: signal.getsignal(number) for number in _SIGNALS if alone and signal.getsignal(number) in usual}
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """Let no signal interrupt the end of the process, whose work is saved."""
+    for number in _SIGNALS if _in_main_thread() else ():
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def between_rounds() -> Iterator[Callable[[], None]]:
-    """Let the first Ctrl-C or SIGTERM wait for the end of the round; the second one ends the round immediately.
+    """Let the first signal wait for the end of the round; the second one ends the round immediately.
 
-    Yields a function to call between rounds; it raises the exception of the signal, if one has arrived.
+    Yields a function to call between rounds; it raises the exception of the signal, if one has arrived. After an
+    exception of a signal, further signals are ignored until the block ends, so that it can save the run.
     """
-    signals = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    signals = _SIGNALS if _in_main_thread() else ()
     before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
     before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     came: list[int] = []
 
+    def ignored(number: int, frame: FrameType | None) -> None:
+        pass
+
     def obey(number: int, frame: FrameType | None = None) -> None:
+        for one in before:
+            signal.signal(one, ignored)
         if not callable(before[number]):  # the default handler of the system would save nothing
-            raise Terminated
+            raise Terminated(number)
         before[number](number, frame)
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -80,7 +107,7 @@ def between_rounds() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is note:  # a handler that was called may have installed another one
+            if signal.getsignal(number) in (note, ignored):  # a handler that was called may have installed another one
                 signal.signal(number, handler)
 
 
@@ -90,7 +117,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def passed_on(helpers: Sequence[subprocess.Popen]) -> Iterator[None]:
-    """Pass SIGTERM on to helper processes; Ctrl-C reaches all processes of a terminal anyway."""
+    """Pass SIGTERM on to helper processes when this one is ended; Ctrl-C reaches all processes of a terminal anyway."""
     try:
         yield
     except Terminated:

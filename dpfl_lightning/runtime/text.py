@@ -132,6 +132,18 @@ def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int]
     return notify
 
 
+def without_credentials(text: str) -> str:
+    """Return a text without user names and passwords of the addresses in it, and without the values of their queries.
+
+    >>> without_credentials("postgresql://me:secret@db.example.org/runs")
+    'postgresql://db.example.org/runs'
+    >>> without_credentials("http://host/api?token=secret&page=2")
+    'http://host/api?token=***&page=***'
+    """
+    without = re.sub(r"""(?<=://)[^/\s'"]*@""", "", text)
+    return re.sub(r"""(://[^/\s?'"][^\s?'"]*\?[^\s'"]*)""", lambda found: re.sub(r"=[^&]*", "=***", found[0]), without)
+
+
 def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return dotted name -> text, shortened to 6,000 characters; a list is one value.
 

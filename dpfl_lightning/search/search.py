@@ -295,7 +295,7 @@ class Search:
             print(f"  {self.tracking.how_to_open}", flush=True)
 
     def _write(self, name: str, text: str) -> None:
-        write_text(self.folder / name, text)
+        write_text(self.folder / name, text, private=True)  # arguments of a user's data may hold credentials
 
     def _final(self, best: Options) -> dict[str, Any]:
         """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""

@@ -237,7 +237,7 @@ def mirrored(server, monkeypatch):
     source = replace(
         sources.SOURCES["mnist"],
         mirrors=(f"{server.address}/empty/", f"{server.address}/good/"),
-        md5_of={name: hashlib.md5(content).hexdigest() for name, content in files.items()},
+        sha256_of={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     )
     monkeypatch.setitem(sources.SOURCES, "mnist", source)
     return files
@@ -288,9 +288,9 @@ esac
 def debian(tmp_path, server, monkeypatch):
     """Fashion-MNIST with no mirror that answers, on a machine whose apt-get and dpkg-deb are scripts of ours."""
     root = tmp_path / "tree"
-    md5_of = {f"{stem}.gz": hashlib.md5(content).hexdigest() for stem, content in idx_files().items()}
+    sha256_of = {f"{stem}.gz": hashlib.sha256(content).hexdigest() for stem, content in idx_files().items()}
     folder = str(tmp_path / "nowhere")
-    here = replace(sources.SOURCES["fashion_mnist"].package, folder=folder, content_md5_of=md5_of)
+    here = replace(sources.SOURCES["fashion_mnist"].package, folder=folder, content_sha256_of=sha256_of)
     write(root / folder.lstrip("/"), idx_files(), gz=True)
     source = replace(sources.SOURCES["fashion_mnist"], mirrors=(f"{server.address}/empty/",), package=here)
     monkeypatch.setitem(sources.SOURCES, "fashion_mnist", source)
@@ -341,9 +341,9 @@ def test_everything_fails_in_one_error(tmp_path, debian):
 def test_debian_package_with_other_content_is_refused(tmp_path, monkeypatch, debian):
     debian()
     source = sources.SOURCES["fashion_mnist"]
-    other = dict.fromkeys(source.package.content_md5_of, "0" * 32)
-    package = replace(source.package, content_md5_of=other)
+    other = dict.fromkeys(source.package.content_sha256_of, "0" * 32)
+    package = replace(source.package, content_sha256_of=other)
     monkeypatch.setitem(sources.SOURCES, "fashion_mnist", replace(source, package=package))
-    with pytest.raises(UserError, match="must hold data of md5 0000"):
+    with pytest.raises(UserError, match="must hold data of SHA-256 0000"):
         load("fashion_mnist")
     assert os.listdir(tmp_path / "cache") == []

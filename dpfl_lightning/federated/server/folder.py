@@ -76,7 +76,7 @@ class RunFolder:
             self.path.rmdir()
 
     def write_options(self, options: Mapping[str, Any]) -> None:
-        write_text(self.options, dump(options))
+        write_text(self.options, dump(options), private=True)  # arguments of a user's data may hold credentials
 
     def save_checkpoint(self, snapshot: dict[str, Any], seal: Seal) -> None:
         """Write the checkpoint and its seal, and keep the checkpoint before it."""

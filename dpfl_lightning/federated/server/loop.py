@@ -37,20 +37,21 @@ class ServerLoop(Run):
         saved = self._open(resume)
         with closing(self.clients):
             state = self._begin() if saved is None else self._restore(saved)
-            try:
-                notify(self.watching, "on_fit_start", self.view(state))
-                with between_rounds() as check_signals:
+            with between_rounds() as check_signals:
+                try:
+                    notify(self.watching, "on_fit_start", self.view(state))
                     reason = self.snapshot["ended"] or self.all_rounds(state, check_signals)
-            except BaseException as error:
-                interrupted, resume_with = isinstance(error, KeyboardInterrupt), f"resume with: {self.resume_command}"
-                reason = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
-                self._end(f"{reason}; {resume_with}", finished=False, interrupted=interrupted)
-                if isinstance(error, LostClients):
-                    raise UserError(f"{error} The run was saved; {resume_with}") from None
-                error.add_note(f"The run was saved. When you have fixed the cause, {resume_with}")
-                raise
-            result = self._end(reason, finished=True)
-            check_signals()  # a signal that came in the last round
+                    result = self._end(reason, finished=True)
+                except BaseException as error:
+                    interrupted = isinstance(error, KeyboardInterrupt)
+                    resume_with = f"resume with: {self.resume_command}"
+                    reason = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
+                    self._end(f"{reason}; {resume_with}", finished=False, interrupted=interrupted)
+                    if isinstance(error, LostClients):
+                        raise UserError(f"{error} The run was saved; {resume_with}") from None
+                    error.add_note(f"The run was saved. When you have fixed the cause, {resume_with}")
+                    raise
+                check_signals()  # a signal that came in the last round
             return result
 
     def all_rounds(self, state: ServerState, check_signals: Callable[[], None]) -> str:

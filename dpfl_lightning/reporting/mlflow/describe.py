@@ -19,8 +19,8 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.privacy.clipping.inputs import Inputs
-from dpfl_lightning.reporting.mlflow.store import loggable, shown
-from dpfl_lightning.runtime.text import counted, flattened, span
+from dpfl_lightning.reporting.mlflow.store import loggable
+from dpfl_lightning.runtime.text import counted, flattened, span, without_credentials
 
 #: parameters of every run; others are shown where they differ from their defaults
 _ALWAYS = (
@@ -128,7 +128,7 @@ def program() -> dict[str, str]:
     tags = {
         "mlflow.source.name": "dpfl_lightning",
         "mlflow.source.type": "LOCAL",
-        "command": shown(shlex.join([*start, *sys.argv[1:]])),
+        "command": without_credentials(shlex.join([*start, *sys.argv[1:]])),
     }
     try:
         tags["mlflow.user"] = getpass.getuser()

@@ -19,9 +19,9 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow import describe
-from dpfl_lightning.reporting.mlflow.store import Metric, Store, ledger_run, metrics, reported, shown
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, ledger_run, metrics, reported
 from dpfl_lightning.runtime.launcher import invocation
-from dpfl_lightning.runtime.text import distinct, span
+from dpfl_lightning.runtime.text import distinct, span, without_credentials
 from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
@@ -56,13 +56,14 @@ class Tracking(Callback):
         self.store = Store(experiment, uri)
         self.how_to_open = self.store.how_to_open
         self._run_name, self._tags, self._per_client = run_name, dict(tags or {}), per_client
-        self._run_id, self._resumed = "", False
+        self._run_id, self._resumed, self._started = "", False, False
         self._complete = False  # whether MLflow has the whole run already
         self._known = set[tuple[str, int]]()  # points that MLflow already has, by name and step
         self._pending: list[Metric] = []
         self._send_at, self._timeouts = 0.0, 0
 
     def on_fit_start(self, view: View) -> None:
+        self._started = True
         with reported(self.store.uri):
             self.store.end_abandoned()
             earlier = self._earlier_run(view) if self._resumed else None
@@ -86,6 +87,8 @@ class Tracking(Callback):
             self._guarded(self._send_pending)
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
+        if self._started and not self._run_id:  # a signal came while the store was creating the run
+            self._guarded(lambda: setattr(self, "_run_id", self._earlier_run(view) or ""))
         if not self._run_id or self._complete:
             return  # the run ended before it started, or nothing was left to resume
         scores: list[Metric] = []
@@ -107,7 +110,7 @@ class Tracking(Callback):
             if not self._guarded(lambda: self._send_status(view, result)):
                 missing.append("the run's status")
         if missing:
-            words = f"MLflow at {shown(self.store.uri)} did not get: {', '.join(missing)}."
+            words = f"MLflow at {without_credentials(self.store.uri)} did not get: {', '.join(missing)}."
             how = f"{invocation('sync')} {result.output_dir} sends them"
             warn_user(f"{words} The result is complete in {result.output_dir}, and {how}.")
 

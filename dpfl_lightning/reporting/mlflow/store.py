@@ -25,7 +25,7 @@ from mlflow.tracking import MlflowClient
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.runtime.files import is_locked
-from dpfl_lightning.runtime.text import rounded_up_duration
+from dpfl_lightning.runtime.text import rounded_up_duration, without_credentials
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
@@ -176,7 +176,7 @@ class Store:
         except Exception as error:  # a server, a disk or a proxy may raise anything
             if not self._warned:
                 self._warned = True
-                warn_user(f"MLflow at {shown(self.uri)} failed; {unharmed}: {_why(error, self.uri)}")
+                warn_user(f"MLflow at {without_credentials(self.uri)} failed; {unharmed}: {_why(error, self.uri)}")
             return False
 
 
@@ -211,7 +211,7 @@ def store_uri(uri: str | None = None) -> str:
 
 def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str:
     """Describe in one line how to open the runs of a store in a browser."""
-    uri = shown(store_uri(uri))
+    uri = without_credentials(store_uri(uri))
     # MLflow's default page is the one for language models, which does not show these runs.
     page = (
         ""
@@ -228,7 +228,7 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     known = client.get_experiment_by_name(name)
     if known is not None and known.lifecycle_stage != "active":
         raise UserError(
-            f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {shown(uri)}. "
+            f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {without_credentials(uri)}. "
             f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
         )
     if known is not None:
@@ -301,7 +301,7 @@ def reported(uri: str, seconds: int = 30) -> Iterator[None]:
         raise
     except Exception as error:  # MLflow, its database and its HTTP layer raise different types
         raise UserError(
-            f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} "
+            f"`tracking.uri` must be an MLflow server or store that answers, got {without_credentials(uri)!r} "
             f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for "
             "an SQLite file in this directory, or train with --tracking null."
         ) from error
@@ -311,27 +311,22 @@ def _why(error: BaseException, uri: str) -> str:
     """Return the innermost reason of an error, in one line and without a password."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
-    lines = str(error).replace(uri, shown(uri)).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    lines = str(error).replace(uri, without_credentials(uri)).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {without_credentials(lines[0])[:300]}"
 
 
 def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the passwords of all URIs removed, at any depth.
+    """Return the options without the credentials of addresses, at any depth.
 
-    >>> loggable({"rounds": 3, "tracking": {"uri": "http://me:secret@host"}})
-    {'rounds': 3, 'tracking': {'uri': 'http://host'}}
+    >>> loggable({"rounds": 3, "data": {"hosts": ["http://me:secret@host"]}})
+    {'rounds': 3, 'data': {'hosts': ['http://host']}}
     """
-    public: dict[str, Any] = {}
-    for name, value in options.items():
-        nested = loggable(value) if isinstance(value, Mapping) else value
-        public[name] = shown(nested) if isinstance(nested, str) else nested
-    return public
 
+    def public(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: public(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [public(one) for one in value]
+        return without_credentials(value) if isinstance(value, str) else value
 
-def shown(uri: str) -> str:
-    """Return the URI without user name and password.
-
-    >>> shown("postgresql://me:secret@db.example.org/runs")
-    'postgresql://db.example.org/runs'
-    """
-    return re.sub(r"(?<=://)[^/@]*@", "", uri)
+    return {name: public(value) for name, value in options.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
-from dpfl_lightning.runtime.text import flattened
+from dpfl_lightning.runtime.text import flattened, without_credentials
 
 
 class StudyTracking:
@@ -69,7 +69,8 @@ class StudyTracking:
             self.store.log_metrics(run_id, metrics(values, 0))
             self.store.client.log_text(run_id, text, "trials.txt")
             for path in files:
-                self.store.client.log_artifact(run_id, str(path))
+                public = without_credentials(path.read_text(encoding="utf-8"))
+                self.store.client.log_text(run_id, public, path.name)
             self.store.end(run_id, seconds=time.monotonic() - self._begun)
 
         self._tried(log)
