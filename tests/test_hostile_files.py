@@ -91,7 +91,7 @@ HOSTILE = {
     PRIVATE + "rounds: 1000000000000": "`rounds` must be at most 1,000,000",
     PRIVATE + "model: {name: convnet, depth: 1000000000}": "`model.depth` must be at most 100, got",
     PRIVATE + "engine: {workers: 100000}": "`engine.workers` must be at most 1,024",
-    "privacy: {epsilon: " + "9" * 400 + "}": "`privacy.epsilon` must be at most",
+    "privacy: {epsilon: " + "9" * 400 + "}": "`privacy.epsilon` must be a number below 1e308",
     PRIVATE + "strategies: {fedprox: {pull: .inf}}": "`strategies.fedprox.pull` must be finite, got inf",
     PRIVATE + "strategies: {mr_mtl: {pull: .nan}}": "`strategies.mr_mtl.pull` must be finite, got nan",
     PRIVATE + "strategies: {clustered: {data_floor: .inf}}": "`strategies.clustered.data_floor` must be finite",

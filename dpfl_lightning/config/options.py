@@ -419,9 +419,11 @@ def _typed(section: str, kind: type) -> dict[str, tuple[Any, Bound | None]]:
 
 def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
     """Return the value of a key with its type. Raises UserError unless it has this type, range and known names."""
-    _check_size(key, value, key in REGISTRIES)
     try:
         value = converted(hint, value)
+        _check_size(key, value, key in REGISTRIES)
+    except OverflowError:
+        require(False, key, "be a number below 1e308", value)
     except TypeError:
         advice = ""
         literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)

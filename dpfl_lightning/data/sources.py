@@ -34,7 +34,7 @@ class DataMissing(UserError):
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """Debian's package of a data set. Its gzip files differ from the published ones, so digests are of their content."""
+    """Debian's package of a data set. Its gzip files differ from the published ones; digests are of their content."""
 
     name: str
     folder: str

@@ -284,13 +284,16 @@ def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts, read_a
 
 
 @pytest.mark.parametrize("read_at_once", [{"cpu"}, set()], ids=["cpu", "as on a GPU"])
-def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop, read_at_once, monkeypatch):
+def test_a_round_in_which_every_update_is_broken_ends_the_run_and_changes_nothing(make_loop, read_at_once, monkeypatch):
     monkeypatch.setattr(update, "_READ_AT_ONCE", read_at_once)
-    loop = make_loop(rounds=1)
+    loop = make_loop(rounds=2)
     start = loop.module.flat
     loop.clients.engine.releases = lambda plan, *_: ((row, start * float("inf")) for row in range(len(plan.clients)))
-    result = loop.run()
-    assert torch.equal(loop.state.models[0], start) and result.reason == "the one round is done"
+    with pytest.raises(
+        UserError, match="`training` must not diverge, got in round 1: no update of this round is finite"
+    ):
+        loop.run()
+    assert torch.equal(loop.state.models[0], start) and loop.state.round == 1
 
 
 @pytest.mark.usefixtures("one_noise")
