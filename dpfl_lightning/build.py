@@ -36,6 +36,7 @@ from dpfl_lightning.federated.server.settings import client_settings, reported_e
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
+from dpfl_lightning.federated.transport.sites import RemoteClients, Sites
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.ledger.ledger import check_same
@@ -127,6 +128,7 @@ class FederatedLoop(ServerLoop):
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
+        sites: the nodes that hold the records, if they are not in this process; see `deployment`.
 
     The other arguments are options of `config.options`.
 
@@ -163,6 +165,7 @@ class FederatedLoop(ServerLoop):
         exact_times: bool = False,
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
+        sites: Sites | None = None,
     ) -> None:
         require(isinstance(population, Population), "population", "be a Population", type(population).__name__)
         require(isinstance(module, nn.Module), "module", "be a ClientModule or another module", type(module).__name__)
@@ -195,7 +198,8 @@ class FederatedLoop(ServerLoop):
         population, module = population.checked().to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
-        local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
+        require(sites is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
+        local = _clients(sides, ranks, sites)
         settings = client_settings(population.num_records, clients, privacy, seed, population.names)
         optimizer = None if module.brings_optimizer else build_optimizer(clients.optimizer)
         if engine is not None and engine.name == "stacked" and optimizer is not None:
@@ -209,6 +213,7 @@ class FederatedLoop(ServerLoop):
             batch_size=tuple(client.batch_size for client in settings),
             reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
         )
+        at_nodes = "" if sites is None else " --plan PLAN --nodes SOCKET ..."
         folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         super().__init__(
@@ -229,7 +234,7 @@ class FederatedLoop(ServerLoop):
             exact_times=exact_times,
             options=options or {},
             new_net=new_net,
-            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}" if options else by_code,
+            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,
         )
         module.check_optimizer(rounds, [(client.learning_rate, client.steps) for client in settings])
 
@@ -261,6 +266,12 @@ class FederatedLoop(ServerLoop):
         return module.net
 
 
+def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, sites: Sites | None) -> LocalClients:
+    if sites is not None:
+        return RemoteClients(*sides, sites)
+    return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
+
+
 def _notice(module: ClientModule, clients: ClientOptions) -> None:
     """Say what a run does not use of a LightningModule, or of the clients' options because of it."""
     name, lines = type(module.net).__name__, []
@@ -289,9 +300,15 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
 
 
 def build_loop(
-    options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
+    options: Options,
+    more: Sequence[Strategy | Callback] = (),
+    population: Population | None = None,
+    sites: Sites | None = None,
 ) -> FederatedLoop:
-    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population."""
+    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
+
+    With `sites` the clients' records are in the nodes of these sites; see `deployment.remote_loop`.
+    """
     if options.privacy is not None and (keys := options.privacy.signing_keys) is not None:
         absolute = str(Path(keys).absolute())  # so that the run can be resumed from another folder
         options = dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, signing_keys=absolute))
@@ -314,6 +331,7 @@ def build_loop(
         exact_times=options.evaluation.exact_times,
         options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
+        sites=sites,
     )
 
 

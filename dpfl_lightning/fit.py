@@ -42,7 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
-    if flags.seeds:
+    if flags.nodes or flags.plan:
+        require(bool(flags.nodes and flags.plan), "--nodes, --plan", "be given together", flags.plan or flags.nodes)
+        require(not flags.seeds, "--seeds", "be left out with --nodes", flags.seeds, "A plan is for one run.")
+        from dpfl_lightning.deployment.server import remote_loop
+
+        callbacks = _callbacks(options, "quiet" if flags.quiet else "full")
+        remote_loop(options, flags.plan, flags.nodes, callbacks, flags.node_wait).run(bool(flags.resume))
+    elif flags.seeds:
         advice = "Give the same --output_dir instead."
         require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, advice)
         fit_seeds(options, flags.seeds, "quiet" if flags.quiet else "short")
@@ -238,6 +245,11 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     text = "repeat the run for these seeds, such as 0,1,2, and report mean and standard deviation"
     parser.add_argument("--seeds", metavar="N,N,...", type=seed_list, help=text)
     parser.add_argument("--quiet", action="store_true", help="print only warnings, errors and the result")
+    text = "Unix sockets of the nodes of the sites that hold the records, one for each client; with --plan"
+    parser.add_argument("--nodes", metavar="SOCKET", nargs="+", default=[], help=text)
+    parser.add_argument("--plan", metavar="FILE", help="the plan that these sites have accepted")
+    text = "seconds after which a node that does not answer counts as lost (default 3600)"
+    parser.add_argument("--node_wait", metavar="SECONDS", type=float, default=3600.0, help=text)
 
 
 def seed_list(text: str) -> list[int]:

@@ -43,6 +43,14 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    _flags(parser)
+    text = "write the plan for the operators of sites, who accept it by `dpfl node accept`, to FILE"
+    parser.add_argument("--export", metavar="FILE", help=text)
+    text = "files site.json of the sites that hold the records, one for each client"
+    parser.add_argument("--sites", metavar="FILE", nargs="+", default=[], help=text)
+
+
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `plan` by name, and `json`."""
     parser = CommandParser(
@@ -102,7 +110,7 @@ def _plan_run(words: Sequence[str]) -> int:
 
     options, flags = load(
         words,
-        _flags,
+        _run_flags,
         name="plan",
         description="Show noise, steps and epsilon of every client of a run before training.",
         examples=("--config digits", "--config digits --privacy.epsilon 2 --json"),
@@ -110,7 +118,16 @@ def _plan_run(words: Sequence[str]) -> int:
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
-    loop = build_loop(options)
+    if flags.sites:
+        from dpfl_lightning.deployment.server import planning_loop
+
+        loop = planning_loop(options, flags.sites)
+    else:
+        loop = build_loop(options)
+    if flags.export is not None:
+        from dpfl_lightning.deployment.server import export
+
+        export(loop, flags.export)
     schedules, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.info.sampling]
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
@@ -153,18 +170,19 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
-    return "\n".join([*lines, "", _schedule_text(client_plan), "", _promise(client_plan)])
+    return "\n".join([*lines, "", schedule_text(client_plan), "", promise(client_plan)])
 
 
 def _epsilon(client_plan: ClientPlan) -> str:
     return f"{shown_epsilon(client_plan.guarantee.epsilon, client_plan.schedule.target_epsilon):.6g}"
 
 
-def _promise(client_plan: ClientPlan) -> str:
+def promise(client_plan: ClientPlan) -> str:
+    """Return the guarantee of a plan as sentences."""
     return f"{client_plan.guarantee.words()}\nNot covered: {'; '.join(client_plan.guarantee.not_covered)}."
 
 
-def _schedule_text(client_plan: ClientPlan) -> str:
+def schedule_text(client_plan: ClientPlan) -> str:
     """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
     rows = [
@@ -209,9 +227,9 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."
-    parts = [_columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {_promise(weakest)}"]
+    parts = [_columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {promise(weakest)}"]
     if len(weakest.schedule.planned) > 1:
-        parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{_schedule_text(weakest)}")
+        parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{schedule_text(weakest)}")
     return "\n".join(parts)
 
 

@@ -10,8 +10,9 @@ from rooms import PACKAGE, ROOT, arrows, drawing, imported, sources
 FLOORS = (
     ("commands",),
     ("search", "auditing"),
+    ("deployment",),
     ("build", "distilled"),
-    ("federated.transport", "reporting", "strategies"),
+    ("federated.transport", "federated.node", "reporting", "strategies"),
     ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
     ("data", "strategies.aggregation"),
     ("federated.server", "algorithms"),
@@ -26,7 +27,7 @@ FLOORS = (
 )
 #: the server's side sees messages only
 SERVER_SIDE = ("strategies", "federated.server", "reporting")
-CLIENT_SIDE = ("federated.client", "federated.transport", "data", "privacy.ledger")
+CLIENT_SIDE = ("federated.client", "federated.node", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
     "jinja2": {"reporting.guarantee_page", "reporting.report_page"},

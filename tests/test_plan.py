@@ -296,7 +296,7 @@ def test_the_plan_of_a_run_has_the_schedule_of_every_client(shown, monkeypatch):
         describe=lambda: ["both take part in every round"],
     )
     monkeypatch.setattr("dpfl_lightning.build.build_loop", lambda options: loop)
-    flags = {True: types.SimpleNamespace(json=True), False: types.SimpleNamespace(json=False)}
+    flags = {as_json: types.SimpleNamespace(json=as_json, sites=[], export=None) for as_json in (True, False)}
     place = "dpfl_lightning.config.load.load"
     monkeypatch.setattr(place, lambda words, *_, **__: (None, flags["--json" in words]))
     text, result = shown("--config=any.yaml", "--json")

@@ -105,6 +105,24 @@ class Budgets:
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self._charge(charges)
 
+    def record(self, charges: Sequence[Charge]) -> None:
+        """Write down what clients elsewhere say that they have paid; what the ledger has already is left out.
+
+        Raises UserError for a release that is not planned, or is not the next one of its round.
+        """
+        self._check_ledger(self.schedule)
+        for charge in charges:
+            known = self.ledger.charges(charge.client, charge.round)
+            if charge.number < len(known) and known[charge.number] == charge:
+                continue
+            planned = {line.purpose: line for line in self.schedule.clients[charge.client].planned}.get(charge.purpose)
+            fits = planned is not None and charge.event == planned.event and charge.number == len(known)
+            fits = fits and planned is not None and self.ledger.used(charge.client, charge.purpose) < planned.count
+            must = f"be planned releases of client {self.name_of(charge.client)}, in order"
+            require(fits, "paid", must, charge, "The client follows another plan, or its ledger was changed.")
+            self.ledger.charge([charge])
+            self._paid.add(charge.client)
+
     def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
         """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""
         number = len(self.ledger.charges(client, round)) if self._numbers is None else self._numbers[client, round]

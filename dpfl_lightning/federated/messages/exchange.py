@@ -25,6 +25,18 @@ REFUSALS = {
 
 
 @dataclass(frozen=True)
+class Site:
+    """Public facts about the records of a site, from which a run is planned. See `Terms` for the other fields."""
+
+    name: str
+    num_records: int
+    num_classes: int
+    inputs: Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+    labels: Tensor
+    features: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Terms:
     """A whole run as sites accept it, which `plan --export` writes. Its hash is part of every later message.
 
@@ -32,19 +44,15 @@ class Terms:
         version: of this package; all sides have the same one.
         run: random name of the run, 32 hexadecimal digits: one configuration can run several times.
         names: of the clients; empty if they have only numbers.
-        adjacency, sampling, mechanism: see `config.options.PrivacyOptions`.
         module: digest of the layers and of the code of the module that clients train.
         inputs, labels: no records `[0, ...]`, which have the shape and the type of those of every client.
         features: names and public constants of the inputs from a table; else None.
-        plan: every release of every client, with solved noise.
+        plan: every release of every client, with solved noise; its options are those that decide releases.
     """
 
     version: str
     run: str
     names: tuple[str, ...]
-    adjacency: str
-    sampling: str
-    mechanism: str
     module: str
     num_classes: int
     inputs: Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]

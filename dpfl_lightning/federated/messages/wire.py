@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import struct
@@ -67,7 +68,7 @@ register(mechanism.Gaussian, mechanism.Laplace, mechanism.ExponentialMechanism)
 register(events.GaussianEvent, events.LaplaceEvent, events.SelectionEvent, events.NonPrivateEvent)
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
-register(exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
+register(exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
 register(exchange.Welcome, exchange.Released, exchange.Refused)
 
 
@@ -95,6 +96,11 @@ def sizes(prefix: bytes, most_bytes: int) -> tuple[int, int]:
     _must(magic == _MAGIC and version == VERSION, f"not of version {VERSION}")
     _must(PREFIX.size + header + numbers <= most_bytes, "too long")
     return header, numbers
+
+
+def digest(message: Any) -> str:
+    """Return the hash of a message, 64 hexadecimal digits (SHA-256 of its bytes)."""
+    return hashlib.sha256(encode(message)).hexdigest()
 
 
 def to_text(message: Any) -> str:

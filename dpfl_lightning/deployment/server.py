@@ -1,0 +1,134 @@
+"""The server of a real federation: the plan that sites accept, the loop over their nodes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import dpfl_lightning
+from dpfl_lightning.build import FederatedLoop, build_loop, build_population
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.data.sites import AbsentRecords, alike
+from dpfl_lightning.deployment.site import check_version
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.client.identity import deciding_options, module_digest
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.federated.node.state import read_site, read_terms
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy, overrides
+from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.clipping.inputs import record_shape
+from dpfl_lightning.runtime.files import write_text
+
+
+def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
+    """Return the clients of a run, whose records are at the sites, with the test set that `data.*` names.
+
+    Raises UserError if the records of the sites or the test set are not alike.
+    """
+    first = sites[0]
+    for site in sites:
+        same = alike((site.inputs, site.labels), (first.inputs, first.labels))
+        same = same and (site.num_classes, site.features) == (first.num_classes, first.features)
+        must = f"be of sites with records like those of {first.name}, of shape {record_shape(first.inputs)}"
+        require(same, "--sites", must, f"{site.name}: {record_shape(site.inputs)}, {site.num_classes} classes")
+    names = [site.name for site in sites]
+    numbered = names == [str(place) for place in range(len(names))]
+    shape = first.inputs, first.labels
+    public = build_population(options)
+    sizes = [site.num_records for site in sites]
+    return AbsentRecords.of(sizes, [] if numbered else names, shape, first.num_classes, first.features, public)
+
+
+def planning_loop(options: Options, files: Sequence[str]) -> FederatedLoop:
+    """Return the loop of a configuration over the sites of these files site.json, to plan the run only."""
+    population = remote_population(options, [read_site(Path(file)) for file in files])
+    return build_loop(options, population=population)
+
+
+def export(loop: FederatedLoop, file: str) -> Terms:
+    """Write the plan of a loop for its sites, and return it. Raises UserError if the run cannot be deployed."""
+    terms, path = terms_of(loop), Path(file)
+    require(path.parent.is_dir(), "--export", "be a file in a folder that exists", file)
+    write_text(path, wire.to_text(terms))
+    return terms
+
+
+def remote_loop(
+    options: Options, plan: str, nodes: Sequence[str], more: Sequence[Strategy | Callback] = (), wait: float = 3600.0
+) -> FederatedLoop:
+    """Return the loop of a configuration over the sites that have accepted the file `plan`, with their nodes' sockets.
+
+    `wait` is the number of seconds after which a node counts as lost. Raises UserError if the run cannot be deployed,
+    or the configuration gives another plan.
+    """
+    return loop_over(options, Sites.at(read_terms(Path(plan)), nodes, wait), more)
+
+
+def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback] = ()) -> FederatedLoop:
+    """Return the loop of a configuration over `sites`."""
+    terms = sites.terms
+    check_version(terms)
+    shared = (terms.num_classes, terms.inputs, terms.labels, terms.features)
+    names = terms.names or tuple(map(str, range(len(terms.plan.settings))))
+    known = [Site(name, one.num_records, *shared) for name, one in zip(names, terms.plan.settings, strict=True)]
+    loop = build_loop(options, more, remote_population(options, known), sites)
+    loop.plan_schedule()
+    check_deployable(loop)
+    return loop
+
+
+def terms_of(loop: FederatedLoop) -> Terms:
+    """Return the plan of a loop as sites accept it. Raises UserError if the run cannot be deployed."""
+    loop.plan_schedule()
+    check_deployable(loop)
+    population = loop.population
+    inputs, labels = population.empty_batch
+    plan = loop.run_plan()
+    return Terms(
+        version=dpfl_lightning.__version__,
+        run=secrets.token_hex(16),
+        names=population.names,
+        module=module_digest(loop.module),
+        num_classes=population.num_classes,
+        inputs=inputs,
+        labels=labels,
+        features=population.features,
+        plan=dataclasses.replace(plan, options=deciding_options(plan.options)),
+    )
+
+
+def check_deployable(loop: FederatedLoop) -> None:
+    """Raise UserError, which names the option or strategy, unless sites can accept the run; call `plan_schedule` first.
+
+    A site accepts a plan that is complete before the run and in which every release is noised.
+    """
+    options, privacy = loop.options, loop.privacy
+    require(bool(options), "--config", "be the configuration of the run", None, "Nodes build the model from it.")
+    require(privacy is not None, "privacy", "be given: sites release nothing without noise", None)
+    assert privacy is not None  # for mypy
+    given = options.get("privacy") or {}
+    advice = "The operator of a test node gives it: `dpfl node init --test_key`."
+    require(given.get("noise_key") is None, "privacy.noise_key", "be null: each site draws its noise", "a key", advice)
+    require(not privacy.diagnostics, "privacy.diagnostics", "be false: sites show no counts", True)
+    require(privacy.sampling == "poisson", "privacy.sampling", "be poisson: sites sample so", privacy.sampling)
+    for section, key, why in (
+        ("data", "groups", "only a simulation knows true groups"),
+        ("data", "label_noise", "sites do not falsify labels"),
+        ("clients", "reported_epsilon", "sites report the budgets of the plan"),
+    ):
+        value = (options.get(section) or {}).get(key)
+        require(value is None, f"{section}.{key}", f"be null: {why}", value)
+    for strategy in loop.strategies:
+        name = f"strategies: {type(strategy).__name__}"
+        must = "keep its schedule during the run, as sites accept it beforehand"
+        require(not overrides(strategy, "replan"), name, must, "a strategy with `replan`", "Choose another strategy.")
+    for schedule in loop.schedule.clients:
+        plain = [line for line in schedule.planned if isinstance(line.event, NonPrivateEvent) and line.count]
+        if plain:
+            advice = "Choose its form with noise, or another strategy."
+            require(False, "strategies", "plan noised releases only", plain[0].event.words, advice)  # type: ignore[union-attr]

@@ -1,0 +1,204 @@
+"""A site of a real federation: whether its operator can accept a plan, and the client that then answers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import dpfl_lightning
+from dpfl_lightning.build import build_engine, build_module
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.data import Population
+from dpfl_lightning.data.sites import alike, seated, site_population
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.identity import module_digest
+from dpfl_lightning.federated.client.local_clients import LocalClients
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.node.state import Reservation, Settings, StateFolder
+from dpfl_lightning.federated.node.study import Study
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.clipping.inputs import record_shape
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.privacy.sampling import SAMPLINGS
+
+
+def site_of(settings: Settings) -> tuple[Site, Population]:
+    """Return the public facts about a site's records, and the records."""
+    population = site_population(settings.data, settings.data_args, settings.name)
+    inputs, labels = population.empty_batch
+    size = population.num_records[0]
+    return Site(settings.name, size, population.num_classes, inputs, labels, population.features), population
+
+
+def client_of(terms: Terms, settings: Settings) -> int:
+    """Return the number of a site's client in a plan. Raises UserError if the plan does not have it."""
+    names = terms.names or tuple(map(str, range(len(terms.plan.settings))))
+    must = f"have a client named {settings.name} (its clients: {', '.join(names)})"
+    require(settings.name in names, "PLAN", must, "none", "Names of sites are given by `dpfl node init --name`.")
+    return names.index(settings.name)
+
+
+def cost_of(terms: Terms, client: int) -> ClientPlan:
+    """Return the releases of a client in a plan, and what they cost, composed again by this installation.
+
+    Raises UserError if something is released without noise, or the cost is above the budget that the plan states.
+    """
+    schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
+    for line in schedule.planned:
+        plain = isinstance(line.event, NonPrivateEvent) and line.count > 0
+        require(not plain, "PLAN", "plan noised releases only", line.event)
+    accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
+    size = [(settings.num_records, settings.batch_size)]
+    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"], terms.plan.caveats, ())
+    epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
+    require(
+        math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."
+    )
+    within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta
+    must = f"cost at most the budget that it states, ({budget:g}, {settings.delta:g})"
+    require(within, "PLAN", must, (epsilon, schedule.delta))
+    return planned
+
+
+def clients_of(terms: Terms, settings: Settings) -> LocalClients:
+    """Return the clients of a plan of whom only the one of this site has records here, with the plan's module.
+
+    Raises UserError if the plan does not fit the records or this installation.
+    """
+    check_version(terms)
+    site, population = site_of(settings)
+    client = client_of(terms, settings)
+    stated = terms.plan.settings[client].num_records
+    require(stated == site.num_records, "PLAN", f"state the {site.num_records} records of this site", stated)
+    same = alike((terms.inputs, terms.labels), (site.inputs, site.labels))
+    same = same and (terms.num_classes, terms.features) == (site.num_classes, site.features)
+    require(same, "PLAN", "be for records like those of this site", (record_shape(terms.inputs), terms.num_classes))
+    options = _options(terms, settings)
+    module = build_module(options, _facts(terms))
+    seats = seated(population, client, len(terms.plan.settings), terms.names).checked()
+    clients = LocalClients(seats, module, build_engine("fast"), options.privacy)
+    module.check_optimizer(terms.plan.rounds, [(one.learning_rate, one.steps) for one in terms.plan.settings])
+    _check_module(module, terms)
+    return clients
+
+
+def open_study(state: StateFolder, plan: str) -> Study:
+    """Return the study of an accepted plan, ready to answer."""
+    terms, settings = state.terms(plan), state.settings()
+    client = state.plans()[plan].client
+    file = state.plan_folder(plan) / "plan.json"
+    require(
+        wire.digest(terms) == plan, str(file), f"have the hash {plan[:12]}", "another one", "Restore it from a copy."
+    )
+    return Study(state.plan_folder(plan), terms, client, clients_of(terms, settings), settings.test_key)
+
+
+def accept(
+    state: StateFolder, terms: Terms, epsilon_limit: float | None = None, delta_limit: float | None = None
+) -> str:
+    """Check a plan against the records, this installation and the limits, store it, and return its hash.
+
+    The limits, None for those of before, bound the sums of epsilon and delta over all plans that this node accepts.
+    Without one before, the limit of delta is 1 / records.
+
+    Raises UserError if the plan does not fit, or a sum would exceed its limit. Nothing is stored then.
+    """
+    settings = state.settings()
+    clients = clients_of(terms, settings)
+    client = client_of(terms, settings)
+    cost = cost_of(terms, client).guarantee
+    usual = (settings.epsilon_limit, settings.delta_limit or 1 / clients.population.num_records[client])
+    given = ((epsilon_limit, usual[0]), (delta_limit, usual[1]))
+    epsilon, delta = (before if limit is None else limit for limit, before in given)
+    advice = "It bounds the sum over all plans that this node ever accepts."
+    require(epsilon is not None, "--epsilon_limit", "be given with the first plan", None, advice)
+    assert epsilon is not None and delta is not None  # for mypy
+    require(0 < epsilon < math.inf, "--epsilon_limit", "be above 0 and finite", epsilon)
+    require(0 < delta < 1, "--delta_limit", "be in (0, 1)", delta)
+    with state.locked():
+        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client), epsilon, delta)
+
+
+def check_version(terms: Terms) -> None:
+    here, must = dpfl_lightning.__version__, "be of the version of dpfl_lightning that is installed here"
+    require(terms.version == here, "PLAN", f"{must}, {here}", terms.version, "Install the same version on all sides.")
+
+
+def _check_module(module: ClientModule, terms: Terms) -> None:
+    must = "train the model that this installation builds from it"
+    advice = "Code or libraries differ: install the same versions on all sides."
+    digest = module_digest(module)
+    require(digest == terms.module, "PLAN", f"{must}, of digest {digest}", terms.module, advice)
+
+
+def _options(terms: Terms, settings: Settings) -> Options:
+    """Return the options of a plan that a node uses: the model, and how releases are made."""
+    model = terms.plan.options.get("model")
+    require(isinstance(model, dict), "PLAN", "name a model", model)
+    assert isinstance(model, dict)  # for mypy
+    if (path := model.get("class_path")) is not None:
+        advice = "To allow a class that you have read, give `--model` to `dpfl node init`."
+        require(path == settings.model, "PLAN", "name a model of dpfl_lightning", path, advice)
+    values = {key: terms.plan.options.get(key) for key in ("seed", "model", "task")}
+    privacy = {**_privacy(terms), "epsilon": 1.0, "noise_key": settings.test_key}  # budgets are those of the plan
+    count = {"count": len(terms.plan.settings)}
+    return from_mapping({**values, "privacy": privacy, "clients": count})
+
+
+def _privacy(terms: Terms) -> dict[str, object]:
+    """Return how releases are made, as a plan states it."""
+    given, names = (
+        terms.plan.options.get("privacy"),
+        ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds"),
+    )
+    if not isinstance(given, dict) or not {*names} <= given.keys():
+        raise UserError(f"`PLAN` must state the options of privacy ({', '.join(names)}), got others.")
+    require(given["sampling"] == "poisson", "PLAN", "draw Poisson samples", given["sampling"])
+    require(given["accountant"] == terms.plan.accountant, "PLAN", "name one accountant", given["accountant"])
+    return {name: given[name] for name in names}
+
+
+def _facts(terms: Terms) -> Facts:
+    sizes = tuple(one.num_records for one in terms.plan.settings)
+    shape = record_shape(terms.inputs)
+    return Facts(sizes, terms.num_classes, shape, names=terms.names, features=terms.features, empty_x=terms.inputs)
+
+
+def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
+    """Create the folder of a node after its records were read once."""
+    site, _ = site_of(settings)
+    return StateFolder.create(path, settings, site), site
+
+
+def verified(state: StateFolder, plan: str) -> float:
+    """Return the epsilon that a plan has spent, recomposed from its ledger.
+
+    Raises UserError if the plan or the ledger was changed, or pays for anything that the plan does not have.
+    """
+    terms, reserved = state.terms(plan), state.plans()[plan]
+    folder = state.plan_folder(plan)
+    require(wire.digest(terms) == plan, str(folder / "plan.json"), f"have the hash {plan[:12]}", "another one")
+    spent = 0.0
+    if state.released(plan):
+        (account,) = [one for one in read([folder / "ledger.jsonl"]).accounts if one.releases]
+        spent = account.epsilon
+    schedule = terms.plan.schedule.clients[reserved.client]
+    known = {line.purpose: line for line in schedule.planned}
+    paid: Counter[str] = Counter()
+    for charge in read_ledger(folder / "ledger.jsonl") if spent else ():
+        line = known.get(charge.purpose)
+        paid[charge.purpose] += 1
+        fits = charge.client == reserved.client and line is not None and line.event == charge.event
+        fits = fits and line is not None and paid[charge.purpose] <= line.count
+        require(fits, str(folder / "ledger.jsonl"), "pay for planned releases of this site only", charge)
+    within = spent <= max(reserved.epsilon, cost_of(terms, reserved.client).guarantee.epsilon)
+    require(within, "STATE_DIR", f"have spent at most {reserved.epsilon:g}", spent)
+    return spent

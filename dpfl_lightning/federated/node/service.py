@@ -1,0 +1,154 @@
+"""A node that answers on a Unix socket: one request at a time, fixed codes, and replies at fixed times."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages import sockets, wire
+from dpfl_lightning.federated.messages.exchange import Hello, Refused, Reply, Request
+from dpfl_lightning.federated.node.state import StateFolder
+from dpfl_lightning.federated.node.study import Study
+
+MOST_BYTES = 1 << 30  # of a request
+MOST_CONNECTIONS = 16
+
+#: opens the study of an accepted plan, by its hash
+OpenStudy = Callable[[StateFolder, str], Study]
+
+
+class Node:
+    """Answers requests of a server by the plans that the operator of a site has accepted.
+
+    **Privacy** A reply is a planned, charged and noised release, an account of charges, or a code of
+    `exchange.REFUSALS`. The text of an error stays in `error.log` of the plan's folder, and the plan is then halted.
+    """
+
+    def __init__(self, state: StateFolder, open_study: OpenStudy) -> None:
+        self.state, self._open = state, open_study
+        self._studies: dict[str, Study] = {}
+        self._one_at_a_time, self._closed = threading.Lock(), False
+
+    def handle(self, content: bytes) -> bytes:
+        """Return the reply to a request. It never raises an error because of what it was sent.
+
+        Raises ConnectionAbortedError after `close`.
+        """
+        return wire.encode(self.reply(content))
+
+    def reply(self, content: bytes) -> Reply:
+        try:
+            request: Request = wire.decode(Request, content, MOST_BYTES)  # type: ignore[arg-type]
+        except wire.WireError:
+            return Refused("malformed")
+        with self._one_at_a_time, self.state.locked():
+            if self._closed:
+                raise ConnectionAbortedError("the node has stopped")
+            reserved = self.state.plans().get(request.plan)
+            if reserved is None:
+                return Refused("unknown_plan")
+            if reserved.withdrawn:
+                return Refused("withdrawn")
+            halted = self.state.plan_folder(request.plan) / "error.log"
+            if halted.exists():
+                return Refused("halted")
+            try:
+                study = self._study(request.plan)
+                return study.welcome() if isinstance(request, Hello) else study.reply(request)
+            except Exception:
+                halted.touch(mode=0o600)
+                halted.write_text(traceback.format_exc())
+                if (broken := self._studies.pop(request.plan, None)) is not None:
+                    broken.clients.close()
+                return Refused("halted")
+
+    def _study(self, plan: str) -> Study:
+        if plan not in self._studies:
+            self._studies[plan] = self._open(self.state, plan)
+        return self._studies[plan]
+
+    def close(self) -> None:
+        """Wait for the request that is being computed, and answer no other one."""
+        with self._one_at_a_time:
+            self._closed = True
+            for study in self._studies.values():
+                study.close()
+            self._studies.clear()
+
+
+class Listener:
+    """The Unix socket of a node. `slot` seconds after a request, or a multiple of it, is when its reply leaves.
+
+    **Privacy** The time of a computation depends on the sizes of batches, which are private. Replies show it in units
+    of `slot`: choose it above the time of a round.
+    """
+
+    def __init__(self, node: Node, path: Path, slot: float) -> None:
+        require(0 < slot < math.inf, "--slot", "be a number of seconds above 0", slot)
+        self.node, self.path, self.slot = node, path, slot
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._seats = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        _remove_stale(path)
+        try:
+            self._socket.bind(str(path))
+        except OSError as error:
+            must = "be a path of at most about 100 characters in a folder that can be written"
+            require(False, "--socket", must, str(path), f"({error.strerror or error})")
+        os.chmod(path, 0o660)  # the forwarder's group may connect
+        self._socket.listen(MOST_CONNECTIONS)
+
+    def serve(self) -> None:
+        """Answer until `close`, or a signal."""
+        while True:
+            self._seats.acquire()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # nobody waits
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+    def _converse(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                while (content := sockets.receive(connection, MOST_BYTES)) is not None:
+                    arrived = time.monotonic()
+                    reply = self.node.handle(content)
+                    slots = math.ceil((time.monotonic() - arrived) / self.slot)
+                    time.sleep(max(0.0, arrived + slots * self.slot - time.monotonic()))
+                    connection.sendall(reply)
+            except wire.WireError:  # the rest of the stream has no meaning
+                with contextlib.suppress(OSError):
+                    connection.sendall(wire.encode(Refused("malformed")))
+            except OSError:  # the other side is gone
+                pass
+            finally:
+                self._seats.release()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a node that no longer runs. Raises UserError if one runs."""
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as error:
+            require(False, "--socket", "be a path for a new socket", str(path), f"({error.strerror})")
+    require(False, "--socket", "be free", str(path), "Another node listens there.")

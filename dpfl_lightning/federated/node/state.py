@@ -1,0 +1,185 @@
+"""The folder of a node: whose records it serves, the plans that it has accepted, and the limit on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dpfl_lightning.config.reading import read_bytes
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.runtime.strict_json import parsed
+
+T = TypeVar("T")
+
+_MOST_TEXT = 1 << 28  # bytes of a plan's file
+_RELATIVE_ROUNDING = 1e-9  # of a sum of epsilons
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator of a site decides.
+
+    Args:
+        name: of the site; the name of its client in plans, or its number if clients have no names.
+        data, data_args: see `data.sites.site_population`.
+        epsilon_limit, delta_limit: on the sum over all accepted plans; None until the first one is accepted.
+        model: `module.Class` of the site's installation that plans may name as `model.class_path`; None allows the
+            models of this package only.
+        test_key: 32 hexadecimal digits from which noise follows in tests: it protects nobody. None draws fresh noise.
+    """
+
+    name: str
+    data: str
+    data_args: Mapping[str, Any] = field(default_factory=dict)
+    epsilon_limit: float | None = None
+    delta_limit: float | None = None
+    model: str | None = None
+    test_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The (epsilon, delta) that an accepted plan may spend, and the number of this site's client in it.
+
+    It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
+    depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand.
+    """
+
+    epsilon: float
+    delta: float
+    client: int
+    withdrawn: bool = False
+
+
+class StateFolder:
+    """`node.json`, `site.json` (public facts), `plans/HASH/`, and the socket.
+
+    **Privacy** All but `site.json` is for the operator of the site alone: the folder has mode 0700.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, settings: Settings, site: Site) -> StateFolder:
+        """Create the folder of a new node, whose records are those of `site`."""
+        empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        require(empty, "STATE_DIR", "be new or empty", str(path), "A node that was set up keeps its folder.")
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.chmod(0o700)
+        folder = cls(path)
+        (path / "plans").mkdir()
+        write_text(path / "site.json", wire.to_text(site))
+        folder.save(settings)
+        return folder
+
+    def save(self, settings: Settings) -> None:
+        write_json(self.path / "node.json", dataclasses.asdict(settings), private=True)
+
+    def settings(self) -> Settings:
+        file = self.path / "node.json"
+        must = "be the folder of a node"
+        require(file.is_file(), "STATE_DIR", must, str(self.path), "Create it with `dpfl node init`.")
+        try:
+            return Settings(**parsed(read_bytes(file)))
+        except (ValueError, TypeError):
+            raise UserError(f"`{file}` must hold the settings of a node, got others. Restore it from a copy.") from None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the one lock under which plans are accepted and withdrawn."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Be the one process that serves this folder. Raises UserError if there is another one."""
+        with open(self.path / "serving.lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                require(False, "STATE_DIR", "be served by one process", str(self.path), "Another one serves it now.")
+            yield
+
+    def plans(self) -> dict[str, Reservation]:
+        """Return the reservation of each accepted plan, by its hash."""
+        found = {}
+        for file in sorted(self.path.glob("plans/*/reserved.json")):
+            try:
+                found[file.parent.name] = Reservation(**parsed(read_bytes(file)))
+            except (ValueError, TypeError):
+                raise UserError(f"`{file}` must hold a reservation, got others. Restore it from a copy.") from None
+        return found
+
+    def plan_folder(self, plan: str) -> Path:
+        return self.path / "plans" / plan
+
+    def terms(self, plan: str) -> Terms:
+        return read_terms(self.plan_folder(plan) / "plan.json")
+
+    def released(self, plan: str) -> int:
+        """Return how many releases a plan has paid for. Raises UserError if its ledger was changed."""
+        ledger = self.plan_folder(plan) / "ledger.jsonl"
+        return len(read_ledger(ledger)) if ledger.is_file() and ledger.stat().st_size else 0
+
+    def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
+        """Store an accepted plan and return its hash; call it under `locked`.
+
+        Raises UserError if it was accepted before, or the sum of all reservations would exceed a limit.
+        """
+        plan, others = wire.digest(terms), self.plans()
+        require(plan not in others, "PLAN", "be a plan that was not accepted before", plan[:12], "See `status`.")
+        for key, limit, name in (("epsilon_limit", epsilon_limit, "epsilon"), ("delta_limit", delta_limit, "delta")):
+            total = math.fsum(getattr(one, name) for one in (*others.values(), reservation))
+            must = f"be at least {total:.6g}, the {name} of this plan and of {len(others)} accepted before"
+            require(total <= limit * (1 + _RELATIVE_ROUNDING), f"--{key}", must, limit, "Refuse the plan, or raise it.")
+        folder = self.plan_folder(plan)
+        folder.mkdir(exist_ok=True)
+        write_text(folder / "plan.json", wire.to_text(terms))
+        self._write(plan, reservation)  # last: without it the plan is not accepted
+        self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
+        return plan
+
+    def withdraw(self, plan: str) -> Reservation:
+        """End a plan, and return what of its reservation stays; call it under `locked`."""
+        before = self.plans()[plan]
+        kept = (before.epsilon, before.delta) if self.released(plan) else (0.0, 0.0)
+        after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True)
+        self._write(plan, after)
+        return after
+
+    def _write(self, plan: str, reservation: Reservation) -> None:
+        write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
+
+
+def read_terms(path: Path) -> Terms:
+    """Return the plan of a run from its file. Raises UserError if it is none, or of another version."""
+    return _read(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
+
+
+def read_site(path: Path) -> Site:
+    """Return the facts of a site from its file. Raises UserError if it is none, or of another version."""
+    return _read(Site, path, "--sites", "be files site.json that `dpfl node init` wrote")
+
+
+def _read(kind: type[T], path: Path, key: str, must: str) -> T:
+    content = read_bytes(path, key, _MOST_TEXT, f"It must {must}.")
+    try:
+        return wire.from_text(kind, content)
+    except wire.WireError as error:
+        raise UserError(f"`{key}` must {must} with the same version of this package, got {path}: {error}.") from None

@@ -1,0 +1,218 @@
+"""One accepted plan in a node: what the server asks for is checked, charged, computed, noised, kept and sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.client.answers import check_answerable
+from dpfl_lightning.federated.client.local_clients import LocalClients
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Ask, Paid, Refused, Released, Reply, Terms, Train, Welcome
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.query import (
+    ChargedQuery,
+    FeatureSums,
+    MeanLoss,
+    NoMechanism,
+    SelectModel,
+    event_of,
+)
+from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
+from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
+from dpfl_lightning.privacy.ledger.file import read_head
+from dpfl_lightning.privacy.mechanism import mechanism_of
+from dpfl_lightning.runtime.files import write_atomically
+
+KEPT_ROUNDS = 2  # rounds of which a node keeps the releases, to send them again
+MOST_MODELS = 1024  # that one question may compare
+
+
+class NotPlanned(Exception):
+    """A request that the accepted plan does not contain, or whose values do not fit it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A release on disk, with the personal parameters that the client has since then."""
+
+    value: Tensor | int | float
+    personal: Mapping[int, Tensor]
+
+
+wire.register(Kept)
+
+
+class Study:
+    """The client of a node in the run of one accepted plan.
+
+    `clients` hold the records of this client only. `test_key` replaces the fresh noise of the plan.
+
+    **Guarantees** Mechanisms and steps follow from the plan that the operator has accepted, never from a request. The
+    charge of a release is on disk before the release is computed, and the release is on disk before it is sent: the
+    same request gets the same bytes again, free, in its round and the next.
+    """
+
+    def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
+        self.client, self.clients, self._plan = client, clients, terms.plan
+        self._num_classes, self._records = terms.num_classes, terms.plan.settings[client].num_records
+        self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
+        self._releases = folder / "releases"
+        self._releases.mkdir(exist_ok=True)
+        plan = terms.plan
+        if test_key is not None:  # as if the configuration had it: the streams follow from both
+            privacy = {**plan.options["privacy"], "noise_key": test_key}
+            caveats = (SIMULATED, *plan.caveats)
+            plan = dataclasses.replace(plan, options={**plan.options, "privacy": privacy}, caveats=caveats)
+        head = read_head(folder / "ledger.jsonl")
+        saved = None if head is None or head.lines == 0 else {"ledger": head.as_dict()}
+        clients.begin(folder, plan, saved, ended=False)
+        if files := self._files():
+            kept = wire.decode(Kept, files[-1].read_bytes())
+            counts = torch.zeros_like(clients.engine.counts)
+            clients.load_state_dict({"personal": kept.personal, "counts": counts})
+
+    def welcome(self) -> Welcome:
+        """Return all that the client has paid for."""
+        rounds = range(1, self._last + 1)
+        paid = tuple(one for round in rounds for one in self._paid(round))
+        return Welcome(self.client, self.clients.simulated, paid)
+
+    def reply(self, request: Train | Ask) -> Reply:
+        """Return the release that is asked for, or why it is refused.
+
+        Raises an error if a charged computation fails; its text may be private.
+
+        **Privacy** One release of the planned purpose, charged, unless it was released before.
+        """
+        key = wire.digest(request)
+        if known := next(self._releases.glob(f"*-{key}.bin"), None):
+            kept = wire.decode(Kept, known.read_bytes())
+            return Released(kept.value, self._paid(request.round))
+        try:
+            if not 1 <= request.round <= self._last:
+                raise NotPlanned("round")
+            charged = self._train(request) if isinstance(request, Train) else self._ask(request)
+        except NotPlanned:
+            return Refused("not_planned")
+        if charged is None:
+            return Refused("spent")
+        self._keep(request.round, key, charged)
+        return Released(charged, self._paid(request.round))
+
+    def _train(self, request: Train) -> Tensor | None:
+        client, settings = self.client, self._plan.settings[self.client]
+        event = self._planned(request.purpose)
+        if request.event != event or not isinstance(event, NoisedEvent):
+            raise NotPlanned("event")
+        flat = self.clients.module.flat
+        for model in (request.model, *(() if request.anchor is None else (request.anchor,))):
+            if model.shape != flat.shape or model.dtype != flat.dtype:
+                raise NotPlanned("model")
+        if not (math.isfinite(request.learning_rate) and math.isfinite(request.pull)):
+            raise NotPlanned("learning_rate")
+        if not isinstance(request.job, LocalTraining):
+            self._check_class_gradients(request.job, event)
+        try:
+            plan = RoundPlan(
+                request.round,
+                (client,),
+                model_of=(0,),
+                mechanism_of=(mechanism_of(event, settings.clip_norm, self._records),),
+                steps=(event.steps,),
+                learning_rate_of=(request.learning_rate,),
+                purpose=request.purpose,
+                job=request.job,
+                anchors=None if request.anchor is None else request.anchor[None],
+                anchor_of=() if request.anchor is None else (0,),
+                pull=request.pull,
+                optimizer=self._plan.optimizer,
+            )
+        except ValueError:  # a job that the mechanism does not cover
+            raise NotPlanned("job") from None
+        accepted = self.clients.accept(plan)
+        if not accepted.clients:
+            return None
+        updates = self.clients.train(accepted, request.model[None], None)
+        if updates.deltas is None or updates.lost:  # noised numbers that are not finite: in a simulation they are lost
+            return torch.full_like(flat, math.nan)
+        return updates.deltas[0]
+
+    def _check_class_gradients(self, job: ClassGradients, event: NoisedEvent) -> None:
+        module, images = self.clients.module, job.augmentation
+        named = job.parameters is None or {*job.parameters} <= module.named_trainable.keys()
+        counted = job.counts or not (job.most_records is None or job.most_records >= 1)
+        fits = job.num_classes == self._num_classes and named and event.steps == 1 and not counted
+        if images is not None:
+            rows = len(images.operations) == len(images.numbers) == job.num_classes
+            numbers = all(len(row) == NUMBERS and all(0 <= one < 1 for one in row) for row in images.numbers)
+            shape = self.clients.population.input_shape
+            is_image = isinstance(shape, tuple) and len(shape) == 3 and all(isinstance(size, int) for size in shape)
+            fits = fits and rows and numbers and is_image and {*images.operations} <= OPERATIONS.keys()
+        if not fits:
+            raise NotPlanned("job")
+
+    def _ask(self, request: Ask) -> Any:
+        question = request.question
+        plain = [one for one in question.mechanism_of.values() if isinstance(one, NoMechanism)]
+        if question.clients != (self.client,) or plain:
+            raise NotPlanned("mechanism")
+        try:
+            query = ChargedQuery.of(question)
+            check_answerable(query)
+            planned = event_of(query, self.client) == self._planned(query.purpose)
+        except (TypeError, ValueError):
+            raise NotPlanned("question") from None
+        if not planned or not self._fits(question):
+            raise NotPlanned("question")
+        answers = self.clients.ask(query, request.round)
+        return answers.get(self.client)
+
+    def _fits(self, question: Any) -> bool:
+        """Whether the values of a question fit the module and the records; those of other classes check themselves."""
+        models = question.nets if isinstance(question, FeatureSums) else getattr(question, "models", None)
+        if models is not None:
+            flat = self.clients.module.flat
+            shape = models.ndim == 2 and models.shape[1:] == flat.shape and 1 <= len(models) <= MOST_MODELS
+            if not shape or models.dtype != flat.dtype:
+                return False
+        if isinstance(question, SelectModel | MeanLoss) and not 0 < question.loss_bound < math.inf:
+            return False
+        if isinstance(question, MeanLoss):
+            return 0 <= question.row_of.get(self.client, -1) < len(question.models)
+        return not isinstance(question, FeatureSums) or question.num_classes == self._num_classes
+
+    def _planned(self, purpose: str) -> Any:
+        try:
+            return self._plan.schedule.planned(self.client, purpose).event
+        except KeyError:
+            raise NotPlanned("purpose") from None
+
+    def _paid(self, round: int) -> tuple[Paid, ...]:
+        charges = self.clients.ledger.charges(self.client, round)
+        return tuple(Paid(one.round, one.number, one.purpose, one.event) for one in charges)  # type: ignore[arg-type]
+
+    def _files(self) -> list[Path]:
+        return sorted(self._releases.glob("*.bin"))
+
+    def _keep(self, round: int, key: str, value: Any) -> None:
+        files = self._files()
+        number = int(files[-1].name.partition("-")[0]) + 1 if files else 0
+        content = wire.encode(Kept(value, self.clients.engine.state_dict()["personal"]))
+        name = f"{number:010d}-{round}-{key}.bin"
+        write_atomically(self._releases / name, lambda partial: partial.write_bytes(content), private=True)
+        for file in files:
+            if int(file.name.split("-")[1]) <= round - KEPT_ROUNDS:
+                file.unlink()
+
+    def close(self) -> None:
+        self.clients.end(finished=False)
+        self.clients.close()

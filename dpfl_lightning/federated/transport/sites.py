@@ -1,0 +1,253 @@
+"""The clients of a real federation: connections to the nodes of the sites, and a mirror of their ledgers."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.data.sites import AbsentRecords
+from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.identity import deciding_options
+from dpfl_lightning.federated.client.local_clients import LocalClients
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages import sockets, wire
+from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
+from dpfl_lightning.federated.messages.exchange import (
+    REFUSALS,
+    Ask,
+    Hello,
+    Paid,
+    Refused,
+    Released,
+    Reply,
+    Request,
+    Terms,
+    Train,
+    Welcome,
+)
+from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
+from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
+from dpfl_lightning.privacy.ledger.ledger import Charge
+
+MOST_BYTES = 1 << 32  # of a reply
+
+#: sends the bytes of a request and returns those of the reply; raises OSError if there is none
+Channel = Callable[[bytes], bytes]
+
+
+class SocketChannel:
+    """A connection to the Unix socket of a node; made again when it breaks. A request may be sent twice.
+
+    `wait` is the number of seconds after which a reply counts as lost.
+    """
+
+    def __init__(self, path: str, wait: float) -> None:
+        self.path, self.wait = path, wait
+        self._connection: socket.socket | None = None
+
+    def __call__(self, request: bytes) -> bytes:
+        known = self._connection is not None
+        try:
+            return self._exchange(request)
+        except TimeoutError:
+            self.close()
+            raise
+        except OSError:
+            self.close()
+            if not known:
+                raise
+        return self._exchange(request)  # the node may have restarted: it resends what it has released
+
+    def _exchange(self, request: bytes) -> bytes:
+        if self._connection is None:
+            self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._connection.connect(self.path)
+        self._connection.settimeout(self.wait)
+        self._connection.sendall(request)
+        if (reply := sockets.receive(self._connection, MOST_BYTES, self.wait)) is None:
+            raise ConnectionError("the node has closed the connection")
+        return reply
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sites:
+    """The plan that all sites have accepted, and a channel to the node of each."""
+
+    terms: Terms
+    channels: tuple[Channel, ...]
+
+    @classmethod
+    def at(cls, terms: Terms, paths: Sequence[str], wait: float) -> Sites:
+        """Return the sites whose nodes listen at Unix sockets, in any order."""
+        return cls(terms, tuple(SocketChannel(path, wait) for path in paths))
+
+
+class RemoteClients(LocalClients):
+    """Clients whose records, noise and ledgers are in the nodes of their sites; implements `Clients` for the server.
+
+    The ledger in the run's folder is a mirror of what the nodes say that they have paid for. Held-out records of
+    clients are not scored. A node that refuses is left out of the round; one that does not answer ends the run, which
+    can be resumed: the other nodes then send their releases of that round again.
+
+    Raises UserError if not every client has one node with the plan, and LostClients if a node does not answer.
+    """
+
+    def __init__(
+        self, population: AbsentRecords, module: ClientModule, engine: Engine, privacy: Any, sites: Sites
+    ) -> None:
+        super().__init__(population, module, engine, privacy)
+        self._terms, self._hash = sites.terms, wire.digest(sites.terms)
+        count = population.num_clients
+        require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
+        self._node_of: dict[int, Channel] = {}
+        self._welcomes: list[Welcome] = []
+        for number, channel in enumerate(sites.channels):
+            welcome = self._exchange(channel, Hello(self._hash), f"number {number} of --nodes")
+            if not isinstance(welcome, Welcome):
+                means = REFUSALS.get(getattr(welcome, "code", ""), "it sent no welcome")
+                raise UserError(
+                    f"`--nodes` must have accepted the plan {self._hash[:12]}, got from number {number}: {means}."
+                )
+            fits = welcome.client in self._everyone and welcome.client not in self._node_of
+            require(
+                fits, "--nodes", "be of different clients of the plan", f"client {welcome.client} from number {number}"
+            )
+            self._node_of[welcome.client] = channel
+            self._welcomes.append(welcome)
+        self.simulated = any(welcome.simulated for welcome in self._welcomes)
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
+
+    @property
+    def description(self) -> str:
+        return f"{len(self._node_of)} nodes of sites, which have accepted plan {self._hash[:12]}"
+
+    def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
+        caveats = tuple(words for words in plan.caveats if words != SIMULATED)
+        asked = dataclasses.replace(plan, options=deciding_options(plan.options), caveats=caveats)
+        must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
+        same = wire.encode(asked) == wire.encode(self._terms.plan)
+        require(same, "--config", must, _difference(self._terms.plan, asked))
+        super().begin(folder, plan, saved, ended)
+        for welcome in self._welcomes:
+            self._record(welcome.client, welcome.paid)
+
+    def change(self, schedule: RunSchedule) -> None:
+        raise RuntimeError("the plan that sites have accepted cannot be changed during the run")
+
+    def accept(self, plan: RoundPlan) -> RoundPlan:
+        """The plan without clients that have paid for all planned releases; nodes charge when they train."""
+        return plan.only(lambda client: self._may_pay(client, plan.round, plan.purpose))
+
+    def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
+        if plan.optimizer != self._terms.plan.optimizer:
+            raise RuntimeError("the optimiser of a round must be that of the accepted plan")
+        received, models = UpdateBuffer(plan, raw_weights), models.cpu()
+
+        def request(row: int) -> Train:
+            mechanism, steps = plan.mechanism_of[row], plan.steps[row]
+            event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
+            anchor = None if plan.anchors is None else plan.anchors[plan.anchor_of[row]].cpu()
+            rate, start = plan.learning_rate_of[row], models[plan.model_of[row]]
+            return Train(self._hash, plan.round, plan.purpose, event, plan.job, rate, start, anchor, plan.pull)
+
+        for row, value in self._ask_all(plan.clients, request):
+            if value is None:
+                received.merge(ClientUpdates((), (), (), lost=(plan.clients[row],)))
+            else:
+                received.take(row, self._checked(value, plan, models).to(self.device))
+        return received.updates()
+
+    def ask(self, query: ChargedQuery, round: int) -> Answers:
+        clients = tuple(one for one in query.clients if self._may_pay(one, round, query.purpose))
+        replies = self._ask_all(clients, lambda row: self._question(query, clients[row], round))
+        return {clients[row]: value for row, value in replies if value is not None}
+
+    def _question(self, query: ChargedQuery, client: int, round: int) -> Ask:
+        mechanisms = {client: query.mechanism_of[client]}
+        return Ask(self._hash, round, dataclasses.replace(query.question, mechanism_of=mechanisms))
+
+    def was_charged(self, round: int) -> bool:
+        """False: a node sends a release of the last rounds again, so that it is not charged again."""
+        return False
+
+    def close(self) -> None:
+        super().close()
+        for channel in self._node_of.values():
+            if isinstance(channel, SocketChannel):
+                channel.close()
+
+    def _may_pay(self, client: int, round: int, purpose: str) -> bool:
+        planned = self.budgets.schedule.planned(client, purpose)
+        return self.ledger.used(client, purpose) < planned.count or bool(self.ledger.charges(client, round))
+
+    def _ask_all(self, clients: Sequence[int], request: Callable[[int], Request]) -> list[tuple[int, Any]]:
+        """Ask the nodes at the same time; return rows and released values, None of a node that refuses."""
+        with ThreadPoolExecutor(max(1, len(clients)), "site") as pool:
+            replies = list(pool.map(lambda row: self._reply(clients[row], request(row)), range(len(clients))))
+        lost = [reply for reply in replies if isinstance(reply, LostClients)]
+        values: list[tuple[int, Any]] = []
+        for row, reply in enumerate(replies):
+            if isinstance(reply, Released):
+                self._record(clients[row], reply.paid)
+                values.append((row, reply.value))
+            elif isinstance(reply, Refused):
+                means = REFUSALS.get(reply.code, "the site states no known reason")
+                warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
+                values.append((row, None))
+            elif not isinstance(reply, LostClients):
+                lost.append(LostClients("`--nodes` must send releases, got another message."))
+        if lost:  # after what the others have paid is on record
+            raise lost[0]
+        return values
+
+    def _reply(self, client: int, request: Request) -> Reply | LostClients:
+        try:
+            return self._exchange(self._node_of[client], request, f"client {self.population.name_of(client)}")
+        except LostClients as error:
+            return error
+
+    def _exchange(self, channel: Channel, request: Request, whose: str) -> Reply:
+        try:
+            reply: Reply = wire.decode(Reply, channel(wire.encode(request)), MOST_BYTES)  # type: ignore[arg-type]
+        except (OSError, wire.WireError) as error:
+            reason = str(error) or type(error).__name__
+            raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
+        return reply
+
+    def _checked(self, value: Any, plan: RoundPlan, models: Tensor) -> Tensor:
+        shape: tuple[int, ...] = (models.shape[1],)
+        if not isinstance(plan.job, LocalTraining):
+            sizes = {name: one.numel() for name, one in self.module.named_trainable.items()}
+            shape = (plan.job.num_classes, plan.job.size(sizes) // plan.job.num_classes)
+        fits = isinstance(value, Tensor) and value.dtype == models.dtype and value.numel() > 0
+        if fits and value.ndim == 1 and value.isnan().all():  # a release that was not finite
+            return value.new_full(shape, torch.nan)
+        if not fits or tuple(value.shape) != shape:
+            raise LostClients("`--nodes` must send updates of the shape of the model, got another one.")
+        return value
+
+    def _record(self, client: int, paid: Sequence[Paid]) -> None:
+        self.budgets.record([Charge(client, one.round, one.purpose, one.event, one.number) for one in paid])
+
+
+def _difference(accepted: RunPlan, asked: RunPlan) -> str:
+    """Return the names of the fields in which two plans differ."""
+    names = [field.name for field in dataclasses.fields(accepted)]
+    differ = [name for name in names if wire.encode(getattr(accepted, name)) != wire.encode(getattr(asked, name))]
+    return f"other {', '.join(differ)}"

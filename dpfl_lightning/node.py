@@ -1,0 +1,193 @@
+"""`dpfl node VERB STATE_DIR`: answer a server as the site of a real federation."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.yaml_text import parse_yaml
+from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.runtime.text import counted, shown
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.messages.exchange import Terms
+    from dpfl_lightning.federated.node.state import Reservation, StateFolder
+
+_ABOUT = (
+    "Run the node of a site in a real federation. init: name the records. accept: agree to a plan. serve: answer the "
+    "server. status: plans and what is left of the budget. verify: check ledgers and plans. withdraw: leave a study. "
+    "The node releases what its operator has accepted, and nothing else."
+)
+_TEST = "test key: noise can be computed by everyone who knows the key, so that nobody is protected"
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `node` with command-line arguments, and return its exit status."""
+    examples = (
+        "init node --name berlin --data b.csv --data_args '{label: ill}'",
+        "accept node plan.json --epsilon_limit 2",
+        "serve node",
+    )
+    parser = CommandParser("node", _ABOUT, "VERB STATE_DIR [PLAN] [FLAGS]", examples)
+    _flags(parser)
+    flags = parser.parse_args(argv)
+    needs_plan = flags.verb in ("accept", "withdraw")
+    what = "a file for accept, and the begin of a hash in `status` for withdraw"
+    require(needs_plan == (flags.plan is not None), "PLAN", f"be {what}, and left out otherwise", flags.plan)
+    from dpfl_lightning.federated.node.state import StateFolder
+
+    run = {"init": _init, "accept": _accept, "serve": _serve, "status": _status, "verify": _verify}
+    run.get(flags.verb, _withdraw)(StateFolder(Path(flags.state)), flags)
+    return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    verbs = ("init", "accept", "serve", "status", "verify", "withdraw")
+    parser.add_argument("verb", metavar="VERB", choices=verbs, help=", ".join(verbs))
+    parser.add_argument("state", metavar="STATE_DIR", help="folder of the node")
+    parser.add_argument("plan", metavar="PLAN", nargs="?", help="accept: file of a plan; withdraw: begin of its hash")
+    parser.add_argument("--name", help="init: name of the site, as in plans")
+    text = (
+        "init: a CSV or Parquet file, a folder with a folder of images for each class, module:function, or a share of "
+    )
+    parser.add_argument("--data", help=text + "a public data set, such as digits:0/3")
+    parser.add_argument("--data_args", metavar="YAML", default="{}", help="init: arguments, as {label: ill}")
+    text = "init: class of this installation that plans may name as model.class_path (default: none)"
+    parser.add_argument("--model", metavar="CLASS", help=text)
+    parser.add_argument("--test_key", metavar="HEX", help=f"init: {_TEST}")
+    text = "accept: greatest sum of epsilon over all plans ever accepted; given with the first one"
+    parser.add_argument("--epsilon_limit", metavar="E", type=float, help=text)
+    text = "accept: greatest sum of delta (default 1 / records)"
+    parser.add_argument("--delta_limit", metavar="D", type=float, help=text)
+    parser.add_argument("--show", action="store_true", help="accept: show what the plan means, and accept nothing")
+    parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
+    text = "serve: replies leave at multiples of this time after a request (default 1)"
+    parser.add_argument("--slot", metavar="SECONDS", type=float, default=1.0, help=text)
+
+
+def _init(state: StateFolder, flags: argparse.Namespace) -> None:
+    from dpfl_lightning.deployment.site import new_node
+    from dpfl_lightning.federated.node.state import Settings
+
+    for key in ("name", "data"):
+        require(getattr(flags, key) is not None, f"--{key}", "be given to init", None, "See --help.")
+    arguments = parse_yaml(flags.data_args, "--data_args")
+    require(isinstance(arguments, dict), "--data_args", "be a mapping, as {label: ill}", flags.data_args)
+    settings = Settings(flags.name, flags.data, arguments, model=flags.model, test_key=flags.test_key)
+    _, site = new_node(state.path, settings)
+    print(f"Site {site.name}: {site.num_records} records, {site.num_classes} classes. Nothing is accepted yet.")
+    print(f"Send {state.path / 'site.json'}, which holds public facts only, to the server's operator.")
+    if flags.test_key:
+        print(f"Warning: {_TEST}.")
+
+
+def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
+    from dpfl_lightning.deployment.site import accept
+    from dpfl_lightning.federated.node.state import read_terms
+
+    terms = read_terms(Path(flags.plan))
+    print(shown(_meaning(state, terms)))
+    if flags.show:
+        return
+    plan = accept(state, terms, flags.epsilon_limit, flags.delta_limit)
+    print(f"\nAccepted as {plan[:12]}. {_budget(state)}")
+
+
+def _meaning(state: StateFolder, terms: Terms) -> str:
+    """Return in words what a plan means for this site."""
+    from dpfl_lightning.deployment.site import client_of, cost_of
+    from dpfl_lightning.federated.messages.wire import digest
+    from dpfl_lightning.plan import promise, schedule_text
+
+    client = client_of(terms, state.settings())
+    planned, plan = cost_of(terms, client), terms.plan
+    strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
+    who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, 'record')}"
+    lines = [
+        f"Plan {digest(terms)[:12]}, run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
+        f"This site is client {state.settings().name}, {who}. The server uses {strategies}.",
+        f"Each record's gradient is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
+        "tells get these releases, each with noise that no other party knows:",
+        schedule_text(planned),
+        promise(planned),
+        "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
+    ]
+    return "\n".join(lines)
+
+
+def _budget(state: StateFolder) -> str:
+    """Return in words what the accepted plans reserve, and what is left."""
+    settings, plans = state.settings(), state.plans().values()
+    epsilon, delta = (math.fsum(getattr(one, name) for one in plans) for name in ("epsilon", "delta"))
+    if settings.epsilon_limit is None or settings.delta_limit is None:
+        return "No plan was accepted, and no limit is set."
+    left = max(0.0, settings.epsilon_limit - epsilon), max(0.0, settings.delta_limit - delta)
+    return (
+        f"{counted(len(plans), 'accepted plan')}: epsilon {epsilon:.6g} of {settings.epsilon_limit:g} and delta "
+        f"{delta:.6g} of {settings.delta_limit:.6g} are reserved; ({left[0]:.6g}, {left[1]:.6g}) is left."
+    )
+
+
+def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
+    from dpfl_lightning.deployment.site import open_study
+    from dpfl_lightning.federated.node.service import Listener, Node
+
+    settings = state.settings()
+    node = Node(state, open_study)
+    path = state.path / "socket" if flags.socket is None else Path(flags.socket)
+    with state.serving(), contextlib.closing(node), contextlib.closing(Listener(node, path, flags.slot)) as listener:
+        plans = counted(sum(not one.withdrawn for one in state.plans().values()), "accepted plan")
+        print(f"Node {settings.name} listens at {path}: {plans}, replies every {flags.slot:g} s.", flush=True)
+        if settings.test_key:
+            print(f"Warning: {_TEST}.", flush=True)
+        listener.serve()
+
+
+def _status(state: StateFolder, flags: argparse.Namespace) -> None:
+    settings = state.settings()
+    print(f"Site {settings.name}, records from {settings.data}." + (f" {_TEST}." if settings.test_key else ""))
+    for plan, reserved in state.plans().items():
+        print(_line(state, plan, reserved))
+    print(_budget(state))
+
+
+def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
+    planned = sum(line.count for line in state.terms(plan).plan.schedule.clients[reserved.client].planned)
+    halted = (state.plan_folder(plan) / "error.log").exists()
+    how = "withdrawn" if reserved.withdrawn else "halted, see its error.log" if halted else "active"
+    paid = f"{state.released(plan)} of {planned} releases paid"
+    return f"  {plan[:12]}  {how}: {paid}, reserves ({reserved.epsilon:.6g}, {reserved.delta:g})"
+
+
+def _verify(state: StateFolder, flags: argparse.Namespace) -> None:
+    from dpfl_lightning.deployment.site import verified
+
+    for plan, reserved in state.plans().items():
+        spent = verified(state, plan)
+        bound = f"epsilon {spent:.6g} of at most {reserved.epsilon:.6g}"
+        print(f"  {plan[:12]}  ledger unchanged, every release planned, {bound}")
+    print(f"{counted(len(state.plans()), 'plan')} verified. {_budget(state)}")
+
+
+def _withdraw(state: StateFolder, flags: argparse.Namespace) -> None:
+    found = [plan for plan in state.plans() if plan.startswith(flags.plan)]
+    if len(found) != 1 or len(flags.plan) < 6:
+        must = "be the first six or more digits of the hash of one accepted plan"
+        raise UserError(f"`PLAN` must {must}, got {flags.plan!r}. See `dpfl node status`.")
+    with state.locked():
+        kept = state.withdraw(found[0])
+    why = "because it has released something" if kept.epsilon else "because it released nothing"
+    print(
+        f"Plan {found[0][:12]} is withdrawn: the node refuses its server. It still reserves {kept.epsilon:.6g}, {why}."
+    )
+    print(_budget(state))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,422 @@
+"""A node and a hostile server: what is asked for, what is answered, and the ledger before and after."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import socket
+import stat
+import threading
+import time
+
+import pytest
+import torch
+from sites import SITES, a_request, charges, configured, listening, planned, state_of
+
+from dpfl_lightning.deployment.site import accept, open_study, verified
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages import sockets, wire
+from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
+from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.query import FeatureSums, LowestLoss, MeanLoss, NoMechanism, SelectModel
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import Node
+from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
+from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.node import main
+from dpfl_lightning.privacy.accounting.events import LaplaceEvent, NonPrivateEvent
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian
+
+MODEL = torch.zeros(650)
+ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("site")
+
+
+@pytest.fixture(scope="module")
+def terms(place):
+    """IFCA: updates, and choices of models by the exponential mechanism."""
+    return planned(place, strategies={"ifca": {"num_clusters": 2}}, rounds=ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def node(place, terms):
+    """A node with fresh noise, which no refusal of this module changes."""
+    state = state_of(place, 0, key=None)
+    accept(state, terms, 2.5)
+    node = Node(state, open_study)
+    yield node
+    node.close()
+
+
+def asked(node, request) -> Reply:
+    return wire.decode(Reply, node.handle(wire.encode(request)))
+
+
+def selection(terms, **changed):
+    line = next(one for one in terms.plan.schedule.clients[0].planned if one.purpose == "select")
+    honest = {"epsilon": line.event.epsilon, "purpose": "select", "models": torch.zeros(2, 650), "loss_bound": 2.0}
+    given = honest | changed
+    return SelectModel(mechanism_of={0: ExponentialMechanism(given.pop("epsilon"))}, **given)
+
+
+IMAGES = ClassAugmentation(("flip",) * 10, ((0.0, 0.0, 0.0),) * 10)
+
+#: what a hostile server asks for -> the request, of (the plan, an honest request)
+HOSTILE = {
+    "less noise": lambda terms, ask: ask(event=dataclasses.replace(ask().event, noise_multiplier=1e-3)),
+    "no noise": lambda terms, ask: ask(event=NonPrivateEvent("everything")),
+    "another mechanism": lambda terms, ask: ask(event=LaplaceEvent(1.0, 2)),
+    "a higher rate": lambda terms, ask: ask(event=dataclasses.replace(ask().event, sample_rate=1.0)),
+    "more steps": lambda terms, ask: ask(event=dataclasses.replace(ask().event, steps=100)),
+    "noise that is left open": lambda terms, ask: ask(event=dataclasses.replace(ask().event, noise_multiplier=None)),
+    "another purpose": lambda terms, ask: ask(purpose="evaluate"),
+    "training paid as a choice": lambda terms, ask: ask(purpose="select"),
+    "round 0": lambda terms, ask: ask(round=0),
+    "a round after the last": lambda terms, ask: ask(round=ROUNDS + 2),
+    "a negative round": lambda terms, ask: ask(round=-1),
+    "a model of another size": lambda terms, ask: ask(model=torch.zeros(651)),
+    "a model of another type": lambda terms, ask: ask(model=MODEL.double()),
+    "an anchor of another size": lambda terms, ask: ask(anchor=torch.zeros(3)),
+    "an infinite learning rate": lambda terms, ask: ask(learning_rate=math.inf),
+    "a pull that is no number": lambda terms, ask: ask(pull=math.nan),
+    "exact counts": lambda terms, ask: ask(job=ClassGradients(10, counts=True)),
+    "classes in several steps": lambda terms, ask: ask(job=ClassGradients(10)),
+    "other classes": lambda terms, ask: ask(job=ClassGradients(3)),
+    "parameters that there are not": lambda terms, ask: ask(job=ClassGradients(10, ("__class__",))),
+    "an unknown operation": lambda terms, ask: ask(
+        job=ClassGradients(10, augmentation=dataclasses.replace(IMAGES, operations=("eval",) * 10))
+    ),
+    "a loss without noise": lambda terms, ask: Ask(
+        digest(terms), 1, LowestLoss(mechanism_of={0: NoMechanism("the best model")}, models=torch.zeros(2, 650))
+    ),
+    "a choice with less noise": lambda terms, ask: Ask(digest(terms), 1, selection(terms, epsilon=100.0)),
+    "a choice paid as training": lambda terms, ask: Ask(digest(terms), 1, selection(terms, purpose="train")),
+    "a choice among no models": lambda terms, ask: Ask(digest(terms), 1, selection(terms, models=torch.zeros(0, 650))),
+    "a choice without a bound": lambda terms, ask: Ask(digest(terms), 1, selection(terms, loss_bound=math.inf)),
+    "another client's answer": lambda terms, ask: Ask(
+        digest(terms), 1, dataclasses.replace(selection(terms), mechanism_of={1: ExponentialMechanism(0.1)})
+    ),
+    "a question that is not planned": lambda terms, ask: Ask(
+        digest(terms),
+        1,
+        MeanLoss(
+            purpose="loss",
+            mechanism_of={0: Gaussian(1.0, 9.0, 1.0, 480.0)},
+            models=torch.zeros(1, 650),
+            row_of={0: 0},
+            loss_bound=2.0,
+        ),
+    ),
+    "sums of features": lambda terms, ask: Ask(
+        digest(terms),
+        1,
+        FeatureSums(mechanism_of={0: Gaussian(1.0, 9.0, 1.0, 480.0)}, nets=torch.zeros(1, 650), num_classes=10),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_is_not_planned_is_refused_and_costs_nothing(node, terms, what):
+    before = charges(node.state, terms)
+    request = HOSTILE[what](terms, lambda **changed: a_request(terms, **{"model": MODEL, **changed}))
+    assert asked(node, request) == Refused("not_planned")
+    assert charges(node.state, terms) == before
+
+
+def test_codes_are_all_that_others_learn(node, terms, place):
+    assert asked(node, Hello("0" * 64)) == asked(node, Hello("../" + digest(terms))) == Refused("unknown_plan")
+    assert asked(node, Refused("spent")) == asked(node, Released(1, ())) == Refused("malformed")
+    assert wire.decode(Reply, node.handle(b"GET / HTTP/1.1\r\n")) == Refused("malformed")
+    assert all(code.isidentifier() for code in REFUSALS)
+    assert asked(node, Hello(digest(terms))) == Welcome(0, False, asked(node, Hello(digest(terms))).paid)
+
+
+@pytest.fixture
+def fresh(tmp_path, terms):
+    """A node on its first day."""
+    state = state_of(tmp_path, 0, key=None)
+    accept(state, terms, 2.5)
+    node = Node(state, open_study)
+    yield node
+    node.close()
+
+
+def test_releases_are_charged_once_sent_again_free_and_end_with_the_plan(fresh, terms):
+    first = asked(fresh, a_request(terms, MODEL))
+    assert isinstance(first, Released) and len(first.paid) == 1 and first.value.shape == MODEL.shape
+    assert asked(fresh, a_request(terms, MODEL)).value.equal(first.value), "the same bytes"
+    assert len(charges(fresh.state, terms)) == 1
+    other = asked(fresh, a_request(terms, MODEL + 1))  # the same round from another start is another release
+    assert [one.number for one in other.paid] == [0, 1] and len(charges(fresh.state, terms)) == 2
+    halves = [asked(fresh, a_request(terms, MODEL, round=1, learning_rate=rate)) for rate in (0.1, 0.2)]
+    assert isinstance(halves[0], Released) and halves[1] == Refused("spent")
+    assert asked(fresh, a_request(terms, MODEL, round=2)) == Refused("spent")
+    assert len(charges(fresh.state, terms)) == ROUNDS and verified(fresh.state, digest(terms)) <= 2.0
+    choice = asked(fresh, Ask(digest(terms), 1, selection(terms)))
+    assert choice.value in (0, 1) and asked(fresh, Ask(digest(terms), 1, selection(terms))).value == choice.value
+    fresh.state.withdraw(digest(terms))
+    assert asked(fresh, a_request(terms, MODEL)) == Refused("withdrawn")
+    assert fresh.state.plans()[digest(terms)].epsilon > 1.9, "it stays reserved"
+
+
+def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, terms, monkeypatch):
+    asked(fresh, Hello(digest(terms)))
+    study = fresh._studies[digest(terms)]
+
+    def failing(*args):
+        raise ValueError("record 17 has label 99")
+
+    monkeypatch.setattr(study.clients.engine, "train", failing)
+    assert asked(fresh, a_request(terms, MODEL)) == Refused("halted")
+    assert len(charges(fresh.state, terms)) == 1, "charged before it was computed"
+    assert asked(fresh, Hello(digest(terms))) == Refused("halted")
+    log = fresh.state.plan_folder(digest(terms)) / "error.log"
+    assert "record 17" in log.read_text() and stat.S_IMODE(log.stat().st_mode) == 0o600
+    log.unlink()  # the operator has looked at it
+    assert isinstance(asked(fresh, a_request(terms, MODEL)), Released)
+    assert len(charges(fresh.state, terms)) == 2
+
+
+def test_a_crash_between_charge_and_release_costs_the_charge_only(fresh, terms, monkeypatch):
+    asked(fresh, Hello(digest(terms)))
+    with monkeypatch.context() as patch:
+
+        def cut(*args):
+            raise KeyboardInterrupt
+
+        patch.setattr(fresh._studies[digest(terms)], "_keep", cut)
+        with pytest.raises(KeyboardInterrupt):
+            asked(fresh, a_request(terms, MODEL))
+    fresh.close()
+    again = Node(fresh.state, open_study)
+    reply = asked(again, a_request(terms, MODEL))
+    assert [one.number for one in reply.paid] == [0, 1] and len(charges(again.state, terms)) == 2
+    again.close()
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_fuzzed_messages_crash_nothing_and_charge_nothing(node, terms, count):
+    draw, before = random.Random(1), charges(node.state, terms)
+    honest = wire.encode(a_request(terms, MODEL))
+    start = honest.index(b'"message"')
+    hashed = honest.index(digest(terms).encode())
+    for number in range(count):
+        fuzzed = bytearray(honest)
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(start, hashed + 200) if number % 2 else draw.randrange(len(fuzzed) - 2600)
+            fuzzed[place] = draw.randrange(256)
+        if bytes(fuzzed) == honest:
+            continue
+        content = node.handle(bytes(fuzzed))
+        reply = wire.decode(Reply, content)
+        if isinstance(reply, Released):  # the changed bytes were free values, such as the learning rate
+            before = [*before, charges(node.state, terms)[-1]]
+        else:
+            assert reply.code in REFUSALS and b"Traceback" not in content
+        assert charges(node.state, terms) == before
+
+
+def test_on_the_socket_replies_leave_at_slots_and_hostile_streams_end(node, terms, tmp_path):
+    path, slot = tmp_path / "socket", 0.2
+    with listening(node, path, slot):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
+        with pytest.raises(UserError, match="Another node listens"), listening(node, path):
+            pass
+
+        def exchange(content: bytes) -> tuple[Reply, float]:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(path))
+                begun = time.monotonic()
+                connection.sendall(content)
+                reply = wire.decode(Reply, sockets.receive(connection, 1 << 20, 30.0))
+                return reply, time.monotonic() - begun
+
+        for content in (wire.encode(Hello(digest(terms))), wire.encode(Hello("?"))):
+            _, seconds = exchange(content)
+            assert seconds >= slot
+        huge = wire.PREFIX.pack(b"DPFL", 1, 100, 1 << 60)
+        assert exchange(huge)[0] == exchange(b"\0" * wire.PREFIX.size)[0] == Refused("malformed")
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(wire.encode(Hello("?"))[:-1])  # cut off
+        assert exchange(wire.encode(Hello("?")))[0] == Refused("unknown_plan"), "the node still answers"
+        replies = []
+        threads = [threading.Thread(target=lambda: replies.append(exchange(wire.encode(Hello("?"))))) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(replies) == 5
+    assert not path.exists()
+
+
+def changed_row(terms, **changed):
+    rows = list(terms.plan.schedule.clients)
+    (line, *others) = rows[0].planned
+    rows[0] = dataclasses.replace(rows[0], planned=(dataclasses.replace(line, **changed), *others))
+    schedule = dataclasses.replace(terms.plan.schedule, clients=tuple(rows))
+    return dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, schedule=schedule))
+
+
+def with_options(terms, **changed):
+    options = {**terms.plan.options, **changed}
+    return dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, options=options))
+
+
+#: a plan that no site should accept -> words of the error
+PLANS = {
+    "less noise than the budget pays": (
+        lambda t: changed_row(
+            t, event=dataclasses.replace(t.plan.schedule.clients[0].planned[0].event, noise_multiplier=0.3)
+        ),
+        "at most the budget",
+    ),
+    "more releases than the budget pays": (lambda t: changed_row(t, count=1000), "at most the budget"),
+    "a release without noise": (lambda t: changed_row(t, event=NonPrivateEvent("everything")), "noised releases only"),
+    "noise of zero": (
+        lambda t: changed_row(
+            t, event=dataclasses.replace(t.plan.schedule.clients[0].planned[0].event, noise_multiplier=0.0)
+        ),
+        "finite cost",
+    ),
+    "code of the server": (lambda t: with_options(t, model={"class_path": "os.system"}), "model of dpfl_lightning"),
+    "another model": (
+        lambda t: with_options(t, model={"name": "convnet", "width": 4, "depth": 2}),
+        "the model that this installation builds",
+    ),
+    "shuffled batches": (
+        lambda t: with_options(t, privacy={**t.plan.options["privacy"], "sampling": "shuffle"}),
+        "Poisson samples",
+    ),
+    "another version": (lambda t: dataclasses.replace(t, version="9.9"), "version of dpfl_lightning"),
+    "another number of records": (
+        lambda t: dataclasses.replace(
+            t,
+            plan=dataclasses.replace(
+                t.plan, settings=(dataclasses.replace(t.plan.settings[0], num_records=9), *t.plan.settings[1:])
+            ),
+        ),
+        "state the 480 records",
+    ),
+    "records of another shape": (
+        lambda t: dataclasses.replace(t, inputs=torch.zeros(0, 1, 9, 9)),
+        "records like those",
+    ),
+    "no client of this name": (lambda t: dataclasses.replace(t, names=("a", "b", "c")), "client named 0"),
+}
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_a_plan_that_does_not_hold_is_not_accepted(node, terms, what, tmp_path):
+    change, words = PLANS[what]
+    before = node.state.plans()
+    with pytest.raises(UserError, match=words):
+        accept(node.state, change(terms), 100.0)
+    assert node.state.plans() == before
+
+
+def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
+    def said(*words) -> str:
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    plan, state = tmp_path / "plan.json", tmp_path / "site"
+    plan.write_text(wire.to_text(terms))
+    assert "480 records, 10 classes. Nothing is accepted" in said(
+        "init", state, "--name", "0", "--data", f"digits:0/{SITES}"
+    )
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert "test_key" in json.loads((state / "node.json").read_text())
+    words = said("accept", state, plan, "--show")
+    assert (
+        "uses SizeWeighted, Ifca." in words
+        and "(2, 0.001)-differential privacy per record" in words
+        and "3 clients" in words
+    )
+    assert "No plan was accepted" in said("status", state)
+    assert main(["accept", str(state), str(plan)]) == 2
+    assert "`--epsilon_limit` must be given with the first plan" in capsys.readouterr().err
+    accepted = said("accept", state, plan, "--epsilon_limit", 5)
+    assert f"Accepted as {digest(terms)[:12]}" in accepted and "(3, " in accepted
+    node = Node(StateFolder(state), open_study)
+    asked(node, a_request(terms, MODEL))
+    assert "active: 1 of " in said("status", state)
+    assert "1 plan verified" in said("verify", state)
+    node.close()
+    with StateFolder(state).serving():
+        assert main(["serve", str(state)]) == 2 and "served by one process" in capsys.readouterr().err
+    ledger = StateFolder(state).plan_folder(digest(terms)) / "ledger.jsonl"
+    kept = ledger.read_bytes()
+    ledger.write_bytes(kept.replace(b'"round": 1', b'"round": 2'))
+    assert main(["verify", str(state)]) == 2 and "must be unchanged" in capsys.readouterr().err
+    ledger.write_bytes(kept)
+    assert "still reserves 2" in said("withdraw", state, digest(terms)[:8])
+    assert "withdrawn: 1 of" in said("status", state)
+    for words, problem in (
+        (["withdraw", state, "ffffff"], "one accepted plan"),
+        (["serve", tmp_path / "nowhere"], "be the folder of a node"),
+        (["accept", state], "`PLAN` must be a file"),
+        (["accept", state, state / "site.json"], "wrote"),
+        (["init", state, "--name", "0", "--data", "digits:0/3"], "new or empty"),
+        (["init", tmp_path / "b", "--name", "0", "--data", "digits:3/3"], "share below 3"),
+        (["init", tmp_path / "b", "--name", "0", "--data", "nothing"], "--data"),
+        (["init", tmp_path / "b", "--name", "0"], "--data"),
+        (["accept", tmp_path / "site", plan, "--epsilon_limit", 0], "--epsilon_limit"),
+    ):
+        assert main([str(word) for word in words]) == 2, words
+        assert problem in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_records_that_changed_after_the_first_release_halt_the_plan(tmp_path, terms):
+    state = state_of(tmp_path, 0, key=None)
+    accept(state, terms, 2.5)
+    node = Node(state, open_study)
+    asked(node, a_request(terms, MODEL))
+    node.close()
+    state.save(dataclasses.replace(state.settings(), data=f"digits:1/{SITES}"))  # other records
+    assert asked(Node(state, open_study), Hello(digest(terms))) == Refused("halted")
+
+
+def test_sites_read_tables_images_and_functions(tmp_path, monkeypatch):
+    import pandas
+    from PIL import Image
+
+    from dpfl_lightning.data.sites import site_population
+
+    table = pandas.DataFrame({"age": range(20), "ill": [0, 1] * 10})
+    table.to_csv(tmp_path / "records.csv", index=False)
+    site = site_population(str(tmp_path / "records.csv"), {"label": "ill", "num_classes": 2}, "rome")
+    assert site.num_records == (20,) and site.features["names"] == ["age"] and site.num_held_out == (0,)
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "images" / name / "1.png")
+    site = site_population(str(tmp_path / "images"), {"classes": ["cat", "dog"]}, "rome")
+    assert site.num_records == (2,) and site.input_shape == (3, 4, 4)
+    (tmp_path / "my_site.py").write_text(
+        "import torch\ndef records():\n    return {'rome': (torch.randn(9, 3), torch.arange(9) % 2)}\n"
+        "def two():\n    return [(torch.randn(9, 3), torch.arange(9) % 2)] * 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert site_population("my_site:records", {"num_classes": 2}, "rome").num_records == (9,)
+    with pytest.raises(UserError, match="the records of one client"):
+        site_population("my_site:two", {"num_classes": 2}, "rome")
+    with pytest.raises(UserError, match=r"data_args.label"):
+        site_population(str(tmp_path / "records.csv"), {}, "rome")
+
+
+def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
+    (tmp_path / "plan.json").write_text(wire.to_text(terms).replace('"rounds": 3', '"rounds": "three"', 1))
+    with pytest.raises(UserError, match="PLAN"):
+        read_terms(tmp_path / "plan.json")
+    state = StateFolder(tmp_path)
+    (tmp_path / "node.json").write_text("{}")
+    with pytest.raises(UserError, match="settings of a node"):
+        state.settings()
+    state.save(Settings("0", "digits:0/3"))
+    assert state.settings() == Settings("0", "digits:0/3") and configured(tmp_path).rounds == 2

@@ -1,0 +1,235 @@
+"""Runs over the nodes of sites: equal to the simulation, resumed after losses, refused if no site could accept them."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from conftest import FIXED_KEY
+from sites import SITES, charges, configured, listening, nodes_of, over, planned, state_of
+
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.deployment.server import export, loop_over, planning_loop, terms_of
+from dpfl_lightning.deployment.site import accept, open_study
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.clients import LostClients
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import Node
+from dpfl_lightning.federated.node.state import read_terms
+from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+
+OTHERS = {
+    "noise_aware": {},
+    "biased_selection": {},
+    "reweighted_selection": {},
+    "ifca": {},
+    "kmeans_clusters": {},
+    "mr_mtl": {},  # personal models
+    "pfa": {},
+}
+
+
+def by_client(charged):
+    return sorted(charged, key=lambda charge: (charge.client, charge.round, charge.number))
+
+
+def compared(folder, **more):
+    """The models of the simulation and of the federation, whose ledgers are equal."""
+    simulated = build_loop(configured(folder / "simulated", key=FIXED_KEY, **more))
+    simulated.run()
+    terms = planned(folder, **more)
+    nodes = nodes_of(folder, terms)
+    loop = over(nodes, terms, configured(folder / "real", **more))
+    result = loop.run()
+    assert result.finished and result.simulated, "the test key is a caveat of every guarantee"
+    expected = read_ledger(folder / "simulated" / "ledger.jsonl")
+    assert by_client(read_ledger(folder / "real" / "ledger.jsonl")) == by_client(expected), "the mirror"
+    for client, node in enumerate(nodes):
+        assert charges(node.state, terms) == [one for one in expected if one.client == client]
+        node.close()
+    return simulated.state.models, loop.state.models
+
+
+@pytest.mark.parametrize("strategy", ["noise_aware", "ifca"])
+def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(tmp_path, strategy):
+    expected, model = compared(tmp_path, strategies={strategy: {}})
+    assert torch.equal(model, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", sorted({*OTHERS} - {"noise_aware", "ifca"}))
+def test_other_strategies_have_the_bits_of_the_simulation_too(tmp_path, strategy):
+    expected, model = compared(tmp_path, strategies={strategy: OTHERS[strategy]})
+    assert torch.equal(model, expected)
+
+
+@pytest.mark.slow
+def test_a_short_distillation_has_the_bits_of_the_simulation(tmp_path):
+    few = {"min_participants": 3, "evaluation_epochs": 2, "images_per_class": 1, "net_epochs": 1}
+    net = {"name": "convnet", "width": 4, "depth": 2}
+    expected, model = compared(tmp_path, strategies={"distillation": few}, model=net)
+    assert torch.equal(model, expected)
+
+
+def test_over_unix_sockets_and_after_a_restart_of_a_node(tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms)
+    reference = over(nodes, terms, configured(tmp_path / "reference"))
+    reference.run()
+    expected = reference.state.models
+    for node in nodes:
+        node.close()
+    paths = [tmp_path / f"{client}.socket" for client in range(SITES)]
+    sites = Sites.at(terms, [str(path) for path in paths], wait=60.0)
+    again = [Node(node.state, open_study) for node in nodes]
+    lines = [len(charges(node.state, terms)) for node in again]
+    with listening(again[2], paths[2]), listening(again[1], paths[1]), listening(again[0], paths[0]):
+        loop = loop_over(configured(tmp_path / "again"), sites)
+        loop.run()
+    assert torch.equal(loop.state.models, expected), "nodes send what they have released"
+    assert [len(charges(node.state, terms)) for node in again] == lines, "and charge nothing"
+    for node in again:
+        node.close()
+
+
+def test_a_node_that_dies_in_a_round_ends_the_run_which_resumes_with_the_same_bits(tmp_path):
+    terms = planned(tmp_path)
+    expected = build_loop(configured(tmp_path / "simulated", key=FIXED_KEY))
+    expected.run()
+    nodes = nodes_of(tmp_path, terms)
+    calls = []
+
+    def dying(content):
+        calls.append(1)
+        if len(calls) == 3:  # hello, round 1, round 2: it charges and releases, and its reply is lost
+            nodes[1].handle(content)
+            nodes[1].close()
+            raise ConnectionError("gone")
+        return nodes[1].handle(content)
+
+    channels = (nodes[0].handle, dying, nodes[2].handle)
+    options = configured(tmp_path / "real")
+    with pytest.raises(UserError, match=r"client 1: gone.*The run was saved"):
+        loop_over(options, Sites(terms, channels)).run()
+    nodes[1] = Node(nodes[1].state, open_study)  # started again
+    loop = over(nodes, terms, options)
+    loop.run(resume=True)
+    assert torch.equal(loop.state.models, expected.state.models)
+    for node in nodes:
+        assert len(charges(node.state, terms)) == 2, "one release a round, although round 2 was asked for twice"
+        node.close()
+
+
+def test_a_site_that_leaves_is_left_out_and_the_others_go_on(tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms, key=None)
+    asked = []
+
+    def leaving(content):
+        asked.append(1)
+        if len(asked) == 3:  # before round 2
+            nodes[0].state.withdraw(digest(terms))
+        return nodes[0].handle(content)
+
+    loop = loop_over(configured(tmp_path / "real"), Sites(terms, (leaving, nodes[1].handle, nodes[2].handle)))
+    result = loop.run()
+    assert result.finished and not result.simulated
+    assert [client["releases"] for client in result.clients] == [1, 2, 2]
+    assert [len(charges(node.state, terms)) for node in nodes] == [1, 2, 2]
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"key": FIXED_KEY}, "noise_key.*test_key"),
+        ({"privacy": {"diagnostics": True}}, "privacy.diagnostics"),
+        ({"privacy": {"sampling": "shuffle"}}, "privacy.sampling"),
+        ({"data": {"name": "digits", "groups": {"name": "rotation", "count": 2}}}, "data.groups.*true groups"),
+        ({"data": {"name": "digits", "label_noise": {"name": "records", "share": 0.2}}}, "data.label_noise"),
+        ({"clients": {"count": 3, "reported_epsilon": 4.0}}, "clients.reported_epsilon"),
+        (
+            {"strategies": {"two_stage_selection": {}}, "clients": {"count": 3, "batch_size": None}, "rounds": 20},
+            "TwoStageSelection.*keep its schedule",
+        ),
+        ({"strategies": {"ifca": {"selection": "paper_argmin"}}}, "strategies.*noised releases only"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::dpfl_lightning.errors.UserNotice")
+def test_what_no_site_can_accept_is_refused_by_name_before_anything_runs(tmp_path, more, words):
+    with pytest.raises(UserError, match=words):
+        planned(tmp_path, **more)
+
+
+def test_the_server_must_run_the_plan_that_the_sites_have_accepted(tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms)
+    for options in (
+        configured(tmp_path / "other", privacy={"epsilon": [2, 4, 9]}),
+        configured(tmp_path / "other", seed=1),
+        configured(tmp_path / "other", strategies={"uniform": {}}),
+    ):
+        with pytest.raises(UserError, match=r"the plan that the sites have accepted.*got 'other"):
+            over(nodes, terms, options).run()
+    assert not (tmp_path / "other").exists()
+    other = dataclasses.replace(terms, run="0" * 32)
+    with pytest.raises(UserError, match="has not accepted a plan with this hash"):
+        over(nodes, other, configured(tmp_path / "other"))
+    with pytest.raises(UserError, match="be 3, one for each client"):
+        over(nodes[:2], terms, configured(tmp_path / "other"))
+    with pytest.raises(UserError, match="different clients"):
+        over([nodes[0], nodes[0], nodes[1]], terms, configured(tmp_path / "other"))
+    with pytest.raises(LostClients, match="must answer"):
+        loop_over(configured(tmp_path / "other"), Sites.at(terms, [str(tmp_path / "none")] * 3, 1.0))
+    assert not any(charges(node.state, terms) for node in nodes)
+
+
+def test_a_plan_from_the_facts_of_sites_is_that_of_their_records(tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms)
+    files = [str(node.state.path / "site.json") for node in nodes]
+    loop = planning_loop(configured(tmp_path / "run"), files)
+    text = export(loop, str(tmp_path / "plan.json"))
+    again = read_terms(tmp_path / "plan.json")
+    assert digest(again) == digest(text)
+    assert dataclasses.replace(again, run="", inputs=None, labels=None) == dataclasses.replace(
+        terms, run="", inputs=None, labels=None
+    )
+    assert wire.encode(again.plan) == wire.encode(terms.plan) and again.inputs.shape == (0, 1, 8, 8)
+
+
+def test_two_servers_at_once_are_answered_one_after_the_other(tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms, key=None)
+    loops = [over(nodes, terms, configured(tmp_path / f"real{number}")) for number in range(2)]
+    runs = [threading.Thread(target=loop.run) for loop in loops]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    for client, node in enumerate(nodes):
+        planned_count = terms.plan.schedule.clients[client].planned[0].count
+        assert len(charges(node.state, terms)) <= planned_count
+        node.close()
+
+
+def test_a_loop_of_python_has_no_plan_for_sites(make_loop):
+    with pytest.raises(UserError, match="configuration"):
+        terms_of(make_loop())
+
+
+def test_the_sum_of_accepted_plans_stays_within_the_limit(tmp_path):
+    first, second = planned(tmp_path), planned(tmp_path, rounds=1)
+    state = state_of(tmp_path, 0)
+    accept(state, first, 3.0)
+    with pytest.raises(UserError, match=r"--epsilon_limit.*at least 4.*got 3\.0"):
+        accept(state, second)
+    assert list(state.plans()) == [digest(first)]
+    accept(state, second, 4.0, 0.01)
+    with pytest.raises(UserError, match="not accepted before"):
+        accept(state, second)
+    state.withdraw(digest(second))
+    assert state.plans()[digest(second)].epsilon == 0, "it has released nothing"

@@ -1,0 +1,87 @@
+"""Sites with shares of scikit-learn's digits, and runs over their nodes in this process or over Unix sockets."""
+
+import dataclasses
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import FIXED_KEY
+
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.deployment.server import loop_over, terms_of
+from dpfl_lightning.deployment.site import accept, new_node, open_study
+from dpfl_lightning.federated.messages.exchange import Terms, Train
+from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import Listener, Node
+from dpfl_lightning.federated.node.state import Settings, StateFolder
+from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+
+SITES = 3
+
+
+def configured(folder: Path, key: str | None = None, strategies=None, **more) -> Options:
+    """A short run over three sites with unequal budgets; `key` makes it a simulation of known noise."""
+    privacy = {"epsilon": [2, 4, 8], "delta": 1e-3, "accountant": "rdp", "noise_key": key}
+    usual = {
+        "rounds": 2,
+        "data": {"name": "digits"},
+        "model": {"name": "logistic"},
+        "clients": {"count": SITES, "learning_rate": 0.5, "batch_size": 240},
+        "strategies": {"size_weighted": {}} if strategies is None else strategies,
+        "tracking": None,
+        "output_dir": str(folder),
+    }
+    return from_mapping({**usual, **more, "privacy": {**privacy, **more.get("privacy", {})}})
+
+
+def planned(folder: Path, **more) -> Terms:
+    return terms_of(build_loop(configured(folder / "planned", **more)))
+
+
+def state_of(folder: Path, client: int, key: str | None = FIXED_KEY) -> StateFolder:
+    """The folder of a node with share `client` of the digits."""
+    settings = Settings(str(client), f"digits:{client}/{SITES}", test_key=key)
+    return new_node(folder / f"site{client}", settings)[0]
+
+
+def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: float = 100.0) -> list[Node]:
+    """Nodes that have accepted the plan."""
+    states = [state_of(folder, client, key) for client in range(SITES)]
+    for state in states:
+        accept(state, terms, limit)
+    return [Node(state, open_study) for state in states]
+
+
+def over(nodes, terms: Terms, options: Options, parts=()):
+    """The loop of the server over nodes in this process, whose messages cross as bytes."""
+    return loop_over(options, Sites(terms, tuple(node.handle for node in nodes)), parts)
+
+
+@contextmanager
+def listening(node: Node, path: Path, slot: float = 0.01):
+    """The node on a Unix socket, in a thread."""
+    listener = Listener(node, path, slot)
+    thread = threading.Thread(target=listener.serve)
+    thread.start()
+    try:
+        yield listener
+    finally:
+        listener.close()
+        thread.join()
+
+
+def charges(state: StateFolder, terms: Terms) -> list:
+    """The ledger of a plan at a site."""
+    ledger = state.plan_folder(digest(terms)) / "ledger.jsonl"
+    return read_ledger(ledger) if ledger.is_file() else []
+
+
+def a_request(terms: Terms, model, client: int = 0, **changed) -> Train:
+    """An honest request for the first round of a client."""
+    line = terms.plan.schedule.clients[client].planned[0]
+    honest = Train(digest(terms), 1, line.purpose, line.event, LocalTraining(), 0.5, model, None, 0.0)
+    return dataclasses.replace(honest, **changed)
