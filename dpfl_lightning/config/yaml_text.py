@@ -81,7 +81,11 @@ def read_yaml(path: str) -> Any:
     """Return the content of the file or preset that `--config` names; raises UserError."""
     known = {name: one for one in presets().values() for name in (one.stem, one.name, f"conf/{one.name}")}
     file = known[path] if path in known and not Path(path).is_file() else Path(path)
-    near = nearest(path, [*(str(one) for one in Path(path).parent.glob("*.y*ml")), *known]) if "\0" not in path else ""
+    near = (
+        nearest(path, [*(str(one) for one in Path(path).parent.glob("*.y*ml")), *known])
+        if "\0" not in str(path)
+        else ""
+    )
     return parse_yaml(read_text(file, "--config", _MOST_BYTES, near), path)
 
 
