@@ -179,7 +179,9 @@ def test_no_signal_leaves_a_run_running_or_one_that_cannot_be_resumed(number, co
         words = "Ctrl-C" if number == signal.SIGINT else number.name
         assert (process.returncode, err.splitlines()[-1]) == (128 + number, f"stopped by {words}"), err
     assert "Traceback" not in err and "RUNNING" not in statuses(tmp_path), err
-    if rounds == "3":
+    if not (tmp_path / "run" / "options.yaml").is_file():  # before the ledger: nothing is charged, and nothing is left
+        assert moment == "start" and statuses(tmp_path) == []
+    elif rounds == "3":
         process = begun(["dpfl_lightning.fit", "--resume", "run", "--quiet"], tmp_path, "run/options.yaml")
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0 and statuses(tmp_path) == ["FINISHED"], err
