@@ -125,10 +125,11 @@ def test_a_record_of_another_kind_is_refused_not_followed(changed):
 def test_public_data_sets_are_scaled_record_by_record():
     """Constants are of the literature: no record changes how another one is scaled, rotated or renamed."""
     images, labels = np.random.default_rng(0).integers(256, size=(9, 1, 4, 4)), np.arange(9)
-    several = _normalised("mnist", (images, labels, images[:1], labels[:1]), 10, 255, 0.13, 0.31)
+    origin = {"name": "mnist", "scale": 255, "mean": 0.13, "std": 0.31}
+    several = _normalised((images, labels, images[:1], labels[:1]), 10, origin)
     for row in range(9):
         one = images[row : row + 1], labels[row : row + 1]
-        alone = _normalised("mnist", (*one, *one), 10, 255, 0.13, 0.31)
+        alone = _normalised((*one, *one), 10, origin)
         for x, y in ((several.x, several.y), turned(several.x, several.y, 1)):
             other = turned(alone.x, alone.y, 1) if x is not several.x else (alone.x, alone.y)
             assert torch.equal(x[row : row + 1], other[0]) and torch.equal(y[row : row + 1], other[1])

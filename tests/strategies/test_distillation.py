@@ -358,7 +358,7 @@ def test_populations_and_nets_that_do_not_fit_are_refused(make_loop):
         ({}, {"new_net": None}, "`new_net` must be a function, got None"),
         ({}, {"module": FLAT}, r"matching` must be cos or mse for a net .* got 'layerwise_cosine'"),
         ({"net_update": "aggregate"}, {"module": FLAT}, r"matching` must be cos or mse for a net"),
-        ({}, {"population": REAL, "module": ClientModule(nn.Linear(6, 1))}, "records of classes, got '1 class'"),
+        ({}, {"population": REAL, "module": ClientModule(nn.Linear(6, 1))}, "records of at least 2 classes, got 1"),
     ):
         with pytest.raises(UserError, match=words):
             planned(options, **more)

@@ -37,6 +37,7 @@ class RandomEffects(Strategy):
     """
 
     role = "base"
+    needs_training = True
     needs_noise_std = True
 
     def __init__(self) -> None:
