@@ -30,7 +30,7 @@ _TEST = "test key: noise can be computed by everyone who knows the key, so that 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `node` with command-line arguments, and return its exit status."""
     examples = (
-        "init node --name berlin --data b.csv --data_args '{label: ill}'",
+        "init node --name berlin --data b.csv --data_args '{label: ill, num_classes: 2}'",
         "accept node plan.json --epsilon_limit 2",
         "serve node",
     )
@@ -57,7 +57,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "init: a CSV or Parquet file, a folder with a folder of images for each class, module:function, or a share of "
     )
     parser.add_argument("--data", help=text + "a public data set, such as digits:0/3")
-    parser.add_argument("--data_args", metavar="YAML", default="{}", help="init: arguments, as {label: ill}")
+    parser.add_argument(
+        "--data_args", metavar="YAML", default="{}", help="init: arguments, as {label: ill, num_classes: 2}"
+    )
     text = "init: class of this installation that plans may name as model.class_path (default: none)"
     parser.add_argument("--model", metavar="CLASS", help=text)
     parser.add_argument("--test_key", metavar="HEX", help=f"init: {_TEST}")
@@ -79,7 +81,8 @@ def _init(state: StateFolder, flags: argparse.Namespace) -> None:
         require(getattr(flags, key) is not None, f"--{key}", "be given to init", None, "See --help.")
     arguments = parse_yaml(flags.data_args, "--data_args")
     require(isinstance(arguments, dict), "--data_args", "be a mapping, as {label: ill}", flags.data_args)
-    settings = Settings(flags.name, flags.data, arguments, model=flags.model, test_key=flags.test_key)
+    data = str(Path(flags.data).absolute()) if Path(flags.data).exists() else flags.data  # served from any folder
+    settings = Settings(flags.name, data, arguments, model=flags.model, test_key=flags.test_key)
     _, site = new_node(state.path, settings)
     print(f"Site {site.name}: {site.num_records} records, {site.num_classes} classes. Nothing is accepted yet.")
     print(f"Send {state.path / 'site.json'}, which holds public facts only, to the server's operator.")
@@ -105,7 +108,7 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
     from dpfl_lightning.federated.messages.wire import digest
     from dpfl_lightning.plan import promise, schedule_text
 
-    client = client_of(terms, state.settings())
+    client, test = client_of(terms, state.settings()), state.settings().test_key is not None
     planned, plan = cost_of(terms, client), terms.plan
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, 'record')}"
@@ -113,9 +116,10 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
         f"Plan {digest(terms)[:12]}, run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
         f"This site is client {state.settings().name}, {who}. The server uses {strategies}.",
         f"Each record's gradient is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
-        "tells get these releases, each with noise that no other party knows:",
+        f"tells get these releases, each with noise{'' if test else ' that no other party knows'}:",
         schedule_text(planned),
         promise(planned),
+        *([f"Not for this node: it has a {_TEST}."] if test else []),
         "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
     ]
     return "\n".join(lines)

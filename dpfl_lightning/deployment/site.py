@@ -123,8 +123,9 @@ def accept(
     assert epsilon is not None and delta is not None  # for mypy
     require(0 < epsilon < math.inf, "--epsilon_limit", "be above 0 and finite", epsilon)
     require(0 < delta < 1, "--delta_limit", "be in (0, 1)", delta)
+    adjacency = str(_privacy(terms)["adjacency"])
     with state.locked():
-        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client), epsilon, delta)
+        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client, adjacency), epsilon, delta)
 
 
 def check_version(terms: Terms) -> None:

@@ -16,6 +16,7 @@ from dpfl_lightning.privacy.noise import PIECE, RandomGenerator, device_noise, i
 
 #: the noise covers `clip_norm` times this: it adds twice the rounding of the sum, and the grid (at most 1/400)
 ENLARGED = 1 + 2 * SUM_ROUNDING + 1 / 400
+_EXTREME = 1e100  # clip norms and noise multipliers beyond it, or below 1 / it, would leave the range of float64
 _FINEST, _COARSEST = 2.0**-18, 2.0**-40  # grid steps, relative to the scale of the noise
 
 
@@ -63,8 +64,10 @@ class Mechanism:
         advice = "Divide a batch size by the number of records."
         require(0 < self.sample_rate <= 1, "sample_rate", "be in (0, 1]", self.sample_rate, advice)
         require(self.expected_batch_size > 0, "expected_batch_size", "be above 0", self.expected_batch_size)
-        bounded = self.noise_multiplier == 0 or self.clip_norm < math.inf
-        require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
+        require(self.expected_batch_size < math.inf, "expected_batch_size", "be finite", self.expected_batch_size)
+        for key in ("clip_norm", "noise_multiplier") if self.noise_multiplier > 0 else ():
+            value, must = getattr(self, key), f"be in [{1 / _EXTREME:g}, {_EXTREME:g}] when noise is added"
+            require(1 / _EXTREME <= value <= _EXTREME, key, must, value)
 
     def grid(self, numbers: int) -> float:
         """Return the grid step g for a sum of P numbers: a power of two, at most 2^-18 of the noise's scale.

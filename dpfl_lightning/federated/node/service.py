@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import socket
+import stat
 import threading
 import time
 import traceback
@@ -36,6 +38,7 @@ class Node:
         self.state, self._open = state, open_study
         self._studies: dict[str, Study] = {}
         self._one_at_a_time, self._closed = threading.Lock(), False
+        self._halted: set[str] = set()  # those whose file could not be written
 
     def handle(self, content: bytes) -> bytes:
         """Return the reply to a request. It never raises an error because of what it was sent.
@@ -58,14 +61,17 @@ class Node:
             if reserved.withdrawn:
                 return Refused("withdrawn")
             halted = self.state.plan_folder(request.plan) / "error.log"
-            if halted.exists():
+            if request.plan in self._halted or halted.exists():
                 return Refused("halted")
             try:
                 study = self._study(request.plan)
                 return study.welcome() if isinstance(request, Hello) else study.reply(request)
             except Exception:
-                halted.touch(mode=0o600)
-                halted.write_text(traceback.format_exc())
+                try:
+                    halted.touch(mode=0o600)
+                    halted.write_text(traceback.format_exc())
+                except OSError:  # a full disk
+                    self._halted.add(request.plan)
                 if (broken := self._studies.pop(request.plan, None)) is not None:
                     broken.clients.close()
                 return Refused("halted")
@@ -85,17 +91,17 @@ class Node:
 
 
 class Listener:
-    """The Unix socket of a node. `slot` seconds after a request, or a multiple of it, is when its reply leaves.
+    """The Unix socket of a node. `slot` seconds after a request's turn, or a multiple of it, is when its reply leaves.
 
     **Privacy** The time of a computation depends on the sizes of batches, which are private. Replies show it in units
-    of `slot`: choose it above the time of a round.
+    of `slot`: choose it above the time of a round. Requests take turns, and a turn ends with its reply.
     """
 
     def __init__(self, node: Node, path: Path, slot: float) -> None:
         require(0 < slot < math.inf, "--slot", "be a number of seconds above 0", slot)
         self.node, self.path, self.slot = node, path, slot
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._seats = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._seats, self._turn = threading.BoundedSemaphore(MOST_CONNECTIONS), threading.Lock()
         _remove_stale(path)
         try:
             self._socket.bind(str(path))
@@ -122,27 +128,33 @@ class Listener:
         self.path.unlink(missing_ok=True)
 
     def _converse(self, connection: socket.socket) -> None:
+        malformed = wire.encode(Refused("malformed"))
         with connection:
             try:
                 while (content := sockets.receive(connection, MOST_BYTES)) is not None:
-                    arrived = time.monotonic()
-                    reply = self.node.handle(content)
-                    slots = math.ceil((time.monotonic() - arrived) / self.slot)
-                    time.sleep(max(0.0, arrived + slots * self.slot - time.monotonic()))
-                    connection.sendall(reply)
+                    self._reply(connection, functools.partial(self.node.handle, content))
             except wire.WireError:  # the rest of the stream has no meaning
                 with contextlib.suppress(OSError):
-                    connection.sendall(wire.encode(Refused("malformed")))
+                    self._reply(connection, lambda: malformed)
             except OSError:  # the other side is gone
                 pass
             finally:
                 self._seats.release()
+
+    def _reply(self, connection: socket.socket, answer: Callable[[], bytes]) -> None:
+        with self._turn:
+            began = time.monotonic()
+            reply = answer()
+            slots = math.ceil((time.monotonic() - began) / self.slot)
+            time.sleep(max(0.0, began + slots * self.slot - time.monotonic()))
+            connection.sendall(reply)
 
 
 def _remove_stale(path: Path) -> None:
     """Remove the socket of a node that no longer runs. Raises UserError if one runs."""
     if not path.exists():
         return
+    require(stat.S_ISSOCK(path.stat().st_mode), "--socket", "be a path for a new socket", str(path), "It is a file.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -23,6 +25,7 @@ from dpfl_lightning.runtime.strict_json import parsed
 T = TypeVar("T")
 
 _MOST_TEXT = 1 << 28  # bytes of a plan's file
+_MOST_WORDS = 1000  # characters of a caveat or a name
 _RELATIVE_ROUNDING = 1e-9  # of a sum of epsilons
 
 
@@ -50,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The (epsilon, delta) that an accepted plan may spend, and the number of this site's client in it.
+    """The (epsilon, delta) that an accepted plan may spend under its `adjacency`, and this site's client in it.
 
     It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
     depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand.
@@ -59,6 +62,7 @@ class Reservation:
     epsilon: float
     delta: float
     client: int
+    adjacency: str
     withdrawn: bool = False
 
 
@@ -135,6 +139,8 @@ class StateFolder:
     def released(self, plan: str) -> int:
         """Return how many releases a plan has paid for. Raises UserError if its ledger was changed."""
         ledger = self.plan_folder(plan) / "ledger.jsonl"
+        must = "hold the charges of this plan"
+        require(not ledger_is_lost(self.plan_folder(plan)), str(ledger), must, "no file", "Restore it, or withdraw.")
         return len(read_ledger(ledger)) if ledger.is_file() and ledger.stat().st_size else 0
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
@@ -144,6 +150,9 @@ class StateFolder:
         """
         plan, others = wire.digest(terms), self.plans()
         require(plan not in others, "PLAN", "be a plan that was not accepted before", plan[:12], "See `status`.")
+        relations = {one.adjacency for one in others.values()} | {reservation.adjacency}
+        must = "have the adjacency of all plans that were accepted before: the limit is for one"
+        require(len(relations) == 1, "PLAN", must, reservation.adjacency, "Refuse the plan.")
         for key, limit, name in (("epsilon_limit", epsilon_limit, "epsilon"), ("delta_limit", delta_limit, "delta")):
             total = math.fsum(getattr(one, name) for one in (*others.values(), reservation))
             must = f"be at least {total:.6g}, the {name} of this plan and of {len(others)} accepted before"
@@ -158,7 +167,8 @@ class StateFolder:
     def withdraw(self, plan: str) -> Reservation:
         """End a plan, and return what of its reservation stays; call it under `locked`."""
         before = self.plans()[plan]
-        kept = (before.epsilon, before.delta) if self.released(plan) else (0.0, 0.0)
+        unused = not ledger_is_lost(self.plan_folder(plan)) and not self.released(plan)
+        kept = (0.0, 0.0) if unused else (before.epsilon, before.delta)
         after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True)
         self._write(plan, after)
         return after
@@ -167,9 +177,28 @@ class StateFolder:
         write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
 
 
+def ledger_is_lost(folder: Path) -> bool:
+    """Whether a plan was served, and its ledger is missing: what it has spent is unknown then."""
+    served = any((folder / "releases").glob("*")) or ClientFolder(folder).key_file.exists()
+    return served and not (folder / "ledger.jsonl").is_file()
+
+
 def read_terms(path: Path) -> Terms:
-    """Return the plan of a run from its file. Raises UserError if it is none, or of another version."""
-    return _read(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
+    """Return the plan of a run from its file.
+
+    Raises UserError if it is none, of another version, or has text that could be taken for words of this program.
+    """
+    terms = _read(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
+    plan = terms.plan
+    purposes = [line.purpose for client in plan.schedule.clients for line in client.planned]
+    require(re.fullmatch("[0-9a-f]{32}", terms.run) is not None, "PLAN", "have a run of 32 digits", terms.run)
+    for texts, pattern in ((purposes, r"\w[\w ]{0,59}"), (plan.strategies, r"\d+ [\w.<>]{1,200}")):
+        for text in texts:
+            fits = re.fullmatch(pattern, text, re.ASCII) is not None
+            require(fits, "PLAN", "have names of letters and digits for purposes and strategies", text)
+    for text in (*plan.caveats, *terms.names, plan.accountant):
+        require(text.isprintable() and len(text) <= _MOST_WORDS, "PLAN", "have short texts of one line each", text)
+    return terms
 
 
 def read_site(path: Path) -> Site:

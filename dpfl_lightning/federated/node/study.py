@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages import wire
@@ -25,6 +26,7 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
     event_of,
 )
+from dpfl_lightning.federated.node.state import ledger_is_lost
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -34,6 +36,7 @@ from dpfl_lightning.runtime.files import write_atomically
 
 KEPT_ROUNDS = 2  # rounds of which a node keeps the releases, to send them again
 MOST_MODELS = 1024  # that one question may compare
+MOST_RATE = 1e6  # learning rate or pull: a larger one only breaks the computation, after it was charged
 
 
 class NotPlanned(Exception):
@@ -65,6 +68,7 @@ class Study:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.num_classes, terms.plan.settings[client].num_records
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
+        require(not ledger_is_lost(folder), str(folder / "ledger.jsonl"), "hold the charges of this plan", "no file")
         self._releases = folder / "releases"
         self._releases.mkdir(exist_ok=True)
         plan = terms.plan
@@ -117,7 +121,7 @@ class Study:
         for model in (request.model, *(() if request.anchor is None else (request.anchor,))):
             if model.shape != flat.shape or model.dtype != flat.dtype:
                 raise NotPlanned("model")
-        if not (math.isfinite(request.learning_rate) and math.isfinite(request.pull)):
+        if not (0 < request.learning_rate <= MOST_RATE and 0 <= request.pull <= MOST_RATE):
             raise NotPlanned("learning_rate")
         if not isinstance(request.job, LocalTraining):
             self._check_class_gradients(request.job, event)
@@ -148,7 +152,7 @@ class Study:
 
     def _check_class_gradients(self, job: ClassGradients, event: NoisedEvent) -> None:
         module, images = self.clients.module, job.augmentation
-        named = job.parameters is None or {*job.parameters} <= module.named_trainable.keys()
+        named = job.parameters is None or set() < {*job.parameters} <= module.named_trainable.keys()
         counted = job.counts or not (job.most_records is None or job.most_records >= 1)
         fits = job.num_classes == self._num_classes and named and event.steps == 1 and not counted
         if images is not None:

@@ -1,0 +1,146 @@
+"""A hostile server, damaged folders and full disks: what a node must never release, believe or delete."""
+
+import dataclasses
+import socket
+import time
+
+import pytest
+import torch
+from sites import a_request, listening, planned, state_of
+
+from dpfl_lightning.deployment.site import accept, open_study
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages import sockets, wire
+from dpfl_lightning.federated.messages.exchange import Ask, Refused, Released, Reply
+from dpfl_lightning.federated.messages.query import FeatureSums
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import Listener, Node
+from dpfl_lightning.node import main
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.planned import Planned
+from dpfl_lightning.privacy.mechanism import Gaussian
+
+NOISE = 50.0
+
+
+def with_lines(terms, *lines, **changed):
+    """The plan with these lines for the first client."""
+    plan = terms.plan
+    first = dataclasses.replace(plan.schedule.clients[0], planned=lines)
+    schedule = dataclasses.replace(plan.schedule, clients=(first, *plan.schedule.clients[1:]))
+    return dataclasses.replace(terms, plan=dataclasses.replace(plan, schedule=schedule, **changed))
+
+
+@pytest.fixture
+def terms(tmp_path):
+    return with_lines(planned(tmp_path), Planned("features", GaussianEvent(1.0, NOISE, 1), 4))
+
+
+@pytest.fixture
+def node(tmp_path, terms):
+    state = state_of(tmp_path, 0, key=None)
+    accept(state, terms, 2.5)
+    made = Node(state, open_study)
+    yield made
+    made.close()
+
+
+def features(terms, clip_norm, divisor):
+    nets = torch.randn(1, 650, generator=torch.Generator().manual_seed(1))
+    mechanism = Gaussian(1.0, NOISE, 1.0, divisor)
+    object.__setattr__(mechanism, "clip_norm", clip_norm)  # a hostile server checks nothing
+    return Ask(digest(terms), 1, FeatureSums(mechanism_of={0: mechanism}, nets=nets, num_classes=10))
+
+
+def asked(node, request) -> Reply:
+    return wire.decode(Reply, node.handle(wire.encode(request)))
+
+
+@pytest.mark.parametrize("clip_norm", [1e-305, 1e-310])
+def test_no_clip_norm_of_a_question_removes_the_noise(node, terms, clip_norm):
+    """1290 numbers at noise 50: two answers with separate noise cannot agree in the sign of each."""
+    one, other = (asked(node, features(terms, clip_norm, divisor)) for divisor in (1.0, 2.0))
+    released = isinstance(one, Released) and isinstance(other, Released)
+    assert not (released and one.value.sign().equal(other.value.sign())), "exact signs of private sums"
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J\x1b[H", "checked.\n\n(0.01, 1e-9)-differential privacy per record"])
+def test_no_text_of_a_plan_forges_what_it_means(tmp_path, terms, capsys, text):
+    state = state_of(tmp_path, 0, key=None)
+    line = terms.plan.schedule.clients[0].planned[0]
+    named = dataclasses.replace(line, purpose=f"features{text}")
+    for forged in (
+        with_lines(terms, named),
+        with_lines(terms, line, caveats=(text,)),
+        with_lines(terms, line, strategies={f"1 {text}": ""}),
+        dataclasses.replace(terms, run=text),
+    ):
+        file = tmp_path / "plan.json"
+        file.write_text(wire.to_text(forged))
+        main(["accept", str(state.path), str(file), "--show"])
+        assert text[:12] not in capsys.readouterr().out, "refuse it, or show it escaped"
+
+
+def test_only_a_socket_is_removed_before_a_node_listens(tmp_path):
+    file = tmp_path / "patients.csv"
+    file.write_text("age,ill\n")
+    with pytest.raises(UserError, match="--socket"):
+        Listener(None, file, 1.0).close()
+    assert file.is_file()
+
+
+def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):
+    with listening(node, tmp_path / "s", slot=0.5), socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(tmp_path / "s"))
+        began = time.monotonic()
+        connection.sendall(b"x" * wire.PREFIX.size)
+        assert wire.decode(Reply, sockets.receive(connection, 1 << 20)) == Refused("malformed")
+        assert time.monotonic() - began >= 0.5
+
+
+def test_a_lost_ledger_is_no_empty_account(node, terms):
+    asked(node, features(terms, 1.0, 480.0))
+    node.close()
+    folder = node.state.plan_folder(digest(terms))
+    (folder / "ledger.jsonl").unlink()
+    (folder / "ledger.head").unlink()
+    again = Node(node.state, open_study)
+    try:
+        assert not isinstance(asked(again, features(terms, 1.0, 481.0)), Released)
+    finally:
+        again.close()
+
+
+def test_withdrawing_without_a_ledger_keeps_what_was_reserved(node, terms):
+    asked(node, features(terms, 1.0, 480.0))
+    node.close()
+    for name in ("ledger.jsonl", "ledger.head"):
+        (node.state.plan_folder(digest(terms)) / name).unlink()
+    try:
+        kept = node.state.withdraw(digest(terms)).epsilon
+    except UserError:
+        kept = 1.0
+    assert kept > 0
+
+
+def test_the_limit_adds_epsilons_of_one_relation_only(tmp_path):
+    state = state_of(tmp_path, 0, key=None)
+    accept(state, planned(tmp_path), 5.0)
+    with pytest.raises(UserError):
+        accept(state, planned(tmp_path, privacy={"adjacency": "replace_one"}), 5.0)
+
+
+def test_a_full_disk_halts_the_plan_in_memory(tmp_path, monkeypatch):
+    """Otherwise each repeated request is charged, and the plan is used up without a release."""
+    plan, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
+    accept(state, plan, 2.5)
+    node = Node(state, open_study)
+
+    def full(*args, **more):
+        raise OSError(28, "No space left on device")
+
+    asked(node, a_request(plan, torch.zeros(650), round=0))
+    monkeypatch.setattr(node._studies[digest(plan)], "_keep", full)
+    monkeypatch.setattr("pathlib.Path.touch", full)
+    assert [asked(node, a_request(plan, torch.zeros(650))) for _ in range(2)] == [Refused("halted")] * 2
+    node.close()
