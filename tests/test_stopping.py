@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_sigterm_is_an_exception_once_and_the_former_handler_is_restored():
         finally:
             signal.raise_signal(signal.SIGTERM)  # while the run is saved
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_whose_exception_python_drops_comes_again(number, capfd):
+    class Referred:
+        pass
+
+    one = Referred()
+    reference = weakref.ref(one, lambda _: signal.raise_signal(number))
+    with pytest.raises(KeyboardInterrupt), terminable():
+        del one  # the callback drops exceptions
+        for _ in range(100):
+            time.sleep(0.02)
+    assert reference() is None and "Traceback" not in capfd.readouterr().err
 
 
 def test_a_handler_of_the_process_stays():

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,14 +50,28 @@ def terminable() -> Iterator[None]:
             came.append(number)
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
+    def lost(unraisable: Any) -> None:
+        """Send a signal again if Python dropped its exception, as in a callback of a weak reference."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt) or not came:
+            hook_before(unraisable)
+            return
+        again = threading.Timer(0.05, os.kill, (os.getpid(), came.pop()))
+        again.daemon = True
+        again.start()
+
+    hook_before = sys.unraisablehook
     usual = (signal.SIG_DFL, signal.default_int_handler)
     alone = _in_main_thread() and launched().size == 1
     before = {number: signal.getsignal(number) for number in _SIGNALS if alone and signal.getsignal(number) in usual}
     for number in before:
         signal.signal(number, stop)
+    if before:
+        sys.unraisablehook = lost
     try:
         yield
     finally:
+        if sys.unraisablehook is lost:
+            sys.unraisablehook = hook_before
         for number, handler in before.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)

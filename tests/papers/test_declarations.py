@@ -100,8 +100,9 @@ def test_our_rows_are_declared_and_all_others_are_rivals():
 
 
 def scorer(cell: Cell) -> str:
-    """The column of a search, which decides how a candidate is trained."""
-    return cell.column if cell.experiment in ("distillation.nas", "distillation.hpo") else ""
+    """The column of a search, which decides how a candidate is trained, or of an attack, which it names."""
+    by_column = ("distillation.nas", "distillation.hpo", "robustness.attacks")
+    return cell.column if cell.experiment in by_column else ""
 
 
 def test_every_cell_is_a_different_run_and_every_declared_kind_is_used():
