@@ -30,7 +30,7 @@ _TEST = "test key: noise can be computed by everyone who knows the key, so that 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `node` with command-line arguments, and return its exit status."""
     examples = (
-        "init node --name berlin --data b.csv --data_args '{label: ill, num_classes: 2}'",
+        "init node --name berlin --data digits:0/3",
         "accept node plan.json --epsilon_limit 2",
         "serve node",
     )
