@@ -12,7 +12,8 @@ from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.deployment.server import loop_over, terms_of
 from dpfl_lightning.deployment.site import accept, new_node, open_study
-from dpfl_lightning.federated.messages.exchange import Terms, Train
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Reply, Terms, Train
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Listener, Node
@@ -54,6 +55,20 @@ def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: flo
     for state in states:
         accept(state, terms, limit)
     return [Node(state, open_study) for state in states]
+
+
+@contextmanager
+def accepting(folder: Path, terms: Terms):
+    """The node of the first site, with fresh noise, which has accepted the plan."""
+    state = state_of(folder, 0, key=None)
+    accept(state, terms, 2.5)
+    node = Node(state, open_study)
+    yield node
+    node.close()
+
+
+def asked(node: Node, request) -> Reply:
+    return wire.decode(Reply, node.handle(wire.encode(request)))
 
 
 def over(nodes, terms: Terms, options: Options, parts=()):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from sites import SITES, a_request, charges, configured, listening, planned, state_of
+from sites import SITES, a_request, accepting, asked, charges, configured, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study, verified
 from dpfl_lightning.errors import UserError
@@ -46,15 +46,8 @@ def terms(place):
 @pytest.fixture(scope="module")
 def node(place, terms):
     """A node with fresh noise, which no refusal of this module changes."""
-    state = state_of(place, 0, key=None)
-    accept(state, terms, 2.5)
-    node = Node(state, open_study)
-    yield node
-    node.close()
-
-
-def asked(node, request) -> Reply:
-    return wire.decode(Reply, node.handle(wire.encode(request)))
+    with accepting(place, terms) as node:
+        yield node
 
 
 def selection(terms, **changed):
@@ -139,11 +132,8 @@ def test_codes_are_all_that_others_learn(node, terms, place):
 @pytest.fixture
 def fresh(tmp_path, terms):
     """A node on its first day."""
-    state = state_of(tmp_path, 0, key=None)
-    accept(state, terms, 2.5)
-    node = Node(state, open_study)
-    yield node
-    node.close()
+    with accepting(tmp_path, terms) as node:
+        yield node
 
 
 def test_releases_are_charged_once_sent_again_free_and_end_with_the_plan(fresh, terms):

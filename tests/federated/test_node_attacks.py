@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from sites import a_request, listening, planned, state_of
+from sites import a_request, accepting, asked, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
@@ -38,11 +38,8 @@ def terms(tmp_path):
 
 @pytest.fixture
 def node(tmp_path, terms):
-    state = state_of(tmp_path, 0, key=None)
-    accept(state, terms, 2.5)
-    made = Node(state, open_study)
-    yield made
-    made.close()
+    with accepting(tmp_path, terms) as made:
+        yield made
 
 
 def features(terms, clip_norm, divisor):
@@ -50,10 +47,6 @@ def features(terms, clip_norm, divisor):
     mechanism = Gaussian(1.0, NOISE, 1.0, divisor)
     object.__setattr__(mechanism, "clip_norm", clip_norm)  # a hostile server checks nothing
     return Ask(digest(terms), 1, FeatureSums(mechanism_of={0: mechanism}, nets=nets, num_classes=10))
-
-
-def asked(node, request) -> Reply:
-    return wire.decode(Reply, node.handle(wire.encode(request)))
 
 
 @pytest.mark.parametrize("clip_norm", [1e-305, 1e-310])

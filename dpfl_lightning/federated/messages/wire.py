@@ -82,7 +82,7 @@ def encode(message: Any) -> bytes:
 def decode(kind: type[T], content: bytes, most_bytes: int | None = None) -> T:
     """Return the message of a type. Raises WireError if the bytes are another one, or more than `most_bytes`.
 
-    The time and memory that it takes are of the order of the bytes.
+    Time and memory grow in proportion to the bytes; a header of nothing but brackets takes many times its size.
     """
     header, numbers = sizes(content[: PREFIX.size], len(content) if most_bytes is None else most_bytes)
     _must(len(content) == PREFIX.size + header + numbers, "of another length")

@@ -69,12 +69,15 @@ class Traffic:
 
     def __init__(self, network: Network | None = None) -> None:
         self._network = network
-        self.lost = Network((), (), ()).lost if network is None else network.lost
         self.begin_round()
 
     def begin_round(self) -> None:
         self.asked, self._answered, self._seconds = 0, 0, 0.0  # of the round's queries: numbers sent and received, time
         self._have_all: set[int] = set()  # clients that received all of the server's models with a query
+
+    def lost(self, round: int, clients: Sequence[int]) -> frozenset[int]:
+        """Return the clients whose updates of this round a simulated network loses."""
+        return frozenset() if self._network is None else self._network.lost(round, clients)
 
     def ask(self, query: ChargedQuery, models: Tensor, answers: Answers) -> None:
         """Count the numbers of a query of the round and of its answers; `models` `[K, P]` are the server's."""

@@ -158,7 +158,7 @@ def _locked(path: Path) -> FileIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except BlockingIOError:
-            time.sleep(0.1)  # whoever only looks whether it is locked (`is_locked`) is soon done
+            time.sleep(0.1)  # a process that only tests the lock (`is_locked`) is soon done
     file.close()
     raise UserError(f"`{path}` is being written by another run. Wait for it, or choose another --output_dir.")
 

@@ -2,9 +2,10 @@
 
 import math
 
+import torch
 from torch import Tensor
 
-from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
+from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of, squared_distances
 from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
 
 _ITERATIONS = 1000
@@ -34,7 +35,7 @@ class GeometricMedian(RobustMean):
 def _weiszfeld(gram: Tensor, weights: Tensor) -> Tensor:
     """Return the coefficients `[C]` of sum 1 of the geometric median, from the Gram matrix of the vectors, `[C, C]`."""
     size, objective = gram.diagonal(), math.inf
-    pairwise = (size[:, None] + size - 2 * gram).clamp_min(0).sqrt()
+    pairwise = torch.from_numpy(squared_distances(gram.numpy())).sqrt()
     distance = pairwise.quantile(0.5, dim=1)  # to begin with, so that huge updates count for nothing
     share = weights
     for _ in range(_ITERATIONS):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
+from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of, squared_distances
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -50,8 +50,7 @@ def _kept(gram: np.ndarray, left_out: int) -> np.ndarray:
     count, neighbours = len(gram), len(gram) - left_out - 2
     if left_out == 0 or neighbours < 1:
         return np.ones(count)
-    size = gram.diagonal()
-    squared = np.sort(np.maximum(size[:, None] + size - 2 * gram, 0.0), axis=1)[:, 1:]  # without the distance to itself
+    squared = np.sort(squared_distances(gram), axis=1)[:, 1:]  # without the distance to itself
     order = np.argsort(squared[:, :neighbours].sum(axis=1), kind="stable")
     kept = np.zeros(count)
     kept[order[: count - left_out]] = 1.0

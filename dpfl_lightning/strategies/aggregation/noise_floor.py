@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dpfl_lightning.algorithms.update_geometry import gram_and_width
+from dpfl_lightning.algorithms.update_geometry import double_columns
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -53,9 +53,12 @@ class NoiseFloor(Strategy):
         return True
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
-        gram, num_params = gram_and_width(updates.released.flatten(1))
+        squared, num_params = torch.zeros((), dtype=torch.float64), 0
+        for columns in double_columns(updates.released.flatten(1)):
+            squared = squared + columns.square().sum(dim=1).cpu()
+            num_params += int(columns.any(dim=0).sum())
         noise = num_params * torch.tensor(updates.noise_std, dtype=torch.float64).square()
-        kept = torch.from_numpy(gram.diagonal().copy()) >= noise * lowest_share(num_params, self._false_alarm)
+        kept = squared >= noise * lowest_share(num_params, self._false_alarm)
         self._removed = int((~kept).sum())
         return kept.double()
 
