@@ -101,7 +101,7 @@ def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(result
     argv = ["leaderboard", "--jobs", "1", "--no_table", "--results", str(results)]
     assert command.main(argv) == 0
     names = [cell.experiment for cell in made]
-    assert names == [TUNING] * 204 + [ACCURACY.name] * 243 and len(set(made)) == len(made)
+    assert names == [TUNING] * 240 + [ACCURACY.name] * 285 and len(set(made)) == len(made)
     runs = {repr(run.declared_options(cell)): cell for cell in made}
     assert len(runs) == len(made), "no run is made twice"
     for cell in made:
