@@ -62,8 +62,10 @@ def test_an_update_counts_by_its_clients_share_beside_any_others(between, select
     for clients in ((0, 3, 7), (1, 7)):
         deltas = torch.randn(len(clients), 83, generator=torch.Generator().manual_seed(0))
         expected = torch.from_numpy(share[[*clients]] * ROUNDS / rounds[[*clients]]) @ deltas.double()
-        moved = combined(loop, clients, deltas)[0][0]
+        (moved,), view = combined(loop, clients, deltas)
         assert float((moved - expected).norm() / expected.norm()) < 0.005, "noise on a grid has 0.35 % more"
+        weight = (share[[*clients]] * ROUNDS / rounds[[*clients]]).sum()
+        assert strategy.metrics(view)["sum_of_weights"] == pytest.approx(weight, rel=0.005)
 
 
 def test_without_noise_it_is_the_mean_of_the_clients_of_each_model(make_loop):

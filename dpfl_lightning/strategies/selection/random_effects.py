@@ -27,9 +27,10 @@ class RandomEffects(Strategy):
     error of the run's mean update. They are equal where noise is small, and those of least noise where it dominates.
 
     In a round of a run of H rounds an update has the weight `q_n H / T_n`, so that the shares hold for any selection;
-    the weights of a round have the sum 1 on average only. With Gaussian noise of full batches the noise then depends on
-    the shares alone, so beside `uniform_selection` no quotas are better. The share of a client that is away is not
-    used. With several models, shares are of each model's clients. Budgets, batch sizes and clip norms are trusted.
+    the weights of a round have the sum 1 on average only (curve `sum_of_weights`). With Gaussian noise of full batches
+    the noise then depends on the shares alone, so beside `uniform_selection` no quotas are better. The share of a
+    client that is away is not used. With several models, shares are of each model's clients. Budgets, batch sizes and
+    clip norms are trusted.
 
     **Privacy** Post-processing of public facts and released updates.
 
@@ -42,6 +43,7 @@ class RandomEffects(Strategy):
 
     def __init__(self) -> None:
         self._spread, self._precision = 0.0, 0.0  # sums over rounds; G^2 is their ratio
+        self._weight_sum = math.nan  # of the last round: 1 on average
         self._planned: tuple[RunSchedule, np.ndarray, np.ndarray] | None = None  # T_n and v_n of a schedule
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -60,6 +62,7 @@ class RandomEffects(Strategy):
         model_of[clients] = torch.where(weight > 0, row, model_of[clients])
         whole = torch.zeros(len(weights), dtype=torch.float64).index_add(0, model_of, share)
         here = (weights.cpu() > 0).double() @ (share / rounds)[clients] * view.run.rounds
+        self._weight_sum = float(here.sum())
         return combined * (here / whole.clamp_min(1e-300))[:, None].to(combined)
 
     def _compare(self, updates: ClientUpdates, view: View) -> None:
@@ -99,7 +102,7 @@ class RandomEffects(Strategy):
         return sum(counts) - schedule.reserve, float(np.average(variances, weights=counts))
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        return {"variance_between_clients": self._variance_between()}
+        return {"variance_between_clients": self._variance_between(), "sum_of_weights": self._weight_sum}
 
     def state_dict(self) -> dict[str, Any]:
         return {"spread": self._spread, "precision": self._precision}
