@@ -533,6 +533,16 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
 
 
 @pytest.mark.e2e
+def test_a_set_from_one_release_leaves_the_rest_of_the_budget(search, tmp_path):
+    few = {"images_per_class": 4, "nets": 2, "image_steps": 2, "evaluation_epochs": 1}
+    search(shared(trials=1, set_with={"rounds": 1, "strategies": {"feature_means": few}}), "--final")
+    both = read([tmp_path / "out" / "set" / "ledger.jsonl", tmp_path / "out" / "final" / "ledger.jsonl"])
+    assert [dict(account.releases) for account in both.accounts] == [{"features": 1, "train": 2}] * 5
+    for account, budget in zip(both.accounts, BUDGETS, strict=True):
+        assert 0.999 * budget < account.epsilon <= budget
+
+
+@pytest.mark.e2e
 def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path, monkeypatch):
     """Ctrl-C in the set, in a trial and in the final run; then the same command goes on."""
     out, rounds = tmp_path / "out", Run.evaluate
@@ -574,6 +584,7 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         (shared(set_with={"privacy.epsilon": 3}), ["sweep.set_with.privacy.epsilon", "those of the run"]),
         (shared(set_with={"clients.count": 3}), ["sweep.set_with.clients.count", "those of the run"]),
         (shared(set_with={"strategies": {"uniform": {}, "distillation": None}}), ["strategies"]),
+        (shared(set_with={"strategies": {"uniform": {}}}), ["sweep.set_with.strategies", "one of distillation and fe"]),
         (shared(networks=11), ["sweep.networks", "the number of records of the rarest class"]),
         (shared(space={"model.width": {"choices": [8]}}), ["sweep.space.model.width", "it has none"]),
         (shared(sampler={"name": "grid"}), ["sweep.space.clients.learning_rate", "sampler grid"]),

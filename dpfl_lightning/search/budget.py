@@ -27,6 +27,7 @@ from dpfl_lightning.search.costs import Cost, planned_cost, replans, together
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
+_MAKE_SETS = ("distillation", "feature_means")  # strategies
 _BESIDE = "beside "  # begins the purposes of the other run
 _MOST_PLANS = 5  # of the final run, if its plan does not use its epsilon as that of the whole budget
 
@@ -111,7 +112,8 @@ class SharedBudget:
         values = {"strategies": {"distillation": {}}, **sweep.set_with, "privacy.epsilon": share}
         self.set_options = dataclasses.replace(with_values(options, values, "by the sweep"), output_dir=str(folder))
         strategies = self.set_options.strategies
-        require("distillation" in strategies, "sweep.set_with.strategies", "contain distillation", list(strategies))
+        made = sum(name in strategies for name in _MAKE_SETS)
+        require(made == 1, "sweep.set_with.strategies", f"contain one of {' and '.join(_MAKE_SETS)}", list(strategies))
         loop = build_loop(self.set_options, (), self._population)
         cost = _fixed_cost(loop)
         self._largest_of_set = max(filter(None, cost.epsilon))
@@ -119,7 +121,8 @@ class SharedBudget:
 
     def stand_in(self) -> DistilledSet:
         """Return zeros in the form of the set, to check what will train on it."""
-        facts, each = facts_of(self._population), self.set_options.strategies["distillation"] or {}
+        facts, strategies = facts_of(self._population), self.set_options.strategies
+        each = next(strategies[name] or {} for name in _MAKE_SETS if name in strategies)
         y = torch.arange(facts.num_classes).repeat_interleave(each.get("images_per_class", 10))
         data = {"data": dataclasses.asdict(self._options.data), "num_classes": facts.num_classes}
         return DistilledSet(torch.zeros(len(y), *facts.input_shape), y, data)

@@ -38,7 +38,8 @@ class SweepOptions:
             at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot be
             searched then.
         set_with: (with set_share) dotted key -> value of the run that makes the set, such as rounds or
-            strategies.distillation.images_per_class; everything else is that of the run.
+            strategies.distillation.images_per_class; everything else is that of the run. For a set from one release:
+            {rounds: 1, strategies: {feature_means: {}}}.
         networks: (objective set) number of models per trial, from different initialisations, >= 1.
         training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
