@@ -150,8 +150,7 @@ def _selection(cell: Cell, run: Options, small: bool) -> bool:
     if cell.experiment == "selection.composed":
         return True
     privacy, pure = run.privacy, "laplace" in cell.column
-    rounds = (25 if small else 50) if run.data.use_public else (100 if small else 200)
-    sizes = run.rounds == rounds and run.clients.batch_size is None and run.clients.count == 100
+    sizes = run.rounds == (100 if small else 200) and run.clients.batch_size is None and run.clients.count == 100
     sizes = sizes and "server_momentum" in run.strategies and run.clients.optimizer["weight_decay"] == 2e-4
     if privacy is None or cell.row.startswith("fedsgd"):
         return sizes and privacy is None and cell.row.startswith("fedsgd")
@@ -222,9 +221,9 @@ clustered.other_data paper dirichlet0.3 small: {data.partition: {name: dirichlet
 clustered.composed ours_noise dist3 small: {strategies: {noise_aware: {}, clustered: {}}}
 clustered.batch_sizes ours b128 small: {clients.batch_size: 128}
 selection.tuning ours_0.05 fashion_mnist_gaussian small:
-  {model: {name: cnn_tiny}, clients.learning_rate: 0.05, rounds: 25, data.use_public: true,
+  {model: {name: cnn_tiny}, clients.learning_rate: 0.05, rounds: 100, data.use_public: true,
    data.records_per_client: 480}
-selection.tuning biased_0.02 fashion_mnist_laplace paper: {model: {name: lenet5}, rounds: 50, privacy.delta: 0.0}
+selection.tuning biased_0.02 fashion_mnist_laplace paper: {model: {name: lenet5}, rounds: 200, privacy.delta: 0.0}
 selection.tuning uniform_0.02 cifar10_laplace paper: {model: {name: resnet20}, data.partition: {name: overlapping}}
 selection.tuning pfa_0.02 mnist_gaussian paper:
   {strategies:
