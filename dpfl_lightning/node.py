@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +66,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilon_limit", metavar="E", type=float, help=text)
     text = "accept: greatest sum of delta (default 1 / records)"
     parser.add_argument("--delta_limit", metavar="D", type=float, help=text)
+    text = "accept: allow a limit above the one that was set before"
+    parser.add_argument("--raise_limits", action="store_true", help=text)
     parser.add_argument("--show", action="store_true", help="accept: show what the plan means, and accept nothing")
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -96,10 +97,39 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
 
     terms = read_terms(Path(flags.plan))
     print(shown(_meaning(state, terms)))
+    limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
     if flags.show:
+        print(_comparison(state, terms, *limits))
         return
-    plan = accept(state, terms, flags.epsilon_limit, flags.delta_limit)
+    before = state.settings()
+    plan, after = accept(state, terms, *limits), state.settings()
     print(f"\nAccepted as {plan[:12]}. {_budget(state)}")
+    for name in ("epsilon", "delta"):
+        one, other = (getattr(settings, f"{name}_limit") for settings in (before, after))
+        if one not in (None, other):
+            print(f"The limit of {name} was {one:g} and is now {other:g}.")
+
+
+def _comparison(
+    state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
+) -> str:
+    """Return in words what a plan would reserve, and whether the limits leave so much."""
+    from dpfl_lightning.deployment.site import client_of, cost_of, limits_of
+    from dpfl_lightning.federated.node.state import within
+
+    settings = state.settings()
+    cost = cost_of(terms, client_of(terms, settings)).guarantee
+    words = f"It would reserve epsilon {cost.epsilon:.6g} and delta {cost.delta:.6g}"
+    if epsilon_limit is None and settings.epsilon_limit is None:
+        return f"{words}. No limit is set: give --epsilon_limit."
+    limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
+    fits = all(map(within, state.reserved(cost.epsilon, cost.delta), limits))
+    return f"{words}; {_left(state, limits)} is left. It {'fits' if fits else 'does not fit'}."
+
+
+def _left(state: StateFolder, limits: tuple[float, float]) -> str:
+    left = [max(0.0, limit - reserved) for limit, reserved in zip(limits, state.reserved(), strict=True)]
+    return f"epsilon {left[0]:.6g} of {limits[0]:g} and delta {left[1]:.6g} of {limits[1]:.6g}"
 
 
 def _meaning(state: StateFolder, terms: Terms) -> str:
@@ -128,14 +158,12 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
 def _budget(state: StateFolder) -> str:
     """Return in words what the accepted plans reserve, and what is left."""
     settings, plans = state.settings(), state.plans().values()
-    epsilon, delta = (math.fsum(getattr(one, name) for one in plans) for name in ("epsilon", "delta"))
     if settings.epsilon_limit is None or settings.delta_limit is None:
         return "No plan was accepted, and no limit is set."
-    left = max(0.0, settings.epsilon_limit - epsilon), max(0.0, settings.delta_limit - delta)
-    return (
-        f"{counted(len(plans), 'accepted plan')}: epsilon {epsilon:.6g} of {settings.epsilon_limit:g} and delta "
-        f"{delta:.6g} of {settings.delta_limit:.6g} are reserved; ({left[0]:.6g}, {left[1]:.6g}) is left."
-    )
+    withdrawn, (epsilon, delta) = sum(one.withdrawn for one in plans), state.reserved()
+    left = _left(state, (settings.epsilon_limit, settings.delta_limit))
+    accepted = counted(len(plans) - withdrawn, "accepted plan") + (f" and {withdrawn} withdrawn" if withdrawn else "")
+    return f"{accepted}: epsilon {epsilon:.6g} and delta {delta:.6g} are reserved; {left} is left."
 
 
 def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
@@ -145,12 +173,18 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
     settings = state.settings()
     node = Node(state, open_study)
     path = state.path / "socket" if flags.socket is None else Path(flags.socket)
-    with state.serving(), contextlib.closing(node), contextlib.closing(Listener(node, path, flags.slot)) as listener:
-        plans = counted(sum(not one.withdrawn for one in state.plans().values()), "accepted plan")
-        print(f"Node {settings.name} listens at {path}: {plans}, replies every {flags.slot:g} s.", flush=True)
+    with state.serving(), contextlib.closing(node):
         if settings.test_key:
             print(f"Warning: {_TEST}.", flush=True)
-        listener.serve()
+        for plan, reserved in state.plans().items():
+            line = _line(state, plan, reserved)
+            if _condition(state, plan, reserved) == "active":
+                problem = node.problem(plan)
+                line += "; ready" if problem is None else f"; not ready: {problem}"
+            print(line, flush=True)
+        with contextlib.closing(Listener(node, path, flags.slot)) as listener:
+            print(f"Node {settings.name} listens at {path}; replies leave every {flags.slot:g} s.", flush=True)
+            listener.serve()
 
 
 def _status(state: StateFolder, flags: argparse.Namespace) -> None:
@@ -161,12 +195,22 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
     print(_budget(state))
 
 
+def _condition(state: StateFolder, plan: str, reserved: Reservation) -> str:
+    if reserved.withdrawn:
+        return "withdrawn"
+    if (state.plan_folder(plan) / "error.log").exists():
+        return "halted, see its error.log"
+    return "active" if state.released(plan) < _planned(state, plan, reserved) else "finished"
+
+
+def _planned(state: StateFolder, plan: str, reserved: Reservation) -> int:
+    return sum(line.count for line in state.terms(plan).plan.schedule.clients[reserved.client].planned)
+
+
 def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
-    planned = sum(line.count for line in state.terms(plan).plan.schedule.clients[reserved.client].planned)
-    halted = (state.plan_folder(plan) / "error.log").exists()
-    how = "withdrawn" if reserved.withdrawn else "halted, see its error.log" if halted else "active"
-    paid = f"{state.released(plan)} of {planned} releases paid"
-    return f"  {plan[:12]}  {how}: {paid}, reserves ({reserved.epsilon:.6g}, {reserved.delta:g})"
+    paid = f"{state.released(plan)} of {_planned(state, plan, reserved)} releases paid"
+    condition = _condition(state, plan, reserved)
+    return f"  {plan[:12]}  {condition}: {paid}, reserves ({reserved.epsilon:.6g}, {reserved.delta:g})"
 
 
 def _verify(state: StateFolder, flags: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Sites with shares of scikit-learn's digits, and runs over their nodes in this process or over Unix sockets."""
 
 import dataclasses
+import shutil
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,14 @@ def listening(node: Node, path: Path, slot: float = 0.01):
     finally:
         listener.close()
         thread.join()
+
+
+def with_copy(node: Node, copy: Path) -> Node:
+    """The node after its folder was replaced by an older copy of it."""
+    node.close()
+    shutil.rmtree(node.state.path)
+    shutil.copytree(copy, node.state.path)
+    return Node(node.state, open_study)
 
 
 def charges(state: StateFolder, terms: Terms) -> list:

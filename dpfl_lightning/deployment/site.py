@@ -20,10 +20,10 @@ from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.node.state import Reservation, Settings, StateFolder
-from dpfl_lightning.federated.node.study import Study
+from dpfl_lightning.federated.node.study import Study, most_numbers
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
@@ -55,6 +55,8 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
     for line in schedule.planned:
         plain = isinstance(line.event, NonPrivateEvent) and line.count > 0
         require(not plain, "PLAN", "plan noised releases only", line.event)
+        each = line.event.steps if isinstance(line.event, NoisedEvent) else getattr(line.event, "count", 1)
+        require(line.count >= 0 and each >= 1, "PLAN", "plan releases of at least one step", line)
     accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
     size = [(settings.num_records, settings.batch_size)]
     (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"], terms.plan.caveats, ())
@@ -101,31 +103,56 @@ def open_study(state: StateFolder, plan: str) -> Study:
     return Study(state.plan_folder(plan), terms, client, clients_of(terms, settings), settings.test_key)
 
 
+def limits_of(
+    state: StateFolder,
+    terms: Terms,
+    epsilon_limit: float | None = None,
+    delta_limit: float | None = None,
+    may_rise: bool = False,
+) -> tuple[float, float]:
+    """Return the limits (epsilon, delta) on the sums over all plans that a node accepts; None is the one of before.
+
+    Without one before, the limit of delta is 1 / records. Raises UserError if there is no limit of epsilon, it is out
+    of range, or a limit is above the one of before although it `may_rise` not.
+    """
+    settings = state.settings()
+    records = terms.plan.settings[client_of(terms, settings)].num_records
+    for key, limit in (("epsilon_limit", epsilon_limit), ("delta_limit", delta_limit)):
+        before = getattr(settings, key)
+        rises = limit is not None and before is not None and limit > before
+        advice = "To raise the limit, which the people in the records rely on, add --raise_limits."
+        require(may_rise or not rises, f"--{key}", f"be at most {before}, the limit that was set", limit, advice)
+    epsilon = settings.epsilon_limit if epsilon_limit is None else epsilon_limit
+    delta = (settings.delta_limit or 1 / records) if delta_limit is None else delta_limit
+    advice = "It bounds the sum over all plans that this node ever accepts."
+    require(epsilon is not None, "--epsilon_limit", "be given with the first plan", None, advice)
+    assert epsilon is not None  # for mypy
+    require(0 < epsilon < math.inf, "--epsilon_limit", "be above 0 and finite", epsilon)
+    require(0 < delta < 1, "--delta_limit", "be in (0, 1)", delta)
+    return epsilon, delta
+
+
 def accept(
-    state: StateFolder, terms: Terms, epsilon_limit: float | None = None, delta_limit: float | None = None
+    state: StateFolder,
+    terms: Terms,
+    epsilon_limit: float | None = None,
+    delta_limit: float | None = None,
+    may_rise: bool = False,
 ) -> str:
     """Check a plan against the records, this installation and the limits, store it, and return its hash.
 
-    The limits, None for those of before, bound the sums of epsilon and delta over all plans that this node accepts.
-    Without one before, the limit of delta is 1 / records.
-
-    Raises UserError if the plan does not fit, or a sum would exceed its limit. Nothing is stored then.
+    Raises UserError if the plan does not fit, a sum would exceed its limit, or a limit is refused, see `limits_of`.
+    Nothing is stored then.
     """
     settings = state.settings()
     clients = clients_of(terms, settings)
     client = client_of(terms, settings)
     cost = cost_of(terms, client).guarantee
-    usual = (settings.epsilon_limit, settings.delta_limit or 1 / clients.population.num_records[client])
-    given = ((epsilon_limit, usual[0]), (delta_limit, usual[1]))
-    epsilon, delta = (before if limit is None else limit for limit, before in given)
-    advice = "It bounds the sum over all plans that this node ever accepts."
-    require(epsilon is not None, "--epsilon_limit", "be given with the first plan", None, advice)
-    assert epsilon is not None and delta is not None  # for mypy
-    require(0 < epsilon < math.inf, "--epsilon_limit", "be above 0 and finite", epsilon)
-    require(0 < delta < 1, "--delta_limit", "be in (0, 1)", delta)
+    limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
     adjacency = str(_privacy(terms)["adjacency"])
+    numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
     with state.locked():
-        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client, adjacency), epsilon, delta)
+        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client, adjacency, numbers), *limits)
 
 
 def check_version(terms: Terms) -> None:

@@ -358,12 +358,13 @@ def _files(folder: Path) -> list[str]:
     """Return what the run's folder contains."""
     models = _models(folder)
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
+    private = (folder / "private.json").exists()  # not at the server of nodes
     return [
         "guarantee.html: the guarantee of every client, and what it does not cover",
         "result.json: results of every client",
         *([f"{model}: the trained parameters"] if model else []),
         *([f"{TENSORS} and {DATA_CARD}: the distilled set, and its data card"] if (folder / CARD).exists() else []),
-        "private.json: how many gradients were not finite; only for the clients",
+        *(["private.json: how many gradients were not finite; only for the clients"] if private else []),
     ]
 
 

@@ -123,7 +123,7 @@ def test_what_is_not_planned_is_refused_and_costs_nothing(node, terms, what):
 
 def test_codes_are_all_that_others_learn(node, terms, place):
     assert asked(node, Hello("0" * 64)) == asked(node, Hello("../" + digest(terms))) == Refused("unknown_plan")
-    assert asked(node, Refused("spent")) == asked(node, Released(1, ())) == Refused("malformed")
+    assert asked(node, Refused("spent")) == asked(node, Released(1, (), 1)) == Refused("malformed")
     assert wire.decode(Reply, node.handle(b"GET / HTTP/1.1\r\n")) == Refused("malformed")
     assert all(code.isidentifier() for code in REFUSALS)
     assert asked(node, Hello(digest(terms))) == Welcome(0, False, asked(node, Hello(digest(terms))).paid)
@@ -223,7 +223,7 @@ def test_on_the_socket_replies_leave_at_slots_and_hostile_streams_end(node, term
                 connection.connect(str(path))
                 begun = time.monotonic()
                 connection.sendall(content)
-                reply = wire.decode(Reply, sockets.receive(connection, 1 << 20, 30.0))
+                reply = wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 1 << 20), 30.0))
                 return reply, time.monotonic() - begun
 
         for content in (wire.encode(Hello(digest(terms))), wire.encode(Hello("?"))):
@@ -332,7 +332,7 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
     assert main(["accept", str(state), str(plan)]) == 2
     assert "`--epsilon_limit` must be given with the first plan" in capsys.readouterr().err
     accepted = said("accept", state, plan, "--epsilon_limit", 5)
-    assert f"Accepted as {digest(terms)[:12]}" in accepted and "(3, " in accepted
+    assert f"Accepted as {digest(terms)[:12]}" in accepted and "epsilon 3 of 5" in accepted
     node = Node(StateFolder(state), open_study)
     asked(node, a_request(terms, MODEL))
     assert "active: 1 of " in said("status", state)

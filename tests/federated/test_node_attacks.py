@@ -87,7 +87,7 @@ def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):
         connection.connect(str(tmp_path / "s"))
         began = time.monotonic()
         connection.sendall(b"x" * wire.PREFIX.size)
-        assert wire.decode(Reply, sockets.receive(connection, 1 << 20)) == Refused("malformed")
+        assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused("malformed")
         assert time.monotonic() - began >= 0.5
 
 

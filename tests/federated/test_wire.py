@@ -31,7 +31,7 @@ def crossed(message, kind=None):
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 3)])
 def test_tensors_keep_type_shape_and_bits(dtype, shape):
     value = (100 * torch.randn(shape)).to(wire._DTYPES[dtype])
-    after = crossed(Released(value, ())).value
+    after = crossed(Released(value, (), 0)).value
     assert after.dtype == value.dtype and after.shape == value.shape
     assert torch.equal(after.view(-1), value.view(-1))
     after.zero_()  # it has memory of its own
@@ -44,7 +44,7 @@ def test_messages_come_out_as_they_went_in():
         ClientSettings(10, 5, 1, 0.1, math.inf, 1e-5, 1.0, None),
         Evaluation(Score(None, 0.25, {"f1": None, "auroc": 0.5}), (Score(1.0, -math.inf),)),
         Welcome(2, False, (Paid(1, 0, "train", EVENT), Paid(2, 0, "select", SelectionEvent(0.5)))),
-        Released(3, ()),
+        Released(3, (), 0),
         dataclasses.replace(TRAIN, job=job, model=None),
     ):
         if isinstance(message, Train):
@@ -87,7 +87,7 @@ def test_only_known_values_can_be_sent():
         torch.zeros(2, dtype=torch.complex64),
     ):
         with pytest.raises(wire.WireError):
-            wire.encode(Released(value, ()))
+            wire.encode(Released(value, (), 0))
     with pytest.raises(TypeError, match="dataclasses"):
         wire.register(dict)
 
@@ -95,7 +95,7 @@ def test_only_known_values_can_be_sent():
 def changed(message, old: str, new: str) -> bytes:
     """The message with another header of its right length."""
     content = wire.encode(message)
-    header, _ = wire.sizes(content[: wire.PREFIX.size], len(content))
+    header, _ = wire.sizes(content[: wire.PREFIX.size], wire.Limits(1 << 20, 1 << 20))
     end = wire.PREFIX.size + header
     text = content[wire.PREFIX.size : end].decode()
     assert old in text
@@ -148,9 +148,11 @@ def test_lengths_are_checked_before_anything_is_read():
         with pytest.raises(wire.WireError):
             wire.decode(Request, wrong)
     with pytest.raises(wire.WireError, match="too long"):
-        wire.decode(Request, content, most_bytes=len(content) - 1)
+        wire.decode(Request, content, wire.Limits(len(content), 8))
     with pytest.raises(wire.WireError, match="too long"):
-        wire.sizes(wire.PREFIX.pack(b"DPFL", 1, 10, 2**62), 1 << 20)
+        wire.decode(Request, content, wire.Limits(8, len(content)))
+    with pytest.raises(wire.WireError, match="too long"):
+        wire.sizes(wire.PREFIX.pack(b"DPFL", 1, 10, 2**62), wire.Limits(1 << 20, 1 << 20))
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])

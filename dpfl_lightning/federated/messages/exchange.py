@@ -11,6 +11,8 @@ from dpfl_lightning.federated.messages.plan import Job
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 
+MOST_MODELS = 64  # that one question may compare
+
 Release = GaussianEvent | LaplaceEvent | SelectionEvent | NonPrivateEvent
 
 #: code of a refusal -> what it means; a refusal says nothing else
@@ -121,10 +123,14 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Released:
-    """A noised update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round."""
+    """A noised update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round.
+
+    `releases` is the number of all releases of the run that the client has paid for.
+    """
 
     value: Tensor | int | float
     paid: tuple[Paid, ...]
+    releases: int
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dpfl_lightning.federated.messages import wire
 _PATIENCE = 60.0  # seconds between two parts of one message
 
 
-def receive(connection: socket.socket, most_bytes: int, wait: float | None = None) -> bytes | None:
+def receive(connection: socket.socket, most: wire.Limits, wait: float | None = None) -> bytes | None:
     """Return the bytes of the next message; None if the other side has closed the connection.
 
-    Raises WireError if it is none or longer than `most_bytes`, TimeoutError if it does not begin within `wait` seconds,
+    Raises WireError if it is none or longer than `most`, TimeoutError if it does not begin within `wait` seconds,
     and OSError if the connection breaks, or pauses within a message.
     """
     connection.settimeout(wait)
@@ -20,7 +20,7 @@ def receive(connection: socket.socket, most_bytes: int, wait: float | None = Non
         return None
     connection.settimeout(_PATIENCE)
     prefix = begun + _exactly(connection, wire.PREFIX.size - 1)
-    return prefix + _exactly(connection, sum(wire.sizes(prefix, most_bytes)))
+    return prefix + _exactly(connection, sum(wire.sizes(prefix, most)))
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -50,6 +50,14 @@ class WireError(ValueError):
     """Bytes that are no message, or a value that no message may contain."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The greatest numbers of bytes that a message may have in its header, and in its tensors."""
+
+    header: int
+    numbers: int
+
+
 def register(*kinds: type[T]) -> type[T]:
     """Let messages contain frozen dataclasses, for example queries of your own, whose fields all have type hints."""
     for kind in kinds:
@@ -79,22 +87,23 @@ def encode(message: Any) -> bytes:
     return PREFIX.pack(_MAGIC, VERSION, len(header), len(numbers)) + header + numbers
 
 
-def decode(kind: type[T], content: bytes, most_bytes: int | None = None) -> T:
-    """Return the message of a type. Raises WireError if the bytes are another one, or more than `most_bytes`.
+def decode(kind: type[T], content: bytes, most: Limits | None = None) -> T:
+    """Return the message of a type. Raises WireError if the bytes are another one, or more than `most`.
 
-    Time and memory grow in proportion to the bytes; a header of nothing but brackets takes many times its size.
+    Time and memory grow in proportion to the bytes. A hostile header takes up to 3 s and many times its size for each
+    MiB, so limit it.
     """
-    header, numbers = sizes(content[: PREFIX.size], len(content) if most_bytes is None else most_bytes)
+    header, numbers = sizes(content[: PREFIX.size], most or Limits(len(content), len(content)))
     _must(len(content) == PREFIX.size + header + numbers, "of another length")
     return _decoded(kind, content[PREFIX.size : PREFIX.size + header], memoryview(content)[PREFIX.size + header :])
 
 
-def sizes(prefix: bytes, most_bytes: int) -> tuple[int, int]:
+def sizes(prefix: bytes, most: Limits) -> tuple[int, int]:
     """Return how many bytes of header and numbers follow a prefix. WireError if it is none, or announces too many."""
     _must(len(prefix) == PREFIX.size, "too short")
     magic, version, header, numbers = PREFIX.unpack(prefix)
     _must(magic == _MAGIC and version == VERSION, f"not of version {VERSION}")
-    _must(PREFIX.size + header + numbers <= most_bytes, "too long")
+    _must(header <= most.header and numbers <= most.numbers, "too long")
     return header, numbers
 
 

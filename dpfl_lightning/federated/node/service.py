@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages import sockets, wire
 from dpfl_lightning.federated.messages.exchange import Hello, Refused, Reply, Request
 from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.federated.node.study import Study
 
-MOST_BYTES = 1 << 30  # of a request
+MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_CONNECTIONS = 16
 
 #: opens the study of an accepted plan, by its hash
@@ -40,6 +40,21 @@ class Node:
         self._one_at_a_time, self._closed = threading.Lock(), False
         self._halted: set[str] = set()  # those whose file could not be written
 
+    @property
+    def limits(self) -> wire.Limits:
+        """The greatest size of a request that an accepted plan needs."""
+        numbers = (one.most_numbers for one in self.state.plans().values())
+        return wire.Limits(MOST_HEADER, max(numbers, default=0))
+
+    def problem(self, plan: str) -> str | None:
+        """Open an accepted plan before it is asked for; return why it cannot be opened, None if it is open."""
+        with self._one_at_a_time:
+            try:
+                self._study(plan)
+            except (UserError, OSError) as error:
+                return str(error)
+        return None
+
     def handle(self, content: bytes) -> bytes:
         """Return the reply to a request. It never raises an error because of what it was sent.
 
@@ -49,7 +64,7 @@ class Node:
 
     def reply(self, content: bytes) -> Reply:
         try:
-            request: Request = wire.decode(Request, content, MOST_BYTES)  # type: ignore[arg-type]
+            request: Request = wire.decode(Request, content, self.limits)  # type: ignore[arg-type]
         except wire.WireError:
             return Refused("malformed")
         with self._one_at_a_time, self.state.locked():
@@ -131,7 +146,7 @@ class Listener:
         malformed = wire.encode(Refused("malformed"))
         with connection:
             try:
-                while (content := sockets.receive(connection, MOST_BYTES)) is not None:
+                while (content := sockets.receive(connection, self.node.limits)) is not None:
                     self._reply(connection, functools.partial(self.node.handle, content))
             except wire.WireError:  # the rest of the stream has no meaning
                 with contextlib.suppress(OSError):

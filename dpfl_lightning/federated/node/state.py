@@ -56,13 +56,15 @@ class Reservation:
     """The (epsilon, delta) that an accepted plan may spend under its `adjacency`, and this site's client in it.
 
     It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
-    depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand.
+    depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand. `most_numbers` is
+    how many bytes of tensors a request of the plan needs.
     """
 
     epsilon: float
     delta: float
     client: int
     adjacency: str
+    most_numbers: int
     withdrawn: bool = False
 
 
@@ -143,6 +145,11 @@ class StateFolder:
         require(not ledger_is_lost(self.plan_folder(plan)), str(ledger), must, "no file", "Restore it, or withdraw.")
         return len(read_ledger(ledger)) if ledger.is_file() and ledger.stat().st_size else 0
 
+    def reserved(self, epsilon: float = 0.0, delta: float = 0.0) -> tuple[float, float]:
+        """Return the sums of epsilon and of delta that all plans reserve, and one more plan of this cost."""
+        plans = self.plans().values()
+        return math.fsum([epsilon, *(one.epsilon for one in plans)]), math.fsum([delta, *(one.delta for one in plans)])
+
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
         """Store an accepted plan and return its hash; call it under `locked`.
 
@@ -153,15 +160,15 @@ class StateFolder:
         relations = {one.adjacency for one in others.values()} | {reservation.adjacency}
         must = "have the adjacency of all plans that were accepted before: the limit is for one"
         require(len(relations) == 1, "PLAN", must, reservation.adjacency, "Refuse the plan.")
-        for key, limit, name in (("epsilon_limit", epsilon_limit, "epsilon"), ("delta_limit", delta_limit, "delta")):
-            total = math.fsum(getattr(one, name) for one in (*others.values(), reservation))
+        totals = self.reserved(reservation.epsilon, reservation.delta)
+        for name, limit, total in zip(("epsilon", "delta"), (epsilon_limit, delta_limit), totals, strict=True):
             must = f"be at least {total:.6g}, the {name} of this plan and of {len(others)} accepted before"
-            require(total <= limit * (1 + _RELATIVE_ROUNDING), f"--{key}", must, limit, "Refuse the plan, or raise it.")
+            require(within(total, limit), f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
         folder = self.plan_folder(plan)
         folder.mkdir(exist_ok=True)
         write_text(folder / "plan.json", wire.to_text(terms))
-        self._write(plan, reservation)  # last: without it the plan is not accepted
         self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
+        self._write(plan, reservation)  # last: without it the plan is not accepted
         return plan
 
     def withdraw(self, plan: str) -> Reservation:
@@ -175,6 +182,11 @@ class StateFolder:
 
     def _write(self, plan: str, reservation: Reservation) -> None:
         write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
+
+
+def within(total: float, limit: float) -> bool:
+    """Whether a sum of epsilons or deltas is at most a limit, but for rounding."""
+    return total <= limit * (1 + _RELATIVE_ROUNDING)
 
 
 def ledger_is_lost(folder: Path) -> bool:

@@ -16,7 +16,17 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Ask, Paid, Refused, Released, Reply, Terms, Train, Welcome
+from dpfl_lightning.federated.messages.exchange import (
+    MOST_MODELS,
+    Ask,
+    Paid,
+    Refused,
+    Released,
+    Reply,
+    Terms,
+    Train,
+    Welcome,
+)
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
@@ -30,12 +40,13 @@ from dpfl_lightning.federated.node.state import ledger_is_lost
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.runtime.files import write_atomically
 
 KEPT_ROUNDS = 2  # rounds of which a node keeps the releases, to send them again
-MOST_MODELS = 1024  # that one question may compare
+MOST_NUMBERS = 1 << 30  # bytes of the models that one question compares
 MOST_RATE = 1e6  # learning rate or pull: a larger one only breaks the computation, after it was charged
 
 
@@ -52,6 +63,13 @@ class Kept:
 
 
 wire.register(Kept)
+
+
+def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
+    """Return how many bytes of tensors a request needs: a model `[P]` and an anchor, or the models of a question."""
+    size, events = model.numel() * model.element_size(), [line.event for line in schedule.planned]
+    asks = any(not isinstance(event, NoisedEvent) or event.sample_rate == event.steps == 1 for event in events)
+    return max(2 * size, min(MOST_MODELS * size, MOST_NUMBERS) if asks else 0)
 
 
 class Study:
@@ -100,7 +118,7 @@ class Study:
         key = wire.digest(request)
         if known := next(self._releases.glob(f"*-{key}.bin"), None):
             kept = wire.decode(Kept, known.read_bytes())
-            return Released(kept.value, self._paid(request.round))
+            return self._released(kept.value, request.round)
         try:
             if not 1 <= request.round <= self._last:
                 raise NotPlanned("round")
@@ -110,7 +128,10 @@ class Study:
         if charged is None:
             return Refused("spent")
         self._keep(request.round, key, charged)
-        return Released(charged, self._paid(request.round))
+        return self._released(charged, request.round)
+
+    def _released(self, value: Tensor | int | float, round: int) -> Released:
+        return Released(value, self._paid(round), len(self.clients.ledger.events(self.client)))
 
     def _train(self, request: Train) -> Tensor | None:
         client, settings = self.client, self._plan.settings[self.client]

@@ -40,7 +40,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
 from dpfl_lightning.privacy.ledger.ledger import Charge
 
-MOST_BYTES = 1 << 32  # of a reply
+MOST = wire.Limits(1 << 24, 1 << 32)  # bytes of a reply; the header of an account has about 150 for each release
 
 #: sends the bytes of a request and returns those of the reply; raises OSError if there is none
 Channel = Callable[[bytes], bytes]
@@ -75,7 +75,7 @@ class SocketChannel:
             self._connection.connect(self.path)
         self._connection.settimeout(self.wait)
         self._connection.sendall(request)
-        if (reply := sockets.receive(self._connection, MOST_BYTES, self.wait)) is None:
+        if (reply := sockets.receive(self._connection, MOST, self.wait)) is None:
             raise ConnectionError("the node has closed the connection")
         return reply
 
@@ -101,9 +101,10 @@ class Sites:
 class RemoteClients(LocalClients):
     """Clients whose records, noise and ledgers are in the nodes of their sites; implements `Clients` for the server.
 
-    The ledger in the run's folder is a mirror of what the nodes say that they have paid for. Held-out records of
-    clients are not scored. A node that refuses is left out of the round; one that does not answer ends the run, which
-    can be resumed: the other nodes then send their releases of that round again.
+    The ledger in the run's folder is a mirror of what the nodes say that they have paid for. A node that knows fewer
+    releases than the mirror has an older copy of its folder, and ends the run. Held-out records of clients are not
+    scored. A node that refuses is left out of the round; one that does not answer ends the run, which can be resumed:
+    the other nodes then send their releases of that round again.
 
     Raises UserError if not every client has one node with the plan, and LostClients if a node does not answer.
     """
@@ -146,6 +147,7 @@ class RemoteClients(LocalClients):
         super().begin(folder, plan, saved, ended)
         for welcome in self._welcomes:
             self._record(welcome.client, welcome.paid)
+            self._check_memory(welcome.client, len(welcome.paid))
 
     def change(self, schedule: RunSchedule) -> None:
         raise RuntimeError("the plan that sites have accepted cannot be changed during the run")
@@ -186,6 +188,10 @@ class RemoteClients(LocalClients):
         """False: a node sends a release of the last rounds again, so that it is not charged again."""
         return False
 
+    def end(self, finished: bool) -> None:
+        if finished:
+            self.folder.forget_data_key()
+
     def close(self) -> None:
         super().close()
         for channel in self._node_of.values():
@@ -206,6 +212,10 @@ class RemoteClients(LocalClients):
             if isinstance(reply, Released):
                 self._record(clients[row], reply.paid)
                 values.append((row, reply.value))
+                try:
+                    self._check_memory(clients[row], reply.releases)
+                except LostClients as error:
+                    lost.append(error)
             elif isinstance(reply, Refused):
                 means = REFUSALS.get(reply.code, "the site states no known reason")
                 warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
@@ -224,7 +234,7 @@ class RemoteClients(LocalClients):
 
     def _exchange(self, channel: Channel, request: Request, whose: str) -> Reply:
         try:
-            reply: Reply = wire.decode(Reply, channel(wire.encode(request)), MOST_BYTES)  # type: ignore[arg-type]
+            reply: Reply = wire.decode(Reply, channel(wire.encode(request)), MOST)  # type: ignore[arg-type]
         except (OSError, wire.WireError) as error:
             reason = str(error) or type(error).__name__
             raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
@@ -244,6 +254,17 @@ class RemoteClients(LocalClients):
 
     def _record(self, client: int, paid: Sequence[Paid]) -> None:
         self.budgets.record([Charge(client, one.round, one.purpose, one.event, one.number) for one in paid])
+
+    def _check_memory(self, client: int, releases: int) -> None:
+        """Raise LostClients if a node says that it made fewer `releases` than the mirror has of it."""
+        known = len(self.ledger.events(client))
+        if releases < known:
+            name = self.population.name_of(client)
+            raise LostClients(
+                f"`--nodes` must know all releases that they have made, got from client {name} {releases} of {known}: "
+                "the folder of its node is an older copy, which spends budget twice. Its operator has to stop the node "
+                "and to restore the newest copy, or to leave the study."
+            )
 
 
 def _difference(accepted: RunPlan, asked: RunPlan) -> str:

@@ -1,0 +1,145 @@
+"""What the operator of a node sees and decides: limits, plans that are shown, opened, left, and cut off by a crash."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from sites import a_request, asked, charges, configured, nodes_of, planned, state_of, with_copy
+
+from dpfl_lightning.deployment.server import loop_over
+from dpfl_lightning.deployment.site import accept, cost_of, open_study
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import MOST_HEADER, Node
+from dpfl_lightning.federated.node.state import StateFolder
+from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.node import main
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
+
+MODEL = torch.zeros(650)
+
+
+@pytest.fixture(scope="module")
+def terms(tmp_path_factory):
+    return planned(tmp_path_factory.mktemp("plan"))
+
+
+@pytest.fixture
+def state(tmp_path):
+    return state_of(tmp_path, 0, key=None)
+
+
+@pytest.fixture
+def said(state, terms, tmp_path, capsys):
+    """Run a verb of the node on its folder; return what it prints, and its errors."""
+    (tmp_path / "plan.json").write_text(wire.to_text(terms))
+
+    def run(verb, *words, plan=None, code=0) -> str:
+        file = [str(tmp_path / "plan.json")] if verb == "accept" else [] if plan is None else [plan]
+        assert main([verb, str(state.path), *file, *map(str, words)]) == code
+        return "".join(capsys.readouterr())
+
+    return run
+
+
+def test_a_crash_after_the_reservation_does_not_hide_the_limit(state, terms, said, monkeypatch):
+    def cut(self, *args):
+        raise KeyboardInterrupt
+
+    for name in ("save", "_write"):  # the machine stops at either write
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(StateFolder, name, cut)
+            accept(state, terms, 3.0)
+        assert not state.plans() or "epsilon 2 and delta 0.001 are reserved; epsilon 1 of 3" in said("status")
+    accept(state, terms)
+    assert "epsilon 1 of 3" in said("status"), "the limit was given before the crash"
+
+
+def test_shown_plans_are_compared_with_the_limit(said):
+    assert "No limit is set" in said("accept", "--show")
+    assert "would reserve epsilon 2 and delta 0.001" in said("accept", "--show")
+    assert "does not fit" in said("accept", "--show", "--epsilon_limit", 1.5)
+    shown = said("accept", "--show", "--epsilon_limit", 3)
+    assert "epsilon 3 of 3" in shown and "It fits." in shown
+    assert "No plan was accepted" in said("status")
+
+
+def test_a_limit_is_raised_by_a_word_and_never_silently(state, said, terms, tmp_path):
+    said("accept", "--epsilon_limit", 3)
+    (tmp_path / "plan.json").write_text(wire.to_text(planned(tmp_path, rounds=1)))
+    assert "`--epsilon_limit` must be at most 3" in said("accept", "--epsilon_limit", 9, code=2)
+    assert state.settings().epsilon_limit == 3
+    accepted = said("accept", "--epsilon_limit", 9, "--raise_limits")
+    assert "The limit of epsilon was 3 and is now 9." in accepted
+    assert "2 accepted plans: epsilon 4 " in said("status")
+    said("withdraw", plan=digest(terms)[:8])
+    assert "1 accepted plan and 1 withdrawn: epsilon 2 " in said("status")
+
+
+def test_lines_that_release_nothing_are_refused(terms):
+    (line,) = terms.plan.schedule.clients[0].planned
+    for empty in (
+        dataclasses.replace(line, purpose="more", event=GaussianEvent(1.0, 5.0, 0)),
+        dataclasses.replace(line, purpose="more", event=SelectionEvent(1.0, 0)),
+        dataclasses.replace(line, purpose="more", count=-1),
+    ):
+        first = dataclasses.replace(terms.plan.schedule.clients[0], planned=(line, empty))
+        schedule = dataclasses.replace(terms.plan.schedule, clients=(first, *terms.plan.schedule.clients[1:]))
+        forged = dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, schedule=schedule))
+        with pytest.raises(UserError, match="PLAN"):
+            cost_of(forged, 0)
+
+
+def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch):
+    monkeypatch.setattr("dpfl_lightning.federated.node.service.Listener.serve", lambda self: None)
+    accept(state, terms, 3.0)
+    assert f"{digest(terms)[:12]}  active: 0 of 2 releases paid" in said("serve") and "ready" in said("serve")
+    state.save(dataclasses.replace(state.settings(), data="nowhere.csv"))
+    late = said("serve")
+    assert "not ready" in late and "nowhere.csv" in late, "the operator learns it now, and not at the first request"
+    assert not (state.plan_folder(digest(terms)) / "error.log").exists()
+    state.withdraw(digest(terms))
+    assert "ready" not in said("serve")
+
+
+def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path):
+    node = Node(state, open_study)
+    assert node.limits == wire.Limits(MOST_HEADER, 0), "nobody needs more without a plan"
+    accept(state, terms, 9.0)
+    numbers = node.limits.numbers
+    assert numbers == 2 * 650 * 4, "a model and an anchor"
+    request = a_request(terms, MODEL, anchor=MODEL, pull=0.1)
+    assert asked(node, request).value.shape == MODEL.shape
+    accept(state, planned(tmp_path, strategies={"ifca": {}}), 9.0)
+    assert numbers < node.limits.numbers <= 64 * 650 * 4, "models of a question"
+    long = wire.PREFIX.pack(b"DPFL", wire.VERSION, MOST_HEADER + 1, 0)
+    large = wire.PREFIX.pack(b"DPFL", wire.VERSION, 10, node.limits.numbers + 1)
+    for prefix in (long, large):
+        with pytest.raises(wire.WireError, match="too long"):
+            wire.sizes(prefix, node.limits)
+    node.close()
+
+
+@pytest.mark.slow
+def test_the_server_notices_an_older_copy_of_a_nodes_folder(tmp_path):
+    terms = planned(tmp_path, rounds=3)
+    nodes = nodes_of(tmp_path, terms)
+    folder, kept, options = nodes[1].state.path, tmp_path / "copy", configured(tmp_path / "run", rounds=3)
+    calls = []
+
+    def channel(content):
+        calls.append(1)
+        if len(calls) == 3:  # hello, round 1; the copy is from before round 2, and is restored before round 3
+            shutil.copytree(folder, kept)
+        if len(calls) == 4:
+            nodes[1] = with_copy(nodes[1], kept)
+        return nodes[1].handle(content)
+
+    parts = Sites(terms, (nodes[0].handle, channel, nodes[2].handle))
+    with pytest.raises(UserError, match=r"client 1 2 of 3: .*older copy"):
+        loop_over(options, parts).run()
+    assert [len(charges(node.state, terms)) for node in nodes] == [3, 2, 3]
+    for node in nodes:
+        node.close()
