@@ -19,6 +19,7 @@ from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting import accountant
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import reference as clipping
 from dpfl_lightning.privacy.clipping import stacked as stacked_clipping
@@ -185,7 +186,7 @@ def mixing_model(patch: MonkeyPatch) -> None:
 
     patch.setattr(ClientModule, "sample_loss", mixed)
     patch.setattr(local_clients, "check_fits", lambda module, population: None)
-    patch.setattr(fast_clipping, "_reached_in_company", lambda *args: None)
+    patch.setattr(checked_clipping, "_reached_in_company", lambda *args: None)
 
 
 def free_answers(patch: MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.kernels.fused_planes import FusedPlanes
 from dpfl_lightning.models.model import Model
-from dpfl_lightning.privacy.clipping.fast import random_example
+from dpfl_lightning.privacy.clipping.checked import random_example
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import Params
 

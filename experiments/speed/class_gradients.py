@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 from dpfl_lightning.algorithms.gradient_matching import matched_names
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.runtime.memory import keep_freed_memory
 from experiments.speed.cases import NUM_CLASSES
 from experiments.speed.matching import SHAPE, Step, build, in_turns, num_parameters
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.optimizers import build_optimizer
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.runtime.memory import keep_freed_memory
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 from experiments.speed.baselines import build_net, opacus_epoch, our_round, random_records, rivals_round
 from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE

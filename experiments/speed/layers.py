@@ -9,8 +9,9 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.runtime.memory import keep_freed_memory
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 from experiments.speed.cases import CLIP_NORM
 from experiments.speed.matching import Step, in_turns

@@ -20,7 +20,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.runtime.text import markdown
 from experiments.pages import fill_page, split_page
 from experiments.speed.kinds import OPTIMIZER_CASES, TASK_CASES

@@ -10,7 +10,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
-from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, embedding_rule
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum
 

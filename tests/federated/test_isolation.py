@@ -23,7 +23,7 @@ from dpfl_lightning.federated.client import local_clients
 from dpfl_lightning.federated.client.dummy_data import _check_alone, check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.ledger.ledger import read_ledger

@@ -24,7 +24,7 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
 from dpfl_lightning.models.tasks import TASKS, task_of
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 

@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
-from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Unsupported
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
+from dpfl_lightning.runtime.memory import keep_freed_memory
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # norms hold what rounding may have taken
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.kernels import sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 KERNELS = [(2, 2, 16), (4, 1, 40), (1, 3, 20), (5, 5, 1), (3, 3, 40)]  # few: each is compiled, in a second

@@ -22,7 +22,7 @@ from dpfl_lightning.federated.messages.query import ChargedQuery, LowestLoss, No
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted

@@ -17,7 +17,7 @@ from dpfl_lightning.build import build_loop, build_net, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import facts_of
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.strategies.clustering.first_round import PURPOSE
 from experiments.papers.run import CellContext

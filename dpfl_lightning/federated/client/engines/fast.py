@@ -22,10 +22,11 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.models.model import forward_chunk
-from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.runtime.memory import keep_freed_memory
 from dpfl_lightning.runtime.threads import cores, thread_pool
 
 T = TypeVar("T")
