@@ -44,15 +44,16 @@ def planned(folder: Path, **more) -> Terms:
     return terms_of(build_loop(configured(folder / "planned", **more)))
 
 
-def state_of(folder: Path, client: int, key: str | None = FIXED_KEY) -> StateFolder:
+def state_of(folder: Path, client: int, key: str | None = FIXED_KEY, sites: int = SITES) -> StateFolder:
     """The folder of a node with share `client` of the digits."""
-    settings = Settings(str(client), f"digits:{client}/{SITES}", test_key=key)
+    settings = Settings(str(client), f"digits:{client}/{sites}", test_key=key)
     return new_node(folder / f"site{client}", settings)[0]
 
 
 def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: float = 100.0) -> list[Node]:
     """Nodes that have accepted the plan."""
-    states = [state_of(folder, client, key) for client in range(SITES)]
+    sites = len(terms.plan.settings)
+    states = [state_of(folder, client, key, sites) for client in range(sites)]
     for state in states:
         accept(state, terms, limit)
     return [Node(state, open_study) for state in states]

@@ -17,10 +17,10 @@ from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.federated.messages.exchange import Site, Terms, most_numbers
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.node.state import Reservation, Settings, StateFolder
-from dpfl_lightning.federated.node.study import Study, most_numbers
+from dpfl_lightning.federated.node.study import Study
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
 from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent

@@ -5,18 +5,22 @@ import shutil
 
 import pytest
 import torch
-from sites import a_request, asked, charges, configured, nodes_of, planned, state_of, with_copy
+from sites import a_request, asked, charges, configured, nodes_of, over, planned, state_of, with_copy
 
 from dpfl_lightning.deployment.server import loop_over
 from dpfl_lightning.deployment.site import accept, cost_of, open_study
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.clients import LostClients
+from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Ask
+from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import MOST_HEADER, Node
+from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 
 MODEL = torch.zeros(650)
 
@@ -120,6 +124,15 @@ def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path
         with pytest.raises(wire.WireError, match="too long"):
             wire.sizes(prefix, node.limits)
     node.close()
+
+
+def test_the_server_says_which_questions_are_too_long_for_nodes(tmp_path):
+    terms = planned(tmp_path, strategies={"ifca": {}})
+    nodes = nodes_of(tmp_path, terms)
+    clients = over(nodes, terms, configured(tmp_path / "run", strategies={"ifca": {}})).clients
+    question = SelectModel(mechanism_of={0: ExponentialMechanism(0.06)}, models=torch.zeros(65, 650), loss_bound=2.0)
+    assert isinstance(clients._reply(0, Ask(digest(terms), 1, question)), LostClients)
+    assert not charges(nodes[0].state, terms)
 
 
 @pytest.mark.slow

@@ -21,13 +21,24 @@ from dpfl_lightning.federated.node.state import read_terms
 from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
+FOUR = {
+    "clients": {"count": 4, "learning_rate": 0.5, "batch_size": 180},
+    "privacy": {"epsilon": [2, 4, 8, 8]},
+}
+FEW_IMAGES = {"min_participants": 3, "evaluation_epochs": 2, "images_per_class": 1, "net_epochs": 1}
+NET = {"name": "convnet", "width": 4, "depth": 2}
+
+#: strategy -> its options, and those of the run
 OTHERS = {
-    "noise_aware": {},
-    "biased_selection": {},
-    "reweighted_selection": {},
-    "kmeans_clusters": {},
-    "mr_mtl": {},  # personal models
-    "pfa": {},
+    "noise_aware": ({}, {}),
+    "biased_selection": ({}, {}),
+    "reweighted_selection": ({}, {}),
+    "kmeans_clusters": ({}, {}),
+    "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, two looks, and choices of a model
+    "mr_mtl": ({}, {}),  # personal models
+    "pfa": ({}, {}),
+    "distillation": (FEW_IMAGES, {"model": NET}),
+    "feature_means": ({"evaluation_epochs": 2, "images_per_class": 1}, {"rounds": 1, "model": NET}),
 }
 
 
@@ -61,15 +72,8 @@ def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", sorted(OTHERS))
 def test_other_strategies_have_the_bits_of_the_simulation_too(tmp_path, strategy):
-    expected, model = compared(tmp_path, strategies={strategy: OTHERS[strategy]})
-    assert torch.equal(model, expected)
-
-
-@pytest.mark.slow
-def test_a_short_distillation_has_the_bits_of_the_simulation(tmp_path):
-    few = {"min_participants": 3, "evaluation_epochs": 2, "images_per_class": 1, "net_epochs": 1}
-    net = {"name": "convnet", "width": 4, "depth": 2}
-    expected, model = compared(tmp_path, strategies={"distillation": few}, model=net)
+    given, more = OTHERS[strategy]
+    expected, model = compared(tmp_path, strategies={strategy: given}, **more)
     assert torch.equal(model, expected)
 
 

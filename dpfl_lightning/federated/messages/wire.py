@@ -93,15 +93,15 @@ def decode(kind: type[T], content: bytes, most: Limits | None = None) -> T:
     Time and memory grow in proportion to the bytes. A hostile header takes up to 3 s and many times its size for each
     MiB, so limit it.
     """
-    header, numbers = sizes(content[: PREFIX.size], most or Limits(len(content), len(content)))
+    header, numbers = sizes(content, most or Limits(len(content), len(content)))
     _must(len(content) == PREFIX.size + header + numbers, "of another length")
     return _decoded(kind, content[PREFIX.size : PREFIX.size + header], memoryview(content)[PREFIX.size + header :])
 
 
 def sizes(prefix: bytes, most: Limits) -> tuple[int, int]:
-    """Return how many bytes of header and numbers follow a prefix. WireError if it is none, or announces too many."""
-    _must(len(prefix) == PREFIX.size, "too short")
-    magic, version, header, numbers = PREFIX.unpack(prefix)
+    """Return how many bytes of header and numbers a message has by its prefix. WireError if it is none, or too long."""
+    _must(len(prefix) >= PREFIX.size, "too short")
+    magic, version, header, numbers = PREFIX.unpack_from(prefix)
     _must(magic == _MAGIC and version == VERSION, f"not of version {VERSION}")
     _must(header <= most.header and numbers <= most.numbers, "too long")
     return header, numbers

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages import sockets, wire
-from dpfl_lightning.federated.messages.exchange import Hello, Refused, Reply, Request
+from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Hello, Refused, Reply, Request
 from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.federated.node.study import Study
 
-MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_CONNECTIONS = 16
 
 #: opens the study of an accepted plan, by its hash

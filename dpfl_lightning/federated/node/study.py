@@ -40,13 +40,11 @@ from dpfl_lightning.federated.node.state import ledger_is_lost
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.runtime.files import write_atomically
 
 KEPT_ROUNDS = 2  # rounds of which a node keeps the releases, to send them again
-MOST_NUMBERS = 1 << 30  # bytes of the models that one question compares
 MOST_RATE = 1e6  # learning rate or pull: a larger one only breaks the computation, after it was charged
 
 
@@ -63,13 +61,6 @@ class Kept:
 
 
 wire.register(Kept)
-
-
-def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
-    """Return how many bytes of tensors a request needs: a model `[P]` and an anchor, or the models of a question."""
-    size, events = model.numel() * model.element_size(), [line.event for line in schedule.planned]
-    asks = any(not isinstance(event, NoisedEvent) or event.sample_rate == event.steps == 1 for event in events)
-    return max(2 * size, min(MOST_MODELS * size, MOST_NUMBERS) if asks else 0)
 
 
 class Study:

@@ -21,6 +21,8 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import sockets, wire
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.exchange import (
+    MOST_HEADER,
+    MOST_MODELS,
     REFUSALS,
     Ask,
     Hello,
@@ -32,6 +34,7 @@ from dpfl_lightning.federated.messages.exchange import (
     Terms,
     Train,
     Welcome,
+    most_numbers,
 )
 from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
@@ -119,7 +122,7 @@ class RemoteClients(LocalClients):
         self._node_of: dict[int, Channel] = {}
         self._welcomes: list[Welcome] = []
         for number, channel in enumerate(sites.channels):
-            welcome = self._exchange(channel, Hello(self._hash), f"number {number} of --nodes")
+            welcome = self._exchange(channel, wire.encode(Hello(self._hash)), f"number {number} of --nodes")
             if not isinstance(welcome, Welcome):
                 means = REFUSALS.get(getattr(welcome, "code", ""), "it sent no welcome")
                 raise UserError(
@@ -147,7 +150,8 @@ class RemoteClients(LocalClients):
         super().begin(folder, plan, saved, ended)
         for welcome in self._welcomes:
             self._record(welcome.client, welcome.paid)
-            self._check_memory(welcome.client, len(welcome.paid))
+            for problem in self._older_copy(welcome.client, len(welcome.paid)):
+                raise problem
 
     def change(self, schedule: RunSchedule) -> None:
         raise RuntimeError("the plan that sites have accepted cannot be changed during the run")
@@ -212,10 +216,7 @@ class RemoteClients(LocalClients):
             if isinstance(reply, Released):
                 self._record(clients[row], reply.paid)
                 values.append((row, reply.value))
-                try:
-                    self._check_memory(clients[row], reply.releases)
-                except LostClients as error:
-                    lost.append(error)
+                lost += self._older_copy(clients[row], reply.releases)
             elif isinstance(reply, Refused):
                 means = REFUSALS.get(reply.code, "the site states no known reason")
                 warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
@@ -227,14 +228,20 @@ class RemoteClients(LocalClients):
         return values
 
     def _reply(self, client: int, request: Request) -> Reply | LostClients:
+        content, schedule = wire.encode(request), self._terms.plan.schedule.clients[client]
         try:
-            return self._exchange(self._node_of[client], request, f"client {self.population.name_of(client)}")
+            wire.sizes(content, wire.Limits(MOST_HEADER, most_numbers(schedule, self.module.flat)))
+        except wire.WireError:
+            must = f"ask nodes about at most {MOST_MODELS} models, of a gigabyte together"
+            return LostClients(f"`strategies` must {must}, got {len(content)} bytes.")
+        try:
+            return self._exchange(self._node_of[client], content, f"client {self.population.name_of(client)}")
         except LostClients as error:
             return error
 
-    def _exchange(self, channel: Channel, request: Request, whose: str) -> Reply:
+    def _exchange(self, channel: Channel, request: bytes, whose: str) -> Reply:
         try:
-            reply: Reply = wire.decode(Reply, channel(wire.encode(request)), MOST)  # type: ignore[arg-type]
+            reply: Reply = wire.decode(Reply, channel(request), MOST)  # type: ignore[arg-type]
         except (OSError, wire.WireError) as error:
             reason = str(error) or type(error).__name__
             raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
@@ -255,16 +262,15 @@ class RemoteClients(LocalClients):
     def _record(self, client: int, paid: Sequence[Paid]) -> None:
         self.budgets.record([Charge(client, one.round, one.purpose, one.event, one.number) for one in paid])
 
-    def _check_memory(self, client: int, releases: int) -> None:
-        """Raise LostClients if a node says that it made fewer `releases` than the mirror has of it."""
-        known = len(self.ledger.events(client))
-        if releases < known:
-            name = self.population.name_of(client)
-            raise LostClients(
-                f"`--nodes` must know all releases that they have made, got from client {name} {releases} of {known}: "
-                "the folder of its node is an older copy, which spends budget twice. Its operator has to stop the node "
-                "and to restore the newest copy, or to leave the study."
-            )
+    def _older_copy(self, client: int, releases: int) -> list[LostClients]:
+        """Return an error if a node says that it made fewer `releases` than the mirror has of it."""
+        name, known = self.population.name_of(client), len(self.ledger.events(client))
+        problem = LostClients(
+            f"`--nodes` must know all releases that they have made, got from client {name} {releases} of {known}: "
+            "the folder of its node is an older copy, which spends budget twice. Its operator has to stop the node "
+            "and to restore the newest copy, or to leave the study."
+        )
+        return [problem] if releases < known else []
 
 
 def _difference(accepted: RunPlan, asked: RunPlan) -> str:
