@@ -61,7 +61,6 @@ class AbsentRecords(Population):
             num_classes=num_classes,
             names=tuple(names),
             features=features,
-            origin=public.origin,
             sizes=tuple(sizes),
         )
 

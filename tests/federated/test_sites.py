@@ -1,6 +1,7 @@
 """Runs over the nodes of sites: equal to the simulation, resumed after losses, refused if no site could accept them."""
 
 import dataclasses
+import math
 import shutil
 import threading
 
@@ -20,6 +21,7 @@ from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import read_terms
 from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.reporting.mlflow import describe
 
 FOUR = {
     "clients": {"count": 4, "learning_rate": 0.5, "batch_size": 180},
@@ -58,6 +60,9 @@ def compared(folder, **more):
     expected = read_ledger(folder / "simulated" / "ledger.jsonl")
     assert by_client(read_ledger(folder / "real" / "ledger.jsonl")) == by_client(expected), "the mirror"
     assert not (folder / "real" / "private.json").exists(), "the server has no private counts"
+    training, test = (describe.dataset(loop.facts, loop.info, context) for context in ("training", "test"))
+    assert (training["name"], test["name"]) == ("records of sites", "digits") and "digits" not in training["source"]
+    assert loop.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
     for client, node in enumerate(nodes):
         assert charges(node.state, terms) == [one for one in expected if one.client == client]
         node.close()

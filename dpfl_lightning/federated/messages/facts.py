@@ -22,6 +22,7 @@ class Facts:
         test_set: whether models are scored on a test set, and not on the clients' held-out records alone.
         features: names and preprocessing of the inputs of records from a table, see `Population`; else None.
         origin: of a public data set: its name, its licence, and how values were normalised; otherwise empty.
+        at_sites: whether the records are at the nodes of sites, so that the section `data` names the test set only.
         empty_x: records [0, *X], a tensor or a tuple or dictionary of tensors: their shapes and dtypes without values.
     """
 
@@ -35,6 +36,7 @@ class Facts:
     test_set: bool = True
     features: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
+    at_sites: bool = False
     empty_x: Any = field(default=None, compare=False, repr=False)
 
     def name_of(self, client: int) -> str:

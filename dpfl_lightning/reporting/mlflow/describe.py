@@ -97,8 +97,9 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
     **Privacy** The digest is over public facts: options of the data, seed and sizes. It says nothing about the content
     of records, so the same digest does not prove the same records.
     """
-    data = dict(info.options.get("data") or {})
-    name = str(data.get("name") or data.get("class_path") or "population")
+    at_sites = facts.at_sites and context == "training"
+    data = {} if at_sites else dict(info.options.get("data") or {})
+    name = "records of sites" if at_sites else str(data.get("name") or data.get("class_path") or "population")
     shapes = {"input_shape": facts.input_shape, "num_classes": facts.num_classes}
     profile: dict[str, Any] = {"num_clients": facts.num_clients, **shapes}
     if context == "training":
