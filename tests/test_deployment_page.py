@@ -1,12 +1,18 @@
-"""The blocks of docs/deployment.md run one after the other, with fewer rounds."""
+"""The blocks of docs/deployment.md run one after the other, with fewer rounds; the files of `deploy/`."""
 
+import argparse
+import configparser
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from dpfl_lightning.node import _flags
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,3 +34,18 @@ def test_three_sites_on_one_machine(tmp_path):
     assert "epsilon 2 of 3 and delta" in done.stdout and "1 plan verified" in done.stdout, done.stdout + done.stderr
     assert "The chain is intact" in done.stdout and (tmp_path / "runs" / "sites" / "model.pt").is_file()
     assert done.stderr.count("stopped by SIGTERM") == 3 and "error" not in done.stderr
+
+
+def test_files_to_start_a_node_from_are_valid_and_on_the_page():
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    for file in sorted((ROOT / "deploy").iterdir()):
+        assert f"| `deploy/{file.name}` |" in page, file.name
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # names of systemd have capitals
+    unit.read(ROOT / "deploy" / "dpfl-node@.service")
+    node = yaml.safe_load((ROOT / "deploy" / "node.compose.yaml").read_text())["services"]["node"]
+    assert node["network_mode"] == "none" and unit["Service"]["PrivateNetwork"] == "yes"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    _flags(parser)
+    for words in (shlex.split(unit["Service"]["ExecStart"])[2:], node["command"]):
+        assert parser.parse_args(words).verb == "serve" and parser.parse_args(words).slot == 60

@@ -2,34 +2,32 @@
 
 import dataclasses
 import json
-import math
 import os
 import random
+import re
 import socket
 import stat
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from hostile import HOSTILE, MODEL, ROUNDS, hostile, selection
 from sites import SITES, a_request, accepting, asked, charges, configured, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study, verified
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import sockets, wire
 from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
-from dpfl_lightning.federated.messages.plan import ClassGradients
-from dpfl_lightning.federated.messages.query import FeatureSums, LowestLoss, MeanLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
-from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.node import main
-from dpfl_lightning.privacy.accounting.events import LaplaceEvent, NonPrivateEvent
-from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 
-MODEL = torch.zeros(650)
-ROUNDS = 3
+PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
+QUESTIONS = ("a question", "a loss", "a choice", "sums", "another client's", "exact counts")
 
 
 @pytest.fixture(scope="module")
@@ -48,77 +46,6 @@ def node(place, terms):
     """A node with fresh noise, which no refusal of this module changes."""
     with accepting(place, terms) as node:
         yield node
-
-
-def selection(terms, **changed):
-    line = next(one for one in terms.plan.schedule.clients[0].planned if one.purpose == "select")
-    honest = {"epsilon": line.event.epsilon, "purpose": "select", "models": torch.zeros(2, 650), "loss_bound": 2.0}
-    given = honest | changed
-    return SelectModel(mechanism_of={0: ExponentialMechanism(given.pop("epsilon"))}, **given)
-
-
-IMAGES = ClassAugmentation(("flip",) * 10, ((0.0, 0.0, 0.0),) * 10)
-
-#: what a hostile server asks for -> the request, of (the plan, an honest request)
-HOSTILE = {
-    "less noise": lambda terms, ask: ask(event=dataclasses.replace(ask().event, noise_multiplier=1e-3)),
-    "no noise": lambda terms, ask: ask(event=NonPrivateEvent("everything")),
-    "another mechanism": lambda terms, ask: ask(event=LaplaceEvent(1.0, 2)),
-    "a higher rate": lambda terms, ask: ask(event=dataclasses.replace(ask().event, sample_rate=1.0)),
-    "more steps": lambda terms, ask: ask(event=dataclasses.replace(ask().event, steps=100)),
-    "noise that is left open": lambda terms, ask: ask(event=dataclasses.replace(ask().event, noise_multiplier=None)),
-    "another purpose": lambda terms, ask: ask(purpose="evaluate"),
-    "training paid as a choice": lambda terms, ask: ask(purpose="select"),
-    "round 0": lambda terms, ask: ask(round=0),
-    "a round after the last": lambda terms, ask: ask(round=ROUNDS + 2),
-    "a negative round": lambda terms, ask: ask(round=-1),
-    "a model of another size": lambda terms, ask: ask(model=torch.zeros(651)),
-    "a model of another type": lambda terms, ask: ask(model=MODEL.double()),
-    "an anchor of another size": lambda terms, ask: ask(anchor=torch.zeros(3)),
-    "an infinite learning rate": lambda terms, ask: ask(learning_rate=math.inf),
-    "a pull that is no number": lambda terms, ask: ask(pull=math.nan),
-    "exact counts": lambda terms, ask: ask(job=ClassGradients(10, counts=True)),
-    "classes in several steps": lambda terms, ask: ask(job=ClassGradients(10)),
-    "other classes": lambda terms, ask: ask(job=ClassGradients(3)),
-    "parameters that there are not": lambda terms, ask: ask(job=ClassGradients(10, ("__class__",))),
-    "an unknown operation": lambda terms, ask: ask(
-        job=ClassGradients(10, augmentation=dataclasses.replace(IMAGES, operations=("eval",) * 10))
-    ),
-    "a loss without noise": lambda terms, ask: Ask(
-        digest(terms), 1, LowestLoss(mechanism_of={0: NoMechanism("the best model")}, models=torch.zeros(2, 650))
-    ),
-    "a choice with less noise": lambda terms, ask: Ask(digest(terms), 1, selection(terms, epsilon=100.0)),
-    "a choice paid as training": lambda terms, ask: Ask(digest(terms), 1, selection(terms, purpose="train")),
-    "a choice among no models": lambda terms, ask: Ask(digest(terms), 1, selection(terms, models=torch.zeros(0, 650))),
-    "a choice without a bound": lambda terms, ask: Ask(digest(terms), 1, selection(terms, loss_bound=math.inf)),
-    "another client's answer": lambda terms, ask: Ask(
-        digest(terms), 1, dataclasses.replace(selection(terms), mechanism_of={1: ExponentialMechanism(0.1)})
-    ),
-    "a question that is not planned": lambda terms, ask: Ask(
-        digest(terms),
-        1,
-        MeanLoss(
-            purpose="loss",
-            mechanism_of={0: Gaussian(1.0, 9.0, 1.0, 480.0)},
-            models=torch.zeros(1, 650),
-            row_of={0: 0},
-            loss_bound=2.0,
-        ),
-    ),
-    "sums of features": lambda terms, ask: Ask(
-        digest(terms),
-        1,
-        FeatureSums(mechanism_of={0: Gaussian(1.0, 9.0, 1.0, 480.0)}, nets=torch.zeros(1, 650), num_classes=10),
-    ),
-}
-
-
-@pytest.mark.parametrize("what", HOSTILE)
-def test_what_is_not_planned_is_refused_and_costs_nothing(node, terms, what):
-    before = charges(node.state, terms)
-    request = HOSTILE[what](terms, lambda **changed: a_request(terms, **{"model": MODEL, **changed}))
-    assert asked(node, request) == Refused("not_planned")
-    assert charges(node.state, terms) == before
 
 
 def test_codes_are_all_that_others_learn(node, terms, place):
@@ -152,6 +79,71 @@ def test_releases_are_charged_once_sent_again_free_and_end_with_the_plan(fresh, 
     fresh.state.withdraw(digest(terms))
     assert asked(fresh, a_request(terms, MODEL)) == Refused("withdrawn")
     assert fresh.state.plans()[digest(terms)].epsilon > 1.9, "it stays reserved"
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """What is asked for -> what the page says that it gets, and how the ledger changes."""
+    section = PAGE.read_text().partition("## What a server can ask for\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    return {asks: (gets, ledger) for asks, gets, ledger in rows[2:]}
+
+
+def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
+    first = []
+
+    def train(model=MODEL, **changed):
+        return asked(fresh, a_request(terms, model, **changed))
+
+    def not_planned(questions: bool):
+        chosen = [what for what in HOSTILE if what.startswith(QUESTIONS) == questions]
+        replies = {what: asked(fresh, hostile(terms, what)) for what in chosen}
+        assert replies == dict.fromkeys(chosen, Refused("not_planned"))
+        return [*replies.values()]
+
+    def at_once():
+        replies = []
+        requests = [a_request(terms, MODEL), Ask(digest(terms), 1, selection(terms))]
+        threads = [threading.Thread(target=lambda one=one: replies.append(asked(fresh, one))) for one in requests]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first.extend(reply.value for reply in replies if not isinstance(reply.value, int))
+        return replies
+
+    def failing():
+        monkeypatch.setattr(fresh._studies[digest(terms)].clients.engine, "train", None)
+        replies = [train(MODEL + 2, round=3), asked(fresh, Hello(digest(terms)))]
+        (fresh.state.plan_folder(digest(terms)) / "error.log").unlink()
+        return replies
+
+    def of_no_study():
+        replies = [asked(fresh, Hello("0" * 64)), wire.decode(Reply, fresh.handle(b"GET / HTTP/1.1\r\n"))]
+        fresh.state.withdraw(digest(terms))
+        return [*replies, train()]
+
+    cases = {  # in the order in which one node is asked, with the lines that its ledger gets
+        "less noise": (lambda: not_planned(questions=False), 0),
+        "a question": (lambda: not_planned(questions=True), 0),
+        "several releases at once": (at_once, 2),
+        "the same release again": (lambda: [train()], 0),
+        "the same round from another model": (lambda: [train(MODEL + 1)], 1),
+        "something whose computation fails": (failing, 1),
+        "another round": (lambda: [train(round=4)], 0),
+        "anything with another hash": (of_no_study, 0),
+    }
+    left = table()
+    for asks, (ask, lines) in cases.items():
+        (line,) = [one for one in left if one.startswith(asks)]
+        (gets, ledger), before = left.pop(line), charges(fresh.state, terms)
+        replies = ask()
+        codes = {reply.code for reply in replies if isinstance(reply, Refused)}
+        assert codes == {*re.findall("`([a-z_]+)`", gets)}, line
+        assert codes or all(isinstance(reply, Released) for reply in replies), line
+        assert len(charges(fresh.state, terms)) == len(before) + lines, line
+        assert ledger.startswith("unchanged" if lines == 0 else "one line"), line
+        assert asks != "the same release again" or replies[0].value.equal(first[0])
+    assert not left, "the table has further lines"
 
 
 def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, terms, monkeypatch):
