@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
+    from dpfl_lightning.federated.transport.sites import Channel
     from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
+
+    Connect = Callable[[int, float], Sequence[Channel]]
 
 _LARGEST = " The run with the largest epsilon: "
 
@@ -32,6 +35,14 @@ _LARGEST = " The run with the largest epsilon: "
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `fit` with command-line arguments, and return its exit status."""
+    return run(argv)
+
+
+def run(argv: Sequence[str] | None = None, connect: Connect | None = None) -> int:
+    """Run `fit` with command-line arguments; `connect(count, wait)` returns channels to the nodes, instead of --nodes.
+
+    Raises UserError.
+    """
     options, flags = load(
         argv,
         _flags,
@@ -42,13 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
-    if flags.nodes or flags.plan:
-        require(bool(flags.nodes and flags.plan), "--nodes, --plan", "be given together", flags.plan or flags.nodes)
-        require(not flags.seeds, "--seeds", "be left out with --nodes", flags.seeds, "A plan is for one run.")
-        from dpfl_lightning.deployment.server import remote_loop
-
-        callbacks = _callbacks(options, "quiet" if flags.quiet else "full")
-        remote_loop(options, flags.plan, flags.nodes, callbacks, flags.node_wait).run(bool(flags.resume))
+    if flags.nodes or flags.plan or connect:
+        _fit_sites(options, flags, connect)
     elif flags.seeds:
         advice = "Give the same --output_dir instead."
         require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, advice)
@@ -71,6 +77,26 @@ def fit(
 
     callbacks = [*more, *_callbacks(options, detail)] if launched().rank == 0 else []
     return build_loop(options, callbacks).run(resume)
+
+
+def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | None) -> None:
+    """Train over the nodes of sites."""
+    if connect is None:
+        require(bool(flags.nodes and flags.plan), "--nodes, --plan", "be given together", flags.plan or flags.nodes)
+    else:
+        require(bool(flags.plan), "--plan", "be given: the file that the sites have accepted", flags.plan)
+        require(not flags.nodes, "--nodes", "be left out: Flower finds the nodes", flags.nodes)
+    require(not flags.seeds, "--seeds", "be left out with --plan", flags.seeds, "A plan is for one run.")
+    from dpfl_lightning.deployment.server import remote_loop
+    from dpfl_lightning.federated.transport.sites import SocketChannel
+
+    def channels(count: int) -> Sequence[Channel]:
+        if connect is None:
+            return [SocketChannel(path, flags.node_wait) for path in flags.nodes]
+        return connect(count, flags.node_wait)
+
+    callbacks = _callbacks(options, "quiet" if flags.quiet else "full")
+    remote_loop(options, flags.plan, channels, callbacks).run(bool(flags.resume))
 
 
 def _callbacks(options: Options, detail: Detail) -> list[Callback]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dpfl_lightning
@@ -19,7 +19,7 @@ from dpfl_lightning.federated.messages.exchange import Site, Terms
 from dpfl_lightning.federated.node.state import read_site, read_terms
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
-from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.federated.transport.sites import Channel, Sites
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.runtime.files import write_text
@@ -59,14 +59,18 @@ def export(loop: FederatedLoop, file: str) -> Terms:
 
 
 def remote_loop(
-    options: Options, plan: str, nodes: Sequence[str], more: Sequence[Strategy | Callback] = (), wait: float = 3600.0
+    options: Options,
+    plan: str,
+    connect: Callable[[int], Sequence[Channel]],
+    more: Sequence[Strategy | Callback] = (),
 ) -> FederatedLoop:
-    """Return the loop of a configuration over the sites that have accepted the file `plan`, with their nodes' sockets.
+    """Return the loop of a configuration over the sites that have accepted the file `plan`.
 
-    `wait` is the number of seconds after which a node counts as lost. Raises UserError if the run cannot be deployed,
-    or the configuration gives another plan.
+    `connect(count)` returns a channel to the node of each of the `count` clients. Raises UserError if the run cannot
+    be deployed, or the configuration gives another plan.
     """
-    return loop_over(options, Sites.at(read_terms(Path(plan)), nodes, wait), more)
+    terms = read_terms(Path(plan))
+    return loop_over(options, Sites(terms, tuple(connect(len(terms.plan.settings)))), more)
 
 
 def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback] = ()) -> FederatedLoop:

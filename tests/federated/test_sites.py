@@ -5,6 +5,7 @@ import math
 import shutil
 import threading
 
+import fake_flower
 import pytest
 import torch
 from conftest import FIXED_KEY
@@ -19,7 +20,8 @@ from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import read_terms
-from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.federated.transport import flower
+from dpfl_lightning.federated.transport.sites import Sites, SocketChannel
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting.mlflow import describe
 
@@ -82,7 +84,16 @@ def test_other_strategies_have_the_bits_of_the_simulation_too(tmp_path, strategy
     assert torch.equal(model, expected)
 
 
-def test_over_unix_sockets_and_after_a_restart_of_a_node(tmp_path):
+def over_flower(paths, monkeypatch):
+    """Channels over Flower, which `fake_flower` stands for: SuperNodes with our client app, and these sockets."""
+    monkeypatch.setattr(flower, "POLL", 0.01)
+    fake_flower.install(monkeypatch)
+    handlers = fake_flower.app("client_app").app.handlers
+    grid = fake_flower.FakeGrid({7 + place: str(path) for place, path in enumerate(paths)}, handlers)
+    return flower.connected(grid, len(paths), 60.0)
+
+
+def test_over_unix_sockets_or_flower_and_after_a_restart_of_a_node(tmp_path, monkeypatch):
     terms = planned(tmp_path)
     nodes = nodes_of(tmp_path, terms)
     reference = over(nodes, terms, configured(tmp_path / "reference"))
@@ -91,13 +102,14 @@ def test_over_unix_sockets_and_after_a_restart_of_a_node(tmp_path):
     for node in nodes:
         node.close()
     paths = [tmp_path / f"{client}.socket" for client in range(SITES)]
-    sites = Sites.at(terms, [str(path) for path in paths], wait=60.0)
+    sockets = tuple(SocketChannel(str(path), wait=60.0) for path in paths)
     again = [Node(node.state, open_study) for node in nodes]
     lines = [len(charges(node.state, terms)) for node in again]
     with listening(again[2], paths[2]), listening(again[1], paths[1]), listening(again[0], paths[0]):
-        loop = loop_over(configured(tmp_path / "again"), sites)
-        loop.run()
-    assert torch.equal(loop.state.models, expected), "nodes send what they have released"
+        for name, channels in {"sockets": sockets, "flower": over_flower(paths, monkeypatch)}.items():
+            loop = loop_over(configured(tmp_path / name), Sites(terms, channels))
+            loop.run()
+            assert torch.equal(loop.state.models, expected), "nodes send what they have released"
     assert [len(charges(node.state, terms)) for node in again] == lines, "and charge nothing"
     for node in again:
         node.close()
@@ -198,7 +210,7 @@ def test_the_server_must_run_the_plan_that_the_sites_have_accepted(tmp_path):
     with pytest.raises(UserError, match="different clients"):
         over([nodes[0], nodes[0], nodes[1]], terms, configured(tmp_path / "other"))
     with pytest.raises(LostClients, match="must answer"):
-        loop_over(configured(tmp_path / "other"), Sites.at(terms, [str(tmp_path / "none")] * 3, 1.0))
+        loop_over(configured(tmp_path / "other"), Sites(terms, (SocketChannel(str(tmp_path / "none"), 1.0),) * 3))
     assert not any(charges(node.state, terms) for node in nodes)
 
 

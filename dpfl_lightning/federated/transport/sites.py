@@ -91,15 +91,10 @@ class SocketChannel:
 
 @dataclasses.dataclass(frozen=True)
 class Sites:
-    """The plan that all sites have accepted, and a channel to the node of each."""
+    """The plan that all sites have accepted, and a channel to the node of each, in any order."""
 
     terms: Terms
     channels: tuple[Channel, ...]
-
-    @classmethod
-    def at(cls, terms: Terms, paths: Sequence[str], wait: float) -> Sites:
-        """Return the sites whose nodes listen at Unix sockets, in any order."""
-        return cls(terms, tuple(SocketChannel(path, wait) for path in paths))
 
 
 class RemoteClients(LocalClients):
@@ -122,8 +117,9 @@ class RemoteClients(LocalClients):
         require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
         self._node_of: dict[int, Channel] = {}
         self._welcomes: list[Welcome] = []
-        for number, channel in enumerate(sites.channels):
-            welcome = self._exchange(channel, wire.encode(Hello(self._hash)), f"number {number} of --nodes")
+        with ThreadPoolExecutor(count, "site") as pool:  # all at the same time
+            replies = list(pool.map(self._greet, sites.channels, range(count)))
+        for number, (channel, welcome) in enumerate(zip(sites.channels, replies, strict=True)):
             if not isinstance(welcome, Welcome):
                 means = REFUSALS.get(getattr(welcome, "code", ""), "it sent no welcome")
                 raise UserError(
@@ -231,6 +227,9 @@ class RemoteClients(LocalClients):
         if lost:  # after what the others have paid is on record
             raise lost[0]
         return values
+
+    def _greet(self, channel: Channel, number: int) -> Reply:
+        return self._exchange(channel, wire.encode(Hello(self._hash)), f"number {number} of --nodes")
 
     def _reply(self, client: int, request: Request) -> Reply | LostClients:
         content, schedule = wire.encode(request), self._terms.plan.schedule.clients[client]

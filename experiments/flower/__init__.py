@@ -1,0 +1,1 @@
+"""Federations over Flower on this machine: their speed, and what losses do. They need the extra `flower`."""
