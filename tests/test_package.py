@@ -29,7 +29,7 @@ def test_every_public_name_is_there():
 
 def test_the_commands_are_listed_with_the_version(capsys):
     files = {path.stem for path in Path(dpfl_lightning.__file__).parent.glob("*.py")}
-    assert set(COMMANDS) == files - {"__init__", "__main__", "build", "distilled", "errors"}
+    assert set(COMMANDS) == files - {"__init__", "__main__", "build", "distilled", "errors", "flower"}
     assert main([]) == 0
     text = capsys.readouterr().out
     assert dpfl_lightning.__version__ in text and max(map(len, text.splitlines())) <= 80
