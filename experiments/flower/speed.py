@@ -15,7 +15,7 @@ from experiments.flower.federation import ROOT, SITES, TEST_KEY, Federation, opt
 
 ROUNDS = 3
 CONFIG = (
-    f"--rounds {ROUNDS} --data.name fashion_mnist --model.name cnn --clients.count 3 --clients.batch_size 256 "
+    f"--rounds {ROUNDS} --data.name fashion_mnist --model.name cnn_small --clients.count 3 --clients.batch_size 256 "
     "--privacy.epsilon [1,2,4] --privacy.delta 1e-5 --strategies '{size_weighted: {}}' --engine.name fast"
 )
 
