@@ -18,9 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("sync", description, "RUN... [FLAGS]", examples)
     _flags(parser)
     options = parser.parse_args(argv)
+    from dpfl_lightning.privacy.ledger.ledger import read_ledger
     from dpfl_lightning.reporting.mlflow import sync
 
     for run in options.runs:
+        if (ledger := Path(run, "ledger.jsonl")).is_file():
+            read_ledger(ledger)  # a changed one must not replace the copy that MLflow keeps
         print(sync(Path(run), options.experiment, options.uri), flush=True)
     return 0
 

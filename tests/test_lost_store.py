@@ -17,6 +17,8 @@ from mlflow.tracking import MlflowClient
 from test_tracking import end_round, start
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.ledger.file import Header
+from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.reporting.curves import Curves, of_round
 from dpfl_lightning.reporting.mlflow import Tracking
 from dpfl_lightning.reporting.mlflow import run as tracked
@@ -28,13 +30,17 @@ ROUNDS = 30
 OTHERS = [(by, dead) for by in ("resume", "sync") for dead in (1, 30)]
 
 
+def begin_ledger(folder):
+    """As a run does, with a new random name."""
+    Ledger(folder / "ledger.jsonl", Header("rdp", "add_remove", "poisson", (1e-3,), (1.0,))).close()
+
+
 @pytest.fixture
 def folder(tmp_path):
     """The folder of a run with a ledger."""
     run = tmp_path / "run1"
     run.mkdir()
-    write_json(run / "ledger.head", {"run": "ab" * 16, "lines": 1, "chain": "0"})
-    (run / "ledger.jsonl").write_text("ledger")
+    begin_ledger(run)
     write_text(run / "options.yaml", "rounds: 30\ntracking: {experiment: lost}\nstrategies: {size_weighted: {}}\n")
     return run
 
@@ -102,6 +108,46 @@ def test_a_run_that_was_never_tracked_is_sent_whole(folder, new_store, tmp_path)
     assert run.data.metrics["test_accuracy"] == of_round(a_report(view, 3), view.facts).values["test_accuracy"]
     with pytest.raises(UserError, match=r"`tracking.uri` must be an MLflow server or store that answers"):
         sync(folder, uri="http://127.0.0.1:9")
+
+
+def test_another_run_in_the_same_place_keeps_its_curves(folder, new_store, tmp_path):
+    """A run was tracked and its folder removed; a new run in the same place was not tracked."""
+    uri, view = new_store(tmp_path / "store"), a_view(folder)
+    start(first := Tracking("lost", uri=uri), view)
+    end_round(first, view, a_report(view, 1))
+    for file in folder.glob("ledger.*"):
+        file.unlink()
+    begin_ledger(folder)
+    Curves().on_fit_start(view)
+    for round in (1, 2):
+        Curves().on_round_end(view, a_report(view, round))
+    assert "sent 2 rounds" in sync(folder, uri=uri)
+    histories = [MlflowClient(uri).get_metric_history(run.info.run_id, "train_participants") for run in runs_of(uri)]
+    assert sorted([point.step for point in history] for history in histories) == [[1], [1, 2]]
+
+
+def test_a_run_that_is_tracked_from_its_resume_on_has_all_rounds(folder, new_store, tmp_path):
+    uri, view = new_store(tmp_path / "store"), a_view(folder)
+    Curves().on_fit_start(view)
+    for round in (1, 2):
+        Curves().on_round_end(view, a_report(view, round))
+    resumed = dataclasses.replace(a_view(folder, first_round=3), round=3)
+    start(tracking := Tracking("lost", uri=uri), resumed)
+    end_round(tracking, resumed, a_report(resumed, 3))
+    assert steps(uri) == [1, 2, 3]
+
+
+def test_a_changed_ledger_and_what_is_no_run_are_not_sent(folder, tmp_path, capsys):
+    ledger = folder / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace("rdp", "pld"))
+    (tmp_path / "seeds" / "seed_0").mkdir(parents=True)
+    for run, words in (
+        (folder, "A changed ledger proves nothing"),
+        (tmp_path / "seeds", "`RUN` must be the folder of"),
+    ):
+        assert sync_command([str(run), "--uri", f"sqlite:///{tmp_path}/new.db"]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "new.db").exists()
 
 
 def test_after_two_time_outs_the_store_is_left_alone_until_the_end(folder, new_store, tmp_path, monkeypatch):

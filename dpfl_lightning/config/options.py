@@ -230,8 +230,8 @@ class NetworkOptions(_Section):
         latency_seconds: time for one exchange with a client, independent of its size, >= 0.
         dropout: probability that a client's update of a round is lost, in [0, 1]. The client is charged all the same,
             and its release may have been seen.
-        min_participants: fewest updates with which a round changes a model, >= 1. If fewer clients can pay, none is
-            charged.
+        min_participants: fewest updates with which a round changes models, of all models together and before strategies
+            leave some out, >= 1 and at most the number of clients. If fewer clients can pay, none is charged.
     """
 
     down_megabits_per_second: PerClientFloat | None = None

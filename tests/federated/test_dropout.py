@@ -7,6 +7,7 @@ from conftest import blobs
 
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.traffic import Network
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -51,10 +52,19 @@ def test_with_too_few_updates_models_stay_and_budgets_are_spent(lost, make_loop)
 
 
 def test_too_few_clients_are_not_charged(make_loop):
-    loop = make_loop(blobs(), parts=[Uniform()], rounds=1, network=NetworkOptions(min_participants=5))
-    with pytest.warns(UserNotice, match="4 clients could take part, fewer than the 5"):
+    class Pair(Strategy):
+        def plan_round(self, plan, view):
+            return plan.only(lambda client: client < 2)
+
+    loop = make_loop(blobs(), parts=[Uniform(), Pair()], rounds=1, network=NetworkOptions(min_participants=3))
+    with pytest.warns(UserNotice, match="2 clients could take part, fewer than the 3"):
         loop.run()
     assert [loop.clients.account(client).releases for client in range(4)] == [0, 0, 0, 0]
+
+
+def test_more_participants_than_clients_are_refused(make_loop):
+    with pytest.raises(UserError, match=r"`network.min_participants` must be at most the 4 clients of the run, got 5"):
+        make_loop(blobs(), parts=[Uniform()], network=NetworkOptions(min_participants=5))
 
 
 def test_losses_follow_from_seed_and_round_at_the_stated_rate():

@@ -15,6 +15,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.optimizers import SGD
 from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 from dpfl_lightning.strategies.aggregation.fedyogi import FedYogi
 from dpfl_lightning.strategies.aggregation.geometric_median import GeometricMedian
@@ -145,6 +146,14 @@ def test_one_of_five_clients_cannot_carry_the_model_away(strategy, size):
     assert found.dtype == deltas.dtype and found.abs().max() < 4
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e6, 1e30])
+def test_many_clients_with_little_weight_cannot_carry_the_geometric_median_away(spread):
+    deltas = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))
+    deltas[2:] = 1e6 + spread * deltas[2:]
+    found = GeometricMedian().combine(of(deltas), torch.tensor([[0.45, 0.45, 0.04, 0.03, 0.03]]), None)
+    assert found.abs().max() < 4
+
+
 def test_the_geometric_median_has_the_smallest_sum_of_distances():
     deltas = torch.randn(7, 4, generator=torch.Generator().manual_seed(5)).double()
     weights = torch.tensor([0.3, 0.1, 0.1, 0.2, 0.1, 0.2, 0.0]).double()
@@ -206,9 +215,20 @@ def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
     deltas[1] *= 0.5  # announces more noise than it has
     deltas[2] += 1.0
     updates = dataclasses.replace(of(deltas), noise_std=tuple(std.tolist()))
-    floor = NoiseFloor()
-    assert floor.weigh(updates, None).tolist() == [1, 0, 1, 1, 1]
+    floor, view = NoiseFloor(), SimpleNamespace(module=SimpleNamespace(personal=()))
+    assert floor.weigh(updates, view).tolist() == [1, 0, 1, 1, 1]
     assert floor.metrics(None) == {"below_noise_floor": 1.0}
+
+
+def test_no_client_raises_the_noise_floor_of_others_by_personal_parameters():
+    """Honest updates are zero there; one that is not would make all others seem too short for their noise."""
+    deltas = torch.randn(4, 2000, generator=torch.Generator().manual_seed(10))
+    mask = torch.arange(2000) >= 1000
+    deltas[:, mask] = 0.0
+    deltas[0] = mask * 9.0
+    view = SimpleNamespace(module=SimpleNamespace(personal=("input.scale",), personal_mask=mask))
+    updates = dataclasses.replace(of(deltas), noise_std=(1.0,) * 4)
+    assert NoiseFloor().weigh(updates, view).tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("laplace", [False, True])
@@ -223,6 +243,14 @@ def test_the_noise_floor_holds_for_both_kinds_of_noise(laplace):
 def test_a_noise_floor_is_refused_beside_a_pull(name, make_loop):
     with pytest.raises(UserError, match="makes updates shorter than their noise"):
         make_loop(parts=strategies.build({"size_weighted": None, name: None, "noise_floor": None}))
+
+
+def test_a_noise_floor_is_refused_beside_weight_decay(make_loop):
+    """After many steps it would leave out all honest clients: the noise of early steps has shrunk."""
+    loop = make_loop(parts=strategies.build({"size_weighted": None, "noise_floor": None}))
+    loop.optimizer = SGD(weight_decay=0.01)
+    with pytest.raises(UserError, match=r"`clients.optimizer.weight_decay` must be 0 with noise_floor, got 0.01"):
+        loop.plan_schedule()
 
 
 DIST2 = np.array([5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17])

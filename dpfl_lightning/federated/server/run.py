@@ -74,6 +74,8 @@ class Run:
     ) -> None:
         require(rounds >= 1, "rounds", "be >= 1", rounds)
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
+        fewest, most = network.min_participants, len(settings)
+        require(fewest <= most, "network.min_participants", f"be at most the {most} clients of the run", fewest)
         self.clients, self.facts, self.settings, self.privacy = clients, facts, settings, privacy
         self.strategies, self.callbacks = list(strategies), list(callbacks)
         self._clip_norm = tuple(client.clip_norm for client in settings)

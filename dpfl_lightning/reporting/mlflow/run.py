@@ -66,9 +66,10 @@ class Tracking(Callback):
         self._started = True
         with reported(self.store.uri):
             self.store.end_abandoned()
-            earlier = self._earlier_run(view) if self._resumed else None
+            resumed = self._resumed or view.run.first_round > 1  # the rounds before may not have been tracked
+            earlier = self._earlier_run(view) if resumed else None
             self._run_id = earlier or self._begun_run(view)
-            if self._resumed:
+            if resumed:
                 points = curve_points(self._rounds(view), self._per_client, view.run.exact_times)
                 self._known = self.store.steps(self._run_id, {one.key for one in points})
                 self._pending = [one for one in points if (one.key, one.step) not in self._known]
@@ -143,10 +144,10 @@ class Tracking(Callback):
         return run_id
 
     def _earlier_run(self, view: View) -> str | None:
-        """Find the MLflow run with the same id, or with the same output folder if the run was killed at once."""
+        """Find the MLflow run with the same id, or that of the same folder if the run was killed at once."""
         if self._run_id and self.store.status(self._run_id):
             return self._run_id
-        return self.store.latest("output_dir", str(view.run.output_dir.resolve()))
+        return self.store.run_of(view.run.output_dir)
 
     def _send_pending(self) -> None:
         scores = {one.key for one in self._pending if one.key.startswith("test_") or one.key in _SHOWN}

@@ -130,6 +130,14 @@ class Store:
             self.client.update_run(run_id, status="RUNNING")
         return exists
 
+    def run_of(self, folder: Path) -> str | None:
+        """Return the latest run of a folder: that of its ledger, or of its place if it has no ledger.
+
+        Another run that once was in the same place is not meant.
+        """
+        name = ledger_run(folder)
+        return self.latest("ledger_run", name) if name else self.latest("output_dir", str(folder.resolve()))
+
     def latest(self, tag: str, value: str) -> str | None:
         mark = '"' if "'" in value else "'"
         same = f"tags.{tag} = {mark}{value}{mark}"

@@ -17,6 +17,8 @@ def sync(folder: Path, experiment: str | None = None, uri: str | None = None) ->
     The run of the folder is completed; without one, it is created. `experiment` and `uri` are by default those of the
     run's options. Raises UserError if the run is still going on, or if the store does not answer.
     """
+    advice = "For several seeds, name the folder of each, such as RUN/seed_0."
+    require((folder / "options.yaml").is_file(), "RUN", "be the folder of a run", str(folder), advice)
     run = run_files.read_run(folder)
     require(
         not is_locked(folder / "ledger.jsonl"), "RUN", "be a run that has ended", str(folder), "It sends its curves."
@@ -24,11 +26,10 @@ def sync(folder: Path, experiment: str | None = None, uri: str | None = None) ->
     tracking = run.options.get("tracking")
     section = tracking if isinstance(tracking, dict) else {}
     store = Store(experiment or section.get("experiment") or "dpfl_lightning", uri or section.get("uri"))
-    place, name = str(folder.resolve()), ledger_run(folder)
     with reported(store.uri):
-        run_id = (store.latest("ledger_run", name) if name else None) or store.latest("output_dir", place)
+        run_id = store.run_of(folder)
         if run_id is None:
-            tags = {"output_dir": place, "ledger_run": name, **describe.program()}
+            tags = {"output_dir": str(folder.resolve()), "ledger_run": ledger_run(folder), **describe.program()}
             params = describe.params(run.options, {}) if run.options else {}
             run_id = store.begin(section.get("run_name") or folder.resolve().name, tags, params, run.options)
         points = curve_points(run.rounds, bool(section.get("per_client")))

@@ -36,11 +36,12 @@ def _weiszfeld(gram: Tensor, weights: Tensor) -> Tensor:
     """Return the coefficients `[C]` of sum 1 of the geometric median, from the Gram matrix of the vectors, `[C, C]`."""
     size, objective = gram.diagonal(), math.inf
     pairwise = torch.from_numpy(squared_distances(gram.numpy())).sqrt()
-    distance = pairwise.quantile(0.5, dim=1)  # to begin with, so that huge updates count for nothing
+    distance = _weighted_median(pairwise, weights)  # to begin with, so that huge updates count for nothing
     share = weights
     for _ in range(_ITERATIONS):
-        if not (scale := float(distance.quantile(0.5))) > 0:  # half of the updates are the centre
-            return (distance == 0).double() / (distance == 0).sum()
+        if not (scale := float(_weighted_median(distance, weights))) > 0:  # half of the weight is at the centre
+            share = weights * (distance == 0)
+            return share / share.sum()
         share = weights / distance.clamp_min(_SMOOTHING * scale)
         share /= share.sum()
         distance = (size - 2 * gram @ share + share @ gram @ share).clamp_min(0).sqrt()
@@ -48,3 +49,10 @@ def _weiszfeld(gram: Tensor, weights: Tensor) -> Tensor:
         if before - objective < _DECREASE * objective:
             break
     return share
+
+
+def _weighted_median(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the least of the values `[..., C]` up to which there is half of the weights `[C]`, of sum 1: `[...]`."""
+    ordered, order = values.sort(dim=-1)
+    at = (weights[order].cumsum(dim=-1) < 0.5 - 1e-12).sum(dim=-1, keepdim=True)
+    return ordered.gather(-1, at).squeeze(-1)

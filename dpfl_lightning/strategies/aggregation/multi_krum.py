@@ -16,8 +16,9 @@ class MultiKrum(Strategy):
     """Leaves out the `floor(share * C)` of the C updates of a model that lie farthest from their neighbours.
 
     The score of an update is the sum of squared distances to its `C - floor(share * C) - 2` nearest neighbours; the
-    updates with the highest scores get weight 0. The weights of the other strategies apply to the rest. Updates with
-    more privacy noise lie farther away, so clients with small budgets are left out first.
+    updates with the highest scores get weight 0. With fewer than one such neighbour, as among three clients, none is
+    left out. The weights of the other strategies apply to the rest. Updates with more privacy noise lie farther away,
+    so clients with small budgets are left out first.
 
     Args:
         share: share of the clients that is left out, in [0, 0.5).

@@ -34,8 +34,9 @@ class NoiseAware(EstimatedWeights):
     visibly, because their kinds of data differ, the weights trade noise against bias, where no signal counts for more
     than the median one. The sum goes as far along the common signal as the median client's update.
 
-    One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all. A
-    very short update has a small part, and a very long one that of a usual one. The bound holds before strategies that
+    One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
+    which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
+    very long one that of a usual one. A model's only client decides alone. The bound holds before strategies that
     multiply further factors, and not in rounds without a new estimate, in which the server sees no single update.
 
     Args:

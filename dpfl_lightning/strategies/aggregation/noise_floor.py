@@ -9,6 +9,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.update_geometry import double_columns
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
@@ -19,7 +20,8 @@ _KURTOSIS = 6.0  # fourth moment / squared variance of Laplace noise; that of Ga
 class NoiseFloor(Strategy):
     """Leaves out of a round each client whose update is shorter than its planned noise can be.
 
-    The noise in an update has a known standard deviation sigma in each of P parameters. A squared length below
+    The noise in an update has a known standard deviation sigma in each of the P parameters that are not personal. A
+    squared length of these below
 
         P sigma^2 (1 - sqrt(2 * 6 * log(1 / false_alarm) / P))
 
@@ -29,7 +31,8 @@ class NoiseFloor(Strategy):
     from being short; an update as long as its noise passes.
 
     Local steps react to the noise of earlier steps: large learning rates shorten updates somewhat, which the bound
-    ignores. Strategies that pull local steps to a model (`fedprox`, `mr_mtl`) shorten them further and are refused.
+    ignores. Weight decay, and strategies that pull local steps to a model (`fedprox`, `mr_mtl`), shorten them further
+    and are refused.
 
     Args:
         false_alarm: bound on the probability that noise alone is removed, for one update, in (0, 1).
@@ -52,11 +55,19 @@ class NoiseFloor(Strategy):
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
 
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        decay = getattr(view.optimizer, "weight_decay", 0.0)
+        advice = "It makes updates shorter than their noise, which noise_floor takes for false."
+        require(decay == 0, "clients.optimizer.weight_decay", "be 0 with noise_floor", decay, advice)
+        return schedule
+
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
-        squared, num_params = torch.zeros((), dtype=torch.float64), 0
-        for columns in double_columns(updates.released.flatten(1)):
+        deltas, squared = updates.released.flatten(1), torch.zeros((), dtype=torch.float64)
+        if view.module.personal:  # no noise is there, and what a false update has there shall not count
+            deltas = deltas[:, ~view.module.personal_mask]
+        for columns in double_columns(deltas):
             squared = squared + columns.square().sum(dim=1).cpu()
-            num_params += int(columns.any(dim=0).sum())
+        num_params = deltas.shape[1]
         noise = num_params * torch.tensor(updates.noise_std, dtype=torch.float64).square()
         kept = squared >= noise * lowest_share(num_params, self._false_alarm)
         self._removed = int((~kept).sum())

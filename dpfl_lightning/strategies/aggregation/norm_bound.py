@@ -10,8 +10,9 @@ from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
 class NormBound(RobustMean):
     """Shortens updates that are longer than a multiple of the median length of a model's updates, then takes the mean.
 
-    A single client cannot move the model by more than its weight times the bound. The weights of the other strategies
-    count. Privacy noise is shortened, too, so noisy clients count for less.
+    A single client cannot move the model by more than its weight times the bound. Long updates of half of a model's
+    clients, which may be one of two, raise the bound without a limit. The weights of the other strategies count.
+    Privacy noise is shortened, too, so noisy clients count for less.
 
     Args:
         factor: the bound / the median length, above 0.
