@@ -1,6 +1,7 @@
 """`dpfl evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, command, require, warn_user
 from dpfl_lightning.runtime.launcher import invocation
+
+_MOST_MODELS = 1 << 16  # of a run, which may have more models than clients
 
 
 @command
@@ -71,9 +74,10 @@ def evaluate_run(options: Options, run: Path) -> dict:
     result = run / "result.json"
     advice = f"Finish it with {invocation('fit')} --resume {run}."
     require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
-    rows = read_json(result).get("clients")
+    saved = read_json(result)
+    rows, at_sites = saved.get("clients"), bool(saved.get("at_sites"))
     found: list[Any] = [row.get("model") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    fits = len(found) > 0 and all(isinstance(one, int) and 0 <= one < len(found) for one in found)
+    fits = len(found) > 0 and all(isinstance(one, int) and 0 <= one < _MOST_MODELS for one in found)
     require(fits, str(result), "have the model of each client", rows, "Restore it.")
     model_of = tuple(found)
     single = (run / "model.pt").is_file()
@@ -86,6 +90,9 @@ def evaluate_run(options: Options, run: Path) -> dict:
         if options.data.class_path is None or "no such file" not in str(error).lower():
             raise
         raise UserError(f"{error} {advice}") from None
+    if at_sites:  # their held-out records are not here
+        none = [held_out[:0] for held_out in population.held_out_of]
+        population = dataclasses.replace(population, held_out_of=none)
     module = build_module(options, population)
     check_fits(module, population)
     models = []
@@ -104,12 +111,13 @@ def evaluate_run(options: Options, run: Path) -> dict:
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
     personal = None
     if module.personal:
-        readable = os.access(RunFolder(run).checkpoint, os.R_OK)
-        saved = RunFolder(run).load_checkpoint(module.device, ClientFolder(run).seal) if readable else None
-        if personal := saved is not None:
-            engine.load_state_dict({"personal": saved["clients"]["personal"], "counts": engine.counts})
+        readable = not at_sites and os.access(RunFolder(run).checkpoint, os.R_OK)
+        checkpoint = RunFolder(run).load_checkpoint(module.device, ClientFolder(run).seal) if readable else None
+        if personal := checkpoint is not None:
+            engine.load_state_dict({"personal": checkpoint["clients"]["personal"], "counts": engine.counts})
         else:
-            names, where = ", ".join(module.personal), "checkpoint.pt of the run, which only the clients may read"
+            kept = "the nodes of the sites" if at_sites else "checkpoint.pt of the run, which only the clients may read"
+            names, where = ", ".join(module.personal), kept
             warn_user(
                 f"these are not the scores of the run: the personal parameters ({names}) have their initial values, "
                 f"because those of the clients are in {where}"

@@ -12,7 +12,7 @@ from dpfl_lightning.build import FederatedLoop, build_loop, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data.sites import AbsentRecords, alike
 from dpfl_lightning.deployment.site import check_version
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
@@ -83,6 +83,8 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     loop = build_loop(options, more, remote_population(options, known), sites)
     loop.plan_schedule()
     check_deployable(loop)
+    if personal := ", ".join(loop.module.personal):
+        warn_user(f"personal parameters ({personal}) stay at the nodes: test scores are those of their initial values")
     return loop
 
 

@@ -15,6 +15,7 @@ from dpfl_lightning.build import build_loop
 from dpfl_lightning.deployment.server import export, loop_over, planning_loop, terms_of
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.wire import digest
@@ -74,6 +75,9 @@ def compared(folder, **more):
 def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(tmp_path):
     expected, model = compared(tmp_path, strategies={"ifca": {}})  # updates and questions
     assert torch.equal(model, expected)
+    scores = evaluate_run(configured(tmp_path), tmp_path / "real")
+    assert scores["test_accuracy"] is not None
+    assert not any(one["accuracy"] for one in scores["clients"]), "the server holds none of their records"
 
 
 @pytest.mark.slow

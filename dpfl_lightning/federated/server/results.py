@@ -127,6 +127,7 @@ class RunResult:
             update, accuracy in [0, 1], mean loss and metrics are those of its final model on its held-out records.
         task: what was learnt, such as "multiclass", and whether it was named or inferred.
         test_set: whether there is one; without it, test scores are the means over clients on their held-out records.
+        at_sites: whether records are at the nodes of sites, so that models have no scores on held-out records.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: what strategies and the run report of the last round.
@@ -154,6 +155,7 @@ class RunResult:
     test_set: bool = True
     task: str = ""
     simulated: bool = False
+    at_sites: bool = False
     accuracy_mean: float | None = None
     accuracy_std: float | None = None
     accuracy_worst: float | None = None

@@ -371,6 +371,7 @@ class Run:
             task=self.model.task_note,
             test_set=self.facts.test_set,
             simulated=self.clients.simulated,
+            at_sites=self.facts.at_sites,
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(self.strategies, "client_embedding", view) if finished else None,
