@@ -274,7 +274,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     text = "Unix sockets of the nodes of the sites that hold the records, one for each client; with --plan"
     parser.add_argument("--nodes", metavar="SOCKET", nargs="+", default=[], help=text)
     parser.add_argument("--plan", metavar="FILE", help="the plan that these sites have accepted")
-    text = "seconds after which a node that does not answer counts as lost (default 3600)"
+    text = "seconds after which a node is left out of the round (default 3600)"
     parser.add_argument("--node_wait", metavar="SECONDS", type=float, default=3600.0, help=text)
 
 

@@ -14,7 +14,7 @@ import torch
 from conftest import FIXED_KEY, blobs, parts_of, small_net
 
 from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Strategy
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import StackedEngine
@@ -120,6 +120,18 @@ class Losing(FastEngine):
             yield row, delta * float("nan") if plan.clients[row] % 2 else delta
 
 
+class Failing(FastEngine):
+    """Clients 1 and 3 fail, by an error that cannot be sent between ranks."""
+
+    def release(self, plan, row, *args):
+        class Odd(Exception):
+            pass
+
+        if plan.clients[row] % 2:
+            raise Odd
+        return super().release(plan, row, *args)
+
+
 class WithPersonalBias(ClientModule):
     personal = ("0.bias",)
 
@@ -150,6 +162,8 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
     "classes": lambda folder: make_loop(folder, GradientsOfClasses()),
     "lost": lambda folder: make_loop(folder, engine=Losing()),
     "lost, deltas": lambda folder: make_loop(folder, Median(), engine=Losing()),
+    "failing": lambda folder: make_loop(folder, engine=Failing()),
+    "failing, deltas": lambda folder: make_loop(folder, Median(), engine=Failing()),
     "broken records": lambda folder: make_loop(folder, population=with_broken_records()),
     "other net": lambda folder: make_loop(folder, module=ClientModule(small_net(seed=launched().rank))),
 }
@@ -168,18 +182,18 @@ def outcome(loop: FederatedLoop) -> dict:
 
 
 def broken_client(folder: Path) -> dict:
-    """What rank 0 hears of an exception in client 2, which another rank trains."""
+    """What rank 0 hears of an error of clients of another rank that the user has to correct."""
     release = SerialEngine.release
 
     def failing(self, plan, row, *args):
         if launched().rank == 1:
-            raise ZeroDivisionError(f"client {plan.clients[row]}")
+            raise UserError(f"client {plan.clients[row]}")
         return release(self, plan, row, *args)
 
     SerialEngine.release = failing
     try:
         make_loop(folder).run()
-    except ZeroDivisionError as error:
+    except UserError as error:
         return {"error": str(error), "notes": error.__notes__}
     raise AssertionError("nothing was raised")
 

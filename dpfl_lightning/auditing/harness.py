@@ -138,6 +138,8 @@ class Harness:
         plan = self._plan(names, mechanism, steps, learning_rate, together, job or LocalTraining(), round)
         count = len(names)
         updates = self.engine.train(plan, start.expand(count, -1), [self._attempt] * count)
+        for error in self.engine.failed.values():
+            raise error
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
         releases = start.new_full((count, *shape), torch.inf)
         if updates.deltas is not None:

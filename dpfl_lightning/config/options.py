@@ -222,7 +222,7 @@ class EngineOptions(_Section):
 
 @dataclass(frozen=True)
 class NetworkOptions(_Section):
-    """A simulated network: how long the messages of a run would take, and which updates are lost.
+    """A simulated network: how long the rounds of a run would take, and which updates are lost.
 
     Args:
         down_megabits_per_second: bandwidth from the server to a client, > 0; null takes no time.
@@ -230,6 +230,10 @@ class NetworkOptions(_Section):
         latency_seconds: time for one exchange with a client, independent of its size, >= 0.
         dropout: probability that a client's update of a round is lost, in [0, 1]. The client is charged all the same,
             and its release may have been seen.
+        compute_seconds: mean time in which a client trains in a round, >= 0. The time in each round is drawn from an
+            exponential distribution.
+        time_limit: seconds after which a client's update is lost in the same way, > 0; null waits. The time is that of
+            this section: messages and `compute_seconds`. For nodes of sites see `fit --node_wait`.
         min_participants: fewest updates with which a round changes models, of all models together and before strategies
             leave some out, >= 1 and at most the number of clients. If fewer clients can pay, none is charged.
     """
@@ -238,6 +242,8 @@ class NetworkOptions(_Section):
     up_megabits_per_second: PerClientFloat | None = None
     latency_seconds: PerClientFloat = 0.0
     dropout: PerClientFloat = 0.0
+    compute_seconds: PerClientFloat = 0.0
+    time_limit: PerClientFloat | None = None
     min_participants: AtLeastOne = 1
 
 

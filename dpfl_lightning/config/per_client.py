@@ -48,6 +48,7 @@ _BOUNDS = {
     "clip_norm": _POSITIVE_FINITE,
     "noise_multiplier": _NOT_NEGATIVE,
     "latency_seconds": _NOT_NEGATIVE,
+    "compute_seconds": _NOT_NEGATIVE,
     "dropout": Bound("be in [0, 1]", lambda value: 0 <= value <= 1),
 }
 

@@ -19,7 +19,6 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.fast import FastEngine
-from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server import aggregate
@@ -336,20 +335,6 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):
     for loop in (one, two, three):
         loop.run()
     assert torch.equal(one.state.models, two.state.models) and torch.equal(one.state.models, three.state.models)
-
-
-def test_an_error_in_a_worker_reaches_the_user(make_loop):
-    loop = make_loop(engine=FastEngine(2))
-    release = SerialEngine.release
-
-    def failing(self, plan, row, *args):
-        if plan.clients[row] == 2:
-            raise ZeroDivisionError("client 2")
-        return release(self, plan, row, *args)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError, match="client 2"):
-        patch.setattr(SerialEngine, "release", failing)
-        loop.run()
 
 
 def test_huge_noise_ruins_accuracy(make_loop):

@@ -1,14 +1,17 @@
-"""Updates that a simulated network loses: charged, in no sum, and a round with too few changes nothing."""
+"""Updates that a simulated network loses or delays: charged, in no sum, and a round with too few changes nothing."""
+
+import math
 
 import pytest
 import torch
 from attack_tools import Releases
-from conftest import blobs
+from conftest import blobs, break_off
 
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.traffic import Network
+from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
@@ -69,13 +72,50 @@ def test_more_participants_than_clients_are_refused(make_loop):
 
 def test_losses_follow_from_seed_and_round_at_the_stated_rate():
     network = Network.of(NetworkOptions(dropout=0.3), 1000, seed=1)
-    lost = [network.lost(round, range(1000)) for round in (1, 2, 1)]
+    lost = [network.dropped(round, range(1000)) for round in (1, 2, 1)]
     assert lost[0] == lost[2] != lost[1]
     assert 250 < len(lost[0]) < 350
-    assert network.lost(1, [3, 4]) <= {3, 4}
+    assert network.dropped(1, [3, 4]) <= {3, 4}
 
 
-@pytest.mark.parametrize("dropout", [-0.1, 1.1])
-def test_a_probability_is_within_0_and_1(dropout, make_loop):
-    with pytest.raises(UserError, match=r"network.dropout"):
-        make_loop(blobs(), parts=[Uniform()], network=NetworkOptions(dropout=dropout))
+@pytest.mark.parametrize(
+    "name, value", [("dropout", -0.1), ("dropout", 1.1), ("compute_seconds", -1.0), ("time_limit", 0.0)]
+)
+def test_values_have_a_range(name, value, make_loop):
+    with pytest.raises(UserError, match=f"network.{name}"):
+        make_loop(blobs(), parts=[Uniform()], network=NetworkOptions(**{name: value}))
+
+
+def test_as_many_are_late_as_the_exponential_distribution_says():
+    """P(late) is exp(-(limit - latency) / mean)."""
+    options = NetworkOptions(compute_seconds=2.0, time_limit=3.0, latency_seconds=1.0)
+    network = Network.of(options, 1000, seed=1)
+    times = [network.training_times(round, dict.fromkeys(range(1000), 7), 7) for round in (1, 2, 1)]
+    late = [network.late(one) for one in times]
+    assert late[0] == late[2] != late[1] and min(times[0].values()) > 1.0
+    assert abs(len(late[0]) - 1000 * math.exp(-1)) < 60
+    some = network.training_times(1, {3: 7, 4: 7}, 7)
+    assert some == {client: times[0][client] for client in (3, 4)}, "whoever else takes part"
+
+
+def test_a_late_update_is_charged_counted_and_in_no_sum(make_loop):
+    """Two of the four clients are slow: as if their updates were dropped, and the server waits until the limit."""
+    slow = NetworkOptions(compute_seconds=[0.0, 1e9, 0.0, 1e9], time_limit=5.0, latency_seconds=0.5)
+    loop, expected = (make_loop(parts=[Uniform()], rounds=2, network=network) for network in (slow, HALF))
+    result, dropped = loop.run(), expected.run()
+    assert torch.equal(loop.state.models, expected.state.models)
+    assert [loop.clients.account(client).releases for client in range(4)] == [2, 2, 2, 2]
+    assert result.metrics["network_seconds"] == 2 * 5.0
+    rounds = [one.values for one in read(loop.output_dir / "metrics.jsonl")]
+    assert [(one["train_lost_updates"], one["train_late_updates"]) for one in rounds] == [(2.0, 2.0)] * 2
+    assert dropped.metrics["lost_updates"] == 2 and "late_updates" not in dropped.metrics
+
+
+def test_stragglers_of_a_resumed_run_are_those_of_the_unbroken_one(make_loop):
+    some = NetworkOptions(compute_seconds={"name": "uniform", "low": 1, "high": 3}, time_limit=2.0)
+    unbroken = make_loop(rounds=4, network=some)
+    assert unbroken.run().metrics["late_updates"] < 4
+    broken = break_off(make_loop(rounds=4, network=some), 3)
+    resumed = make_loop(rounds=4, network=some, output_dir=broken.output_dir)
+    resumed.run(resume=True)
+    assert torch.equal(resumed.state.models, unbroken.state.models)

@@ -158,7 +158,7 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
         for ranks_model in torch.load(together / f"trained_{rank}.pt", weights_only=True):
             torch.testing.assert_close(ranks_model, expected, rtol=0, atol=0, msg=f"rank {rank} has the trained model")
     assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]
-    assert ended[1][0] == 1, "an exception in a client ends all ranks"
+    assert ended[1][0] == 2, "such an error ends all ranks"
     assert len(read_ledger(together / "broken client" / "ledger.jsonl")) == 4, "it was charged before it began"
 
 

@@ -8,22 +8,25 @@ import threading
 import fake_flower
 import pytest
 import torch
-from conftest import FIXED_KEY
+from conftest import FIXED_KEY, PowerCut
 from sites import SITES, charges, configured, listening, nodes_of, over, planned, state_of, with_copy
 
 from dpfl_lightning.build import build_loop
 from dpfl_lightning.deployment.server import export, loop_over, planning_loop, terms_of
 from dpfl_lightning.deployment.site import accept, open_study
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import read_terms
+from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.transport import flower
 from dpfl_lightning.federated.transport.sites import Sites, SocketChannel
+from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.reporting.mlflow import describe
 
 FOUR = {
@@ -150,6 +153,118 @@ def test_a_node_that_dies_in_a_round_ends_the_run_which_resumes_with_the_same_bi
     assert torch.equal(loop.state.models, expected.state.models)
     for node in nodes:
         assert len(charges(node.state, terms)) == 2, "one release a round, although round 2 was asked for twice"
+        node.close()
+
+
+def broken_off(*args):
+    raise PowerCut
+
+
+def late_once(node, at, arrives=True, then=None):
+    """The channel of a node whose reply to request number `at` is late, or which never receives that request.
+
+    Later requests raise the error `then`, if there is one.
+    """
+    calls = []
+
+    def channel(content):
+        calls.append(1)
+        if then is not None and len(calls) > at:
+            raise then
+        if len(calls) != at or arrives:
+            reply = node.handle(content)
+        if len(calls) == at:
+            raise TimeoutError
+        return reply
+
+    return channel
+
+
+@pytest.mark.parametrize("arrives", [True, pytest.param(False, marks=pytest.mark.e2e)])
+def test_a_late_node_is_left_out_of_the_round(arrives, tmp_path):
+    terms = planned(tmp_path)
+    expected = build_loop(configured(tmp_path / "simulated", key=FIXED_KEY))
+    expected.traffic.lost = lambda plan, view: frozenset({1} if plan.round == 1 else ())
+    expected.run()
+    nodes = nodes_of(tmp_path, terms)
+    late = late_once(nodes[1], 2, arrives)  # after hello
+    loop = loop_over(configured(tmp_path / "real"), Sites(terms, (nodes[0].handle, late, nodes[2].handle)))
+    with pytest.warns(UserNotice, match="^round 1: .* must answer within --node_wait, got nothing from client 1"):
+        result = loop.run()
+    assert torch.equal(loop.state.models, expected.state.models)
+    counted = [one.values.get("train_lost_updates") for one in read(tmp_path / "real" / "metrics.jsonl")]
+    assert counted == [1.0, None]
+    assert [client["releases"] for client in result.clients] == [2, 1 + arrives, 2]
+    paid = [one for node in nodes for one in charges(node.state, terms)]
+    assert by_client(read_ledger(tmp_path / "real" / "ledger.jsonl")) == by_client(paid), "the mirror"
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("then", [TimeoutError(), ConnectionRefusedError()])
+def test_a_late_release_of_a_node_that_never_tells_counts_as_paid(then, tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms)
+    late = late_once(nodes[1], 3, arrives=False, then=then)  # in the last round
+    loop = loop_over(configured(tmp_path / "real"), Sites(terms, (nodes[0].handle, late, nodes[2].handle)))
+    with pytest.warns(UserNotice, match="client 1 does not answer: its release of round 2 counts as paid"):
+        result = loop.run()
+    assert result.finished and [client["releases"] for client in result.clients] == [2, 2, 2]
+    assert plan(["--ledger", str(tmp_path / "real")]) == 0
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.e2e
+def test_a_node_that_is_busy_for_long_is_asked_for_no_more(tmp_path):
+    terms = planned(tmp_path, rounds=3)
+    nodes = nodes_of(tmp_path, terms)
+    late = late_once(nodes[1], 2, then=TimeoutError())
+    loop = loop_over(configured(tmp_path / "real", rounds=3), Sites(terms, (nodes[0].handle, late, nodes[2].handle)))
+    with pytest.warns(UserNotice, match="its release of round 1 counts as paid"):
+        assert loop.run().finished
+    assert [len(charges(node.state, terms)) for node in nodes] == [3, 1, 3]
+    assert len(read_ledger(tmp_path / "real" / "ledger.jsonl")) == 7
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.e2e
+def test_a_node_that_was_late_stays_left_out_of_a_round_that_is_repeated(tmp_path, monkeypatch):
+    terms = planned(tmp_path)
+    expected = build_loop(configured(tmp_path / "simulated", key=FIXED_KEY))
+    expected.traffic.lost = lambda plan, view: frozenset({1} if plan.round == 1 else ())
+    expected.run()
+    nodes, options = nodes_of(tmp_path, terms), configured(tmp_path / "real")
+    loop = loop_over(options, Sites(terms, (nodes[0].handle, late_once(nodes[1], 2), nodes[2].handle)))
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(UserNotice, match="must answer within --node_wait"),
+        pytest.raises(PowerCut),
+    ):
+        patch.setattr(aggregate, "step", broken_off)
+        loop.run()
+    again = over(nodes, terms, options)
+    again.run(resume=True)
+    assert torch.equal(again.state.models, expected.state.models)
+    assert [len(charges(node.state, terms)) for node in nodes] == [2, 2, 2]
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.e2e
+def test_a_round_without_any_reply_in_time_ends_the_run_which_resumes(tmp_path):
+    terms = planned(tmp_path)
+    nodes, options = nodes_of(tmp_path, terms), configured(tmp_path / "real")
+    with (
+        pytest.warns(UserNotice, match="must answer within --node_wait"),
+        pytest.raises(UserError, match=r"`--nodes` must send releases, got none in round 1\. The run was saved"),
+    ):
+        loop_over(options, Sites(terms, tuple(late_once(node, 2) for node in nodes))).run()
+    assert over(nodes, terms, options).run(resume=True).finished
+    for node in nodes:
+        assert len(charges(node.state, terms)) == 2
         node.close()
 
 

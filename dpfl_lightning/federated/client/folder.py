@@ -2,6 +2,9 @@
 
 import hmac
 import secrets
+import traceback
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -19,17 +22,17 @@ _ABOUT_NOTES = (
 
 
 class ClientFolder:
-    """`ledger.jsonl`, `ledger.head`, `ledger.signatures` if clients sign, `private.json`, `checkpoint.key`, and
-    `data_key` until the end.
+    """`ledger.jsonl`, `ledger.head`, `ledger.signatures` if clients sign, `private.json`, `checkpoint.key`, `data_key`
+    until the end, and `errors.log` if clients failed.
 
-    **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, `data_key` would let its
-    reader try guesses of records, and `checkpoint.key` change a checkpoint unnoticed: they are for the clients alone,
-    have mode 0600, and are never exported.
+    **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, `errors.log` may hold
+    records, `data_key` would let its reader try guesses of records, and `checkpoint.key` change a checkpoint unnoticed:
+    they are for the clients alone, have mode 0600, and are never exported.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ledger_file = path / "ledger.jsonl"
+        self.ledger_file, self.errors_file = path / "ledger.jsonl", path / "errors.log"
         self.key_file, self._seal_key_file = path / "data_key", path / "checkpoint.key"
 
     def header(self) -> Header | None:
@@ -71,6 +74,13 @@ class ClientFolder:
         columns = ("client", *COUNTED)
         clients = [dict(zip(columns, (client, *row), strict=True)) for client, row in enumerate(counts.tolist())]
         write_json(self.path / "private.json", {"about": _ABOUT_NOTES, "clients": clients}, private=True)
+
+    def keep_errors(self, round: int, failed: Mapping[int, Exception]) -> None:
+        """Append the errors of the clients of a round to `errors.log`."""
+        self.errors_file.touch(mode=0o600)
+        with self.errors_file.open("a", encoding="utf-8") as file:
+            for client, error in sorted(failed.items(), key=itemgetter(0)):
+                file.write(f"round {round}, client {client}:\n{''.join(traceback.format_exception(error))}\n")
 
 
 def _new_key(file: Path) -> bytes:

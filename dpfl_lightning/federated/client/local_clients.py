@@ -1,7 +1,7 @@
 """The clients' side of a run in this process: accept a plan, charge it, then release."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,14 +175,36 @@ class LocalClients:
         if accepted is None or accepted[0] is not plan:
             raise RuntimeError("clients train by the last plan that they have accepted, and only once")
         with self._secret_draws("training", plan.round):
-            return self.engine.train(plan, models, accepted[1], raw_weights)
+            updates = self.engine.train(plan, models, accepted[1], raw_weights)
+        self._tell_failures(plan.round, plan.clients)
+        return updates
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         check_answerable(query)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
         with self._secret_draws(query.purpose, round):
-            return self.engine.ask(query.only(clients), round, numbers)
+            answers = self.engine.ask(query.only(clients), round, numbers)
+        self._tell_failures(round, clients)
+        return answers
+
+    def _tell_failures(self, round: int, clients: Sequence[int]) -> None:
+        """Warn of the clients that failed, whose errors are kept in the folder; raise the error if all of them did.
+
+        **Privacy** That a client failed, and the type of its error, may depend on its records: no guarantee covers it.
+        """
+        failed = self.engine.failed
+        if not failed:
+            return
+        if len(failed) == len(clients):
+            error = next(iter(failed.values()))
+            error.add_note(f"Every client of round {round} failed.")
+            raise error
+        self.folder.keep_errors(round, failed)
+        who = ", ".join(f"{self.population.name_of(one)} ({type(failed[one]).__name__})" for one in sorted(failed))
+        words = f"round {round}: clients failed, and are left out of it: {who}; they have paid"
+        warn_user(f"{words}. Tracebacks are in {self.folder.errors_file}")
+        failed.clear()  # tracebacks hold tensors
 
     def _secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]:
         """Seed what nets draw, such as dropout, as secretly as noise.

@@ -147,6 +147,6 @@ class Clients(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def end(self, finished: bool) -> None:
-        """Write the clients' private notes, and if the run is finished remove what is no longer needed."""
+        """Write the clients' private notes, and if the run is finished complete the ledger and remove keys."""
 
     def close(self) -> None: ...

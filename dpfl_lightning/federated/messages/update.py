@@ -88,7 +88,7 @@ class ClientUpdates:
             the optimiser makes it unknown.
         deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if they were only added up in `total`,
             because no strategy needs single ones.
-        lost: clients whose update was not finite, or did not arrive. They are in none of the other fields.
+        lost: clients whose update was not finite, or did not arrive (`absent`). They are in none of the other fields.
         model_of: row of the server's models that each client started from.
         route: which updates are added to which model, `[K, C]`, without weights; None until it is known.
     """
@@ -99,6 +99,7 @@ class ClientUpdates:
     deltas: Tensor | None = None
     total: WeightedSum | None = field(default=None, repr=False)
     lost: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
     model_of: tuple[int, ...] = ()
     mechanism_of: tuple[Mechanism, ...] = ()
     route: Tensor | None = None
@@ -150,7 +151,8 @@ class UpdateBuffer:
         self.plan = plan
         self.total = None if weights is None else WeightedSum(weights)
         self.deltas: Tensor | None = None
-        self._lost: list[int] = []
+        self._lost: list[int] = []  # rows
+        self._absent: list[int] = []
         self._finite: dict[int, Tensor] = {}
 
     def take(self, row: int, delta: Tensor) -> None:
@@ -166,10 +168,16 @@ class UpdateBuffer:
                 self.deltas = delta.new_empty(len(self.plan.clients), *delta.shape)
             self.deltas[row] = delta
 
+    def lose(self, row: int) -> None:
+        """Go on without the update of this row, which does not arrive."""
+        self._lost.append(row)
+        self._absent.append(row)
+
     def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
         """Add the updates of another process; its sum is for all models, or for those at rows `models`."""
         row_of = {client: row for row, client in enumerate(self.plan.clients)}
         self._lost += [row_of[client] for client in part.lost]
+        self._absent += [row_of[client] for client in part.absent]
         if part.total is not None and self.total is not None:
             self.total.merge(part.total, models)
         elif part.deltas is not None:
@@ -179,9 +187,10 @@ class UpdateBuffer:
     def updates(self) -> ClientUpdates:
         finite = torch.stack(list(self._finite.values())).tolist() if self._finite else []
         lost_rows = {*self._lost, *(row for row, found in zip(self._finite, finite, strict=True) if not found)}
-        lost = tuple(sorted(self.plan.clients[row] for row in lost_rows))
+        lost, absent = (tuple(sorted(self.plan.clients[row] for row in rows)) for rows in (lost_rows, self._absent))
         kept = self.plan.only(lambda client: client not in lost)
         deltas = self.deltas
         if deltas is not None and lost:
             deltas = deltas[[row for row in range(len(self.plan.clients)) if row not in lost_rows]]
-        return dataclasses.replace(ClientUpdates.announced(kept), deltas=deltas, total=self.total, lost=lost)
+        found = ClientUpdates.announced(kept)
+        return dataclasses.replace(found, deltas=deltas, total=self.total, lost=lost, absent=absent)

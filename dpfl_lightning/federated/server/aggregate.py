@@ -73,10 +73,10 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 def without_lost(
     plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts, dropped: frozenset[int]
 ) -> tuple[RoundPlan, Tensor | None]:
-    """The plan and the raw weights `[K, C]` without the lost clients; warns of those that are not `dropped`."""
+    """The plan and the raw weights `[K, C]` without the lost clients; warns of those whose updates are not finite."""
     if not updates.lost:
         return plan, raw_weights
-    if not_finite := [client for client in updates.lost if client not in dropped]:
+    if not_finite := [client for client in updates.lost if client not in dropped.union(updates.absent)]:
         names = ", ".join(map(facts.name_of, not_finite))
         warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]

@@ -92,13 +92,14 @@ class ServerLoop(Run):
         plan = _if_enough(self.clients.accept(plan))  # charged: a crash never under-reports
         if not plan.clients:
             return self._unmoved(state, plan)
-        dropped = self.traffic.lost(plan.round, plan.clients)  # by a simulated network
+        dropped = self._lost_before | self.traffic.lost(plan, view)
         raw_weights = aggregate.raw_weights_from_facts(self.strategies, plan, view)  # None: single updates must be seen
         if raw_weights is not None:
             raw_weights = raw_weights * torch.tensor([client not in dropped for client in plan.clients])
         updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights)).without(dropped)
+        self._write_lost(updates, dropped)
         arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts, dropped)
-        if not arrived.clients and len(dropped) < len(plan.clients):
+        if not arrived.clients and not dropped.union(updates.absent).issuperset(updates.lost):
             self._stop_before_waste(state, plan, "no update of this round is finite")
         plan = _if_enough(arrived, "sent an update that arrived", "models stay as they are")
         if not plan.clients:

@@ -22,6 +22,7 @@ from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
@@ -242,7 +243,7 @@ class Run:
                 part.load_state_dict(saved["callbacks"][name])
         self.clients.load_state_dict(saved["clients"])
         self.totals = RunTotals.of(saved)
-        self.snapshot = dict(saved)
+        self.snapshot, self._lost_before = dict(saved), frozenset(saved["lost"])
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(state.round + 1):
             none_left = ", and without privacy.reserve_rounds none is left for the last round"
             words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise"
@@ -253,7 +254,7 @@ class Run:
 
     def _remember(self, state: ServerState) -> None:
         """Write the complete round to disk, before any result of it is shown."""
-        self.state = state
+        self.state, self._lost_before = state, frozenset[int]()
         self.snapshot = {
             "models": state.models,
             "model_of": torch.from_numpy(np.array(state.model_of, dtype=np.int64)),
@@ -261,9 +262,20 @@ class Run:
             "callbacks": {name: part.state_dict() for name, part in self._named_parts()},
             "clients": self.clients.state_dict(),
             **self.totals.saved(),
+            "lost": [],
             "ended": None,
         }
         self.folder.save_checkpoint(self.snapshot, self._seal)
+
+    def _write_lost(self, updates: ClientUpdates, dropped: frozenset[int]) -> None:
+        """Write down who is lost in this round, before anything is computed from it: if it is repeated they stay lost.
+
+        `dropped` are known from the seed, or were written down before.
+        """
+        self.traffic.lost_updates = len(updates.lost)
+        if not dropped.issuperset(updates.absent):
+            self.snapshot["lost"] = sorted(self._lost_before.union(updates.absent))
+            self.folder.save_checkpoint(self.snapshot, self._seal)
 
     def _seal(self, digest: bytes) -> bytes:
         return self.clients.seal(self.output_dir, digest)
@@ -280,6 +292,7 @@ class Run:
             self.folder.save_checkpoint(self.snapshot, self._seal)
             if self.state.round not in self.evaluated:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
+        self.clients.end(finished)
         guarantees = self.clients.guarantees()
         final_models = self.final_models(self.state) if finished else None
         models = self.state.models if final_models is None else final_models.models
@@ -292,7 +305,6 @@ class Run:
             rows = {"ledger": result.ledger, "guarantees": statements, "clients": places}
             self.folder.save_json("guarantees.json", rows)
             self.folder.save_json("result.json", result.as_dict())
-        self.clients.end(finished)
         notify(self.watching, "on_fit_end", self.view(self.state), result)
         return result
 

@@ -1,8 +1,8 @@
-"""What a run sends, and how long a simulated network would take for it."""
+"""What a run sends, how long a simulated network would take for it, and what it loses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +21,16 @@ BYTES = 4  # of a number: float32
 class Network:
     """A simulated network: seconds per number `down` and `up`, and seconds of `latency` per exchange, each `[N]`.
 
-    An update is lost with probability `dropout` `[N]`; which ones follows from `seed` and the round.
+    An update is lost with probability `dropout` `[N]`, or if it is later than `time_limit` `[N]` seconds. A client
+    trains for `compute` `[N]` seconds on average. What happens in a round follows from `seed` and the round.
     """
 
     down: Sequence[float]
     up: Sequence[float]
     latency: Sequence[float]
     dropout: Sequence[float] = ()
+    compute: Sequence[float] = ()
+    time_limit: Sequence[float] = ()
     seed: int = 0
 
     @classmethod
@@ -45,23 +48,33 @@ class Network:
             return tuple(8 * BYTES / (1e6 * speed) for speed in column(name))
 
         speeds = seconds("down_megabits_per_second"), seconds("up_megabits_per_second")
-        return cls(*speeds, column("latency_seconds"), column("dropout"), seed)
+        limits = () if options.time_limit is None else column("time_limit")
+        return cls(*speeds, column("latency_seconds"), column("dropout"), column("compute_seconds"), limits, seed)
 
-    def lost(self, round: int, clients: Sequence[int]) -> frozenset[int]:
-        """Return those of the clients whose updates of this round are lost."""
+    def dropped(self, round: int, clients: Collection[int]) -> frozenset[int]:
+        """Return those of the clients that drop out of this round."""
         if not any(self.dropout):
             return frozenset()
         draws = np.random.default_rng([self.seed, round]).random(len(self.dropout))
         return frozenset(client for client in clients if draws[client] < self.dropout[client])
 
-    def seconds(self, down: Mapping[int, int], up: int = 0) -> float:
-        """Return the time until the slowest client has received `down[client]` numbers and sent `up`, all in parallel.
+    def training_times(self, round: int, down: Mapping[int, int], up: int) -> dict[int, float]:
+        """Return the time of each client for its exchange and its training in this round."""
+        draws = np.random.default_rng([self.seed, round, 1]).exponential(self.compute) if any(self.compute) else None
+        trained = {client: 0.0 if draws is None else float(draws[client]) for client in down}
+        return {client: time + trained[client] for client, time in self.times(down, up).items()}
 
-        >>> Network(down=(1.0, 2.0), up=(3.0, 1.0), latency=(0.5, 0.5)).seconds({0: 10, 1: 10}, up=2)
-        22.5
+    def late(self, times: Mapping[int, float]) -> frozenset[int]:
+        """Return the clients whose time is above their limit."""
+        return frozenset(client for client, time in times.items() if self.time_limit and time > self.time_limit[client])
+
+    def times(self, down: Mapping[int, int], up: int = 0) -> dict[int, float]:
+        """Return the time until each client has received `down[client]` numbers and sent `up`.
+
+        >>> Network(down=(1.0, 2.0), up=(3.0, 1.0), latency=(0.5, 0.5)).times({0: 10, 1: 10}, up=2)
+        {0: 16.5, 1: 22.5}
         """
-        each = (count * self.down[i] + up * self.up[i] + self.latency[i] for i, count in down.items())
-        return max(each, default=0.0)
+        return {i: count * self.down[i] + up * self.up[i] + self.latency[i] for i, count in down.items()}
 
 
 class Traffic:
@@ -74,10 +87,21 @@ class Traffic:
     def begin_round(self) -> None:
         self.asked, self._answered, self._seconds = 0, 0, 0.0  # of the round's queries: numbers sent and received, time
         self._have_all: set[int] = set()  # clients that received all of the server's models with a query
+        self._late: int | None = None
+        self.lost_updates = 0
 
-    def lost(self, round: int, clients: Sequence[int]) -> frozenset[int]:
-        """Return the clients whose updates of this round a simulated network loses."""
-        return frozenset() if self._network is None else self._network.lost(round, clients)
+    def lost(self, plan: RoundPlan, view: View) -> frozenset[int]:
+        """Return the clients whose updates of this round a simulated network loses, or receives too late."""
+        if self._network is None:
+            return frozenset()
+        times = self._network.training_times(plan.round, *self._sizes(plan, view))
+        dropped, late = self._network.dropped(plan.round, plan.clients), self._network.late(times)
+        if limits := self._network.time_limit:  # the server waits as long for a client that has dropped out
+            self._late = len(late - dropped)
+            times |= {client: limits[client] for client in dropped | late}
+        waited = (time for client, time in times.items() if limits or client not in dropped)
+        self._seconds += max(waited, default=0.0)
+        return dropped | late
 
     def ask(self, query: ChargedQuery, models: Tensor, answers: Answers) -> None:
         """Count the numbers of a query of the round and of its answers; `models` `[K, P]` are the server's."""
@@ -89,23 +113,32 @@ class Traffic:
         if any(value is models for value in sent):
             self._have_all.update(query.clients)
         if self._network is not None:
-            self._seconds += self._network.seconds(dict.fromkeys(query.clients, numbers), max(sizes, default=0))
+            times = self._network.times(dict.fromkeys(query.clients, numbers), max(sizes, default=0))
+            self._seconds += max(times.values(), default=0.0)
 
     def metrics(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return how many numbers were sent to clients (`floats_down`) and back (`floats_up`) since the first round.
 
         A client receives its start, unless a query has sent it already, and its anchor, and sends its release. A
-        network adds `network_seconds`, the sum over exchanges of the time of the slowest client, without computation.
-        `before` are the metrics of the round before.
+        network adds `network_seconds`, the sum over exchanges of the time of the slowest client. `before` are the
+        metrics of the round before. `lost_updates` and `late_updates` are numbers of the updates of this round that did
+        not take part; they are left out where nothing can be lost.
         """
+        down, release = self._sizes(plan, view)
+        up = self._answered + release * len(plan.clients)
+        sent = {"floats_down": self.asked + sum(down.values()), "floats_up": up}
+        values: dict[str, float] = {name: float(count) for name, count in sent.items()}
+        if self._network is not None:
+            values["network_seconds"] = self._seconds
+        since = {name: float(before.get(name, 0.0)) + value for name, value in values.items()}
+        lost = {"lost_updates": float(self.lost_updates)} if self.lost_updates or self._network is not None else {}
+        return since | lost | ({} if self._late is None else {"late_updates": float(self._late)})
+
+    def _sizes(self, plan: RoundPlan, view: View) -> tuple[dict[int, int], int]:
+        """Return how many numbers each client of the plan receives, and how many it sends."""
         model = view.module.num_params
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
         anchor = 0 if plan.anchors is None else model
         down = {client: anchor + (0 if client in self._have_all else model) for client in plan.clients}
-        up = self._answered + release * len(plan.clients)
-        sent = {"floats_down": self.asked + sum(down.values()), "floats_up": up}
-        values: dict[str, float] = {name: float(count) for name, count in sent.items()}
-        if self._network is not None:
-            values["network_seconds"] = self._seconds + self._network.seconds(down, release)
-        return {name: float(before.get(name, 0.0)) + value for name, value in values.items()}
+        return down, release

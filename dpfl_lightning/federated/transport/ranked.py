@@ -79,6 +79,7 @@ class RankedEngine:
         self.inner, self.ranks = inner, ranks
         self.name, self.description, self.workers = inner.name, inner.description, inner.workers
         self.batch_coupled = inner.batch_coupled
+        self.failed: dict[int, Exception] = {}
 
     @property
     def counts(self) -> Tensor:
@@ -121,8 +122,10 @@ class RankedEngine:
             numbers = [charge_numbers[row] for row in rows]
             parts.append((*_share(plan, models, rows), numbers, weights, personal) if rows else None)
         received = UpdateBuffer(plan, raw_weights)
-        for rank, (updates, theirs) in self._together("_train", parts):
+        self.failed.clear()
+        for rank, (updates, theirs, failed) in self._together("_train", parts):
             received.merge(updates, added_to[rank])
+            self.failed |= failed
             state["personal"].update(theirs["personal"])
             state["counts"] += theirs["counts"]
         self.inner.load_state_dict(state)
@@ -135,9 +138,11 @@ class RankedEngine:
             clients = tuple(query.clients[row] for row in rows)
             parts.append((query.only(clients), round, [charge_numbers[row] for row in rows]) if rows else None)
         answers: dict[int, object] = {}
-        for _, theirs in self._together("ask", parts):
+        self.failed.clear()
+        for _, (theirs, failed) in self._together("_ask", parts):
             answers |= theirs
-        return {client: answers[client] for client in query.clients}
+            self.failed |= failed
+        return {client: answers[client] for client in query.clients if client in answers}
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         chunk = forward_chunk(model.device)
@@ -202,11 +207,18 @@ class RankedEngine:
         charge_numbers: Sequence[int],
         raw_weights: Tensor | None,
         personal: dict[int, Tensor],
-    ) -> tuple[ClientUpdates, dict[str, Any]]:
-        """Train a share's clients; return updates, and personal parameters and counts of this round."""
+    ) -> tuple[ClientUpdates, dict[str, Any], dict[int, Exception]]:
+        """Train a share's clients; return updates, personal parameters and counts of this round, and errors."""
         self.inner.load_state_dict({"personal": personal, "counts": torch.zeros_like(self.inner.counts)})
         updates = self.inner.train(plan, models, charge_numbers, raw_weights)
-        return updates, self.inner.state_dict()
+        return updates, self.inner.state_dict(), self._errors()
+
+    def _ask(self, *part: Any) -> tuple[Answers, dict[int, Exception]]:
+        return self.inner.ask(*part), self._errors()
+
+    def _errors(self) -> dict[int, Exception]:
+        failed, here = self.inner.failed.items(), self.ranks.rank == 0
+        return {client: error if here else self.ranks.portable(error) for client, error in failed}
 
 
 class RankedClients(LocalClients):

@@ -107,7 +107,7 @@ class Ranks:
                 try:
                     answer = handle(command, content)
                 except Exception as error:
-                    answer = self._portable(error)
+                    answer = self.portable(error)
                 self.send(0, answer)
 
     def send(self, rank: int, message: object) -> None:
@@ -199,7 +199,7 @@ class Ranks:
             print(words, file=sys.stderr, flush=True)
         os._exit(status)
 
-    def _portable(self, error: Exception) -> Exception:
+    def portable(self, error: Exception) -> Exception:
         """The exception in a form that rank 0 can raise, with a note on where it was raised."""
         where = f"On rank {self.rank}:\n{''.join(traceback.format_exception(error))}"
         try:

@@ -46,8 +46,12 @@ from dpfl_lightning.privacy.ledger.ledger import Charge
 
 MOST = wire.Limits(1 << 24, 1 << 32)  # bytes of a reply; the header of an account has about 150 for each release
 
-#: sends the bytes of a request and returns those of the reply; raises OSError if there is none
+#: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
 Channel = Callable[[bytes], bytes]
+
+
+class LateClients(LostClients):
+    """A node does not answer in time."""
 
 
 class SocketChannel:
@@ -102,10 +106,11 @@ class RemoteClients(LocalClients):
 
     The ledger in the run's folder is a mirror of what the nodes say that they have paid for. A node that knows fewer
     releases than the mirror has an older copy of its folder, and ends the run. Held-out records of clients are not
-    scored. A node that refuses is left out of the round; one that does not answer ends the run, which can be resumed:
-    the other nodes then send their releases of that round again.
+    scored. A node that refuses, or whose reply is late, is left out of the round. A node that is gone ends the run,
+    which can be resumed: the other nodes then send their releases of that round again.
 
-    Raises UserError if not every client has one node with the plan, and LostClients if a node does not answer.
+    Raises UserError if not every client has one node with the plan, and LostClients if a node is gone, or if no node
+    sends a release.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class RemoteClients(LocalClients):
         require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
         self._node_of: dict[int, Channel] = {}
         self._welcomes: list[Welcome] = []
+        self._late: dict[int, tuple[int, str]] = {}  # client -> round and purpose of the reply that was late
         with ThreadPoolExecutor(count, "site") as pool:  # all at the same time
             replies = list(pool.map(self._greet, sites.channels, range(count)))
         for number, (channel, welcome) in enumerate(zip(sites.channels, replies, strict=True)):
@@ -169,16 +175,16 @@ class RemoteClients(LocalClients):
             rate, start = plan.learning_rate_of[row], models[plan.model_of[row]]
             return Train(self._hash, plan.round, plan.purpose, event, plan.job, rate, start, anchor, plan.pull)
 
-        for row, value in self._ask_all(plan.clients, request):
+        for row, value in self._ask_all(plan.clients, request, plan.round, plan.purpose):
             if value is None:
-                received.merge(ClientUpdates((), (), (), lost=(plan.clients[row],)))
+                received.lose(row)
             else:
                 received.take(row, self._checked(value, plan, models).to(self.device))
         return received.updates()
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         clients = tuple(one for one in query.clients if self._may_pay(one, round, query.purpose))
-        replies = self._ask_all(clients, lambda row: self._question(query, clients[row], round))
+        replies = self._ask_all(clients, lambda row: self._question(query, clients[row], round), round, query.purpose)
         return {clients[row]: value for row, value in replies if value is not None}
 
     def _question(self, query: ChargedQuery, client: int, round: int) -> Ask:
@@ -194,8 +200,17 @@ class RemoteClients(LocalClients):
         return False
 
     def end(self, finished: bool) -> None:
-        if finished:
-            self.folder.forget_data_key()
+        """Ask the nodes that were late what they have paid for; what one does not tell counts as paid."""
+        if not finished:
+            return
+        self._ask_late(tuple(self._late))
+        for client, (round, purpose) in self._late.items():
+            planned, name = self.budgets.schedule.planned(client, purpose), self.population.name_of(client)
+            if self.ledger.used(client, purpose) < planned.count:
+                warn_user(f"the node of client {name} does not answer: its release of round {round} counts as paid")
+                number = len(self.ledger.charges(client, round))
+                self.budgets.record([Charge(client, round, purpose, planned.event, number)])
+        self.folder.forget_data_key()
 
     def close(self) -> None:
         super().close()
@@ -207,13 +222,15 @@ class RemoteClients(LocalClients):
         planned = self.budgets.schedule.planned(client, purpose)
         return self.ledger.used(client, purpose) < planned.count or bool(self.ledger.charges(client, round))
 
-    def _ask_all(self, clients: Sequence[int], request: Callable[[int], Request]) -> list[tuple[int, Any]]:
-        """Ask the nodes at the same time; return rows and released values, None of a node that refuses."""
-        with ThreadPoolExecutor(max(1, len(clients)), "site") as pool:
-            replies = list(pool.map(lambda row: self._reply(clients[row], request(row)), range(len(clients))))
-        lost = [reply for reply in replies if isinstance(reply, LostClients)]
-        values: list[tuple[int, Any]] = []
-        for row, reply in enumerate(replies):
+    def _ask_all(
+        self, clients: Sequence[int], request: Callable[[int], Request], round: int, purpose: str
+    ) -> list[tuple[int, Any]]:
+        """Ask the nodes at the same time; return rows and released values, None of a node that refuses or is late."""
+        lost = self._ask_late(tuple(client for client in clients if client in self._late))
+        asked = [row for row, client in enumerate(clients) if client not in self._late]
+        replies = self._replies([clients[row] for row in asked], [request(row) for row in asked])
+        values: list[tuple[int, Any]] = [(row, None) for row, client in enumerate(clients) if client in self._late]
+        for row, reply in zip(asked, replies, strict=True):
             if isinstance(reply, Released):
                 self._record(clients[row], reply.paid)
                 values.append((row, reply.value))
@@ -222,14 +239,38 @@ class RemoteClients(LocalClients):
                 means = REFUSALS.get(reply.code, "the site states no known reason")
                 warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
                 values.append((row, None))
-            elif not isinstance(reply, LostClients):
-                lost.append(LostClients("`--nodes` must send releases, got another message."))
+            elif isinstance(reply, LateClients):
+                warn_user(f"round {round}: {reply} It is left out of this round.")
+                self._late[clients[row]] = (round, purpose)
+                values.append((row, None))
+            else:
+                another = LostClients("`--nodes` must send releases, got another message.")
+                lost.append(reply if isinstance(reply, LostClients) else another)
         if lost:  # after what the others have paid is on record
             raise lost[0]
+        if clients and all(value is None for _, value in values):
+            raise LostClients(f"`--nodes` must send releases, got none in round {round}.")
         return values
 
     def _greet(self, channel: Channel, number: int) -> Reply:
         return self._exchange(channel, wire.encode(Hello(self._hash)), f"number {number} of --nodes")
+
+    def _ask_late(self, clients: Sequence[int]) -> list[LostClients]:
+        """Write down what nodes that were late have paid for since then, so that they are asked again.
+
+        A node that is still busy stays late. Returns the errors of those that are gone.
+        """
+        replies = self._replies(clients, [Hello(self._hash)] * len(clients))
+        for client, reply in zip(clients, replies, strict=True):
+            if isinstance(reply, Welcome):
+                self._record(client, reply.paid)
+                del self._late[client]
+        return [one for one in replies if isinstance(one, LostClients) and not isinstance(one, LateClients)]
+
+    def _replies(self, clients: Sequence[int], requests: Sequence[Request]) -> list[Reply | LostClients]:
+        """Ask the nodes at the same time."""
+        with ThreadPoolExecutor(max(1, len(clients)), "site") as pool:
+            return list(pool.map(self._reply, clients, requests))
 
     def _reply(self, client: int, request: Request) -> Reply | LostClients:
         content, schedule = wire.encode(request), self._terms.plan.schedule.clients[client]
@@ -246,6 +287,8 @@ class RemoteClients(LocalClients):
     def _exchange(self, channel: Channel, request: bytes, whose: str) -> Reply:
         try:
             reply: Reply = wire.decode(Reply, channel(request), MOST)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
         except (OSError, wire.WireError) as error:
             reason = str(error) or type(error).__name__
             raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None

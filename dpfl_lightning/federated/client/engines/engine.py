@@ -24,9 +24,13 @@ COUNTED = ("gradients", "clipped", "not_finite")
 class Engine(Protocol):
     """Runs the clients' work. Everything it returns is noised; the caller has charged it beforehand.
 
+    A client whose work raises an error releases nothing: its update is lost, or its answer is missing. A UserError,
+    which the user has to correct, is raised.
+
     Attributes:
         workers, clipped_sum: clients that are trained at once, and how their gradients are summed; after `setup`.
         counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
+        failed: the error of each client that failed in the last `train` or `ask`; private.
         batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.
     """
 
@@ -35,6 +39,7 @@ class Engine(Protocol):
     workers: int | None
     clipped_sum: ClippedSum
     batch_coupled: bool
+    failed: dict[int, Exception]
 
     @property
     def counts(self) -> Tensor: ...

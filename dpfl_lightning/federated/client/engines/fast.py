@@ -76,7 +76,9 @@ class FastEngine(SerialEngine):
         self.description = reason.removeprefix("fast: ")
         return quicker_without_clipping(clipped_sum, self.module, *self.population.empty_batch)
 
-    def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(
+        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor | None]]:
         groups = sorted(one_batch.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
         done = self._side_by_side(
             lambda seat, number: one_batch.releases(seat, plan, groups[number], models, charge_numbers),
@@ -86,11 +88,15 @@ class FastEngine(SerialEngine):
             yield from zip(groups[number], released, strict=True)
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
+        self.failed.clear()
         done = self._side_by_side(
-            lambda seat, row: seat.answer(query, query.clients[row], round, charge_numbers[row]),
+            lambda seat, row: seat.attempt(
+                query.clients[row], seat.answer, query, query.clients[row], round, charge_numbers[row]
+            ),
             range(len(charge_numbers)),
         )
-        return {query.clients[row]: answer for row, answer in sorted(done, key=itemgetter(0))}
+        answers = {query.clients[row]: answer for row, answer in sorted(done, key=itemgetter(0))}
+        return {client: answer for client, answer in answers.items() if client not in self.failed}
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         chunk = forward_chunk(model.device)

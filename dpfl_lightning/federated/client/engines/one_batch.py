@@ -1,5 +1,6 @@
 """Trains clients that take one step from the same model as one batch, which saves the fixed cost of a pass."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -37,13 +38,19 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     return list(alike.values())
 
 
-@torch.no_grad()  # in any thread
 def releases(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
-) -> list[Tensor]:
-    """The release of each client of one of the `groups`; `charge_numbers` `[C]` are those of the whole plan."""
+) -> Sequence[Tensor | None]:
+    """The release of each client of one of the `groups`; None if it fails. `charge_numbers` `[C]` are of the plan."""
     if len(rows) == 1:
-        return [engine.release(plan, row, models, charge_numbers[row]) for row in rows]
+        return list(engine.one_by_one(plan, rows, models, charge_numbers))
+    return engine.together(functools.partial(_of_a_batch, engine), plan, rows, models, charge_numbers)
+
+
+@torch.no_grad()  # in any thread
+def _of_a_batch(
+    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
+) -> list[Tensor]:
     tasks, starts, drawn = zip(
         *(engine.local_task(plan, row, models, charge_numbers[row]) for row in rows), strict=True
     )
@@ -59,14 +66,16 @@ def releases(
     with tensors_restored(engine.module.net):
         sums, norms = engine.clipped_sum(params, x, y, request)
     clients = [plan.clients[row] for row in rows]
-    engine.counts.index_add_(0, sent(torch.tensor(clients), y.device)[owner], count_outcomes(norms, clip_norm))
     parts = zip(tasks, starts, sums.split(num_rows), ys, clients, strict=True)
     if isinstance(job, ClassGradients):
-        return [
+        released = [
             task.class_gradients(job, clipped, start.dtype, labels, engine.labels(client))
             for task, start, clipped, labels, client in parts
         ]
-    return [_change(task, start, clipped) for task, start, clipped, _, _ in parts]
+    else:
+        released = [_change(task, start, clipped) for task, start, clipped, _, _ in parts]
+    engine.counts.index_add_(0, sent(torch.tensor(clients), y.device)[owner], count_outcomes(norms, clip_norm))
+    return released
 
 
 def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:

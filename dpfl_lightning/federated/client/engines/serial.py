@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
@@ -24,6 +25,8 @@ from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 from dpfl_lightning.runtime.devices import sent, use_exact_products
+
+T = TypeVar("T")
 
 
 class SerialEngine:
@@ -42,6 +45,7 @@ class SerialEngine:
             self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
+        self.failed: dict[int, Exception] = {}
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
     def choose_clipped_sum(self) -> ClippedSum:
@@ -50,19 +54,63 @@ class SerialEngine:
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
+        self.failed.clear()
         received = UpdateBuffer(plan, raw_weights)
         for row, release in self.releases(plan, models, charge_numbers):
-            received.take(row, release)
+            if release is None:
+                received.lose(row)
+            else:
+                received.take(row, release)
         return received.updates()
 
-    def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the release of each client with its row in the plan, in any order."""
-        for row, charge_number in enumerate(charge_numbers):
-            yield row, self.release(plan, row, models, charge_number)
+    def releases(
+        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield the release of each client with its row in the plan, in any order; None if the client fails."""
+        rows = range(len(charge_numbers))
+        yield from zip(rows, self.one_by_one(plan, rows, models, charge_numbers), strict=True)
+
+    def one_by_one(
+        self, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
+    ) -> Iterator[Tensor | None]:
+        """Yield the releases of these rows of the plan; None if the client fails."""
+        for row in rows:
+            yield self.attempt(plan.clients[row], self.release, plan, row, models, charge_numbers[row])
+
+    def together(
+        self,
+        work: Callable[[RoundPlan, Sequence[int], Tensor, Sequence[int]], list[Tensor]],
+        plan: RoundPlan,
+        rows: Sequence[int],
+        models: Tensor,
+        charge_numbers: Sequence[int],
+    ) -> Sequence[Tensor | None]:
+        """The releases of these rows by `work`, for all at once; if it fails, `one_by_one`.
+
+        **Privacy** The failed work has released nothing, so that only the second noise and draw of a client are seen.
+        """
+        try:
+            return work(plan, rows, models, charge_numbers)
+        except UserError:
+            raise
+        except Exception:  # of some client, which fails again when it is alone
+            return list(self.one_by_one(plan, rows, models, charge_numbers))
+
+    def attempt(self, client: int, work: Callable[..., T], *args: Any) -> T | None:
+        """`work(*args)`; None if it raises an error, and the client is then among `failed`."""
+        try:
+            return work(*args)
+        except UserError:  # what the user has to correct, or what the privacy core refuses
+            raise
+        except Exception as error:  # a user's net and records may raise anything
+            self.failed[client] = error
+            return None
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
+        self.failed.clear()
         pairs = zip(query.clients, charge_numbers, strict=True)
-        return {client: self.answer(query, client, round, charge_number) for client, charge_number in pairs}
+        answers = {client: self.attempt(client, self.answer, query, client, round, number) for client, number in pairs}
+        return {client: answer for client, answer in answers.items() if client not in self.failed}
 
     @torch.no_grad()  # in any thread
     def answer(self, query: ChargedQuery, client: int, round: int, charge_number: int) -> object:

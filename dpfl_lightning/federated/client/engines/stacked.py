@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -73,7 +74,9 @@ class StackedEngine(SerialEngine):
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
-    def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(
+        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor | None]]:
         alone: list[int] = []
         for rows in one_batch.groups(plan, self.module):
             if len(rows) == 1:
@@ -81,10 +84,11 @@ class StackedEngine(SerialEngine):
             else:
                 yield from zip(rows, one_batch.releases(self, plan, rows, models, charge_numbers), strict=True)
         if isinstance(plan.job, ClassGradients):  # one pass over many records: no launches to save
-            yield from ((row, self.release(plan, row, models, charge_numbers[row])) for row in alone)
+            yield from zip(alone, self.one_by_one(plan, alone, models, charge_numbers), strict=True)
             return
         for layout in self.layouts(plan, alone):
-            yield from zip(layout.rows, self.stack_releases(plan, layout, models, charge_numbers), strict=True)
+            work = functools.partial(self.stack_releases, layout)
+            yield from zip(layout.rows, self.together(work, plan, layout.rows, models, charge_numbers), strict=True)
 
     def layouts(self, plan: RoundPlan, rows: Sequence[int]) -> Iterator[Layout]:
         """Yield the stacks in which these rows of the plan are trained."""
@@ -98,11 +102,11 @@ class StackedEngine(SerialEngine):
         return max(1, min(self.bytes // self.module.flat.nbytes, CUDA_GRID // channels))
 
     def stack_releases(
-        self, plan: RoundPlan, layout: Layout, models: Tensor, charge_numbers: Sequence[int]
+        self, layout: Layout, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
     ) -> list[Tensor]:
-        """What each client of a stack sends."""
-        clients = [plan.clients[row] for row in layout.rows]
-        parts = (self.local_task(plan, row, models, charge_numbers[row]) for row in layout.rows)
+        """What each client of a stack sends; `rows` are those of the layout."""
+        clients = [plan.clients[row] for row in rows]
+        parts = (self.local_task(plan, row, models, charge_numbers[row]) for row in rows)
         tasks, starts, batches = zip(*parts, strict=True)
         stack = Stack(self, clients, tasks, layout)
         with tensors_restored(self.module.net):

@@ -1,0 +1,162 @@
+"""Clients that fail after they were charged: they are left out of the round, and the others go on."""
+
+import os
+import stat
+
+import pytest
+import torch
+from conftest import EVERY_ENGINE, PowerCut, blobs, small_net
+
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, NetworkOptions, PrivacyOptions
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server import aggregate
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.clustering.ifca import Ifca
+
+PROTECTED = PrivacyOptions(epsilon=8.0, delta=1e-3)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """`failing(round, clients, error)`: the work of these clients raises the error in that round."""
+
+    def fail(round, clients, error):
+        local_task = SerialEngine.local_task
+
+        def broken(self, plan, row, *args):
+            if plan.round == round and plan.clients[row] in clients:
+                raise error
+            return local_task(self, plan, row, *args)
+
+        monkeypatch.setattr(SerialEngine, "local_task", broken)
+
+    return fail
+
+
+class SeesUpdates(Strategy):
+    def needs_updates(self, plan, view):
+        return True
+
+
+def without(loop, round, clients):
+    """Like the loop, over a network that loses the updates of these clients in that round."""
+    loop.traffic.lost = lambda plan, view: frozenset(clients) if plan.round == round else frozenset()
+    return loop
+
+
+ONE_STEP = {"clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)}  # in one batch
+
+
+WAYS = [([], {"rounds": 2}), ([SeesUpdates()], {**ONE_STEP, "rounds": 2})]
+
+
+@pytest.mark.parametrize("parts, options", WAYS, ids=["streamed", "single updates of a batch"])
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+def test_a_client_that_fails_is_left_out_and_the_round_goes_on(engine, options, parts, make_loop, failing):
+    expected = without(make_loop(engine=ENGINES[engine](), parts=parts, **options), 2, {1})
+    expected.run()
+    failing(2, {1}, MemoryError("of record 17"))
+    loop = make_loop(engine=ENGINES[engine](), parts=parts, **options)
+    words = r"^round 2: clients failed, and are left out of it: 1 \(MemoryError\); they have paid"
+    with pytest.warns(UserNotice, match=words) as warned:
+        assert loop.run().finished
+    assert len(warned) == 1 and "record 17" not in str(warned[0].message)
+    torch.testing.assert_close(loop.state.models, expected.state.models, rtol=1e-5, atol=1e-5)
+    assert read_ledger(loop.clients.folder.ledger_file) == read_ledger(expected.clients.folder.ledger_file)
+    log = loop.output_dir / "errors.log"
+    assert "MemoryError: of record 17" in log.read_text() and stat.S_IMODE(os.stat(log).st_mode) == 0o600
+
+
+def test_a_failed_batch_does_not_change_the_bits_of_a_client(make_loop, failing):
+    """Its clients are trained alone, as by the reference."""
+    failing(2, {1}, ValueError())
+    models = []
+    for engine in ("serial", "fast"):
+        loop = make_loop(engine=ENGINES[engine](), **ONE_STEP)
+        with pytest.warns(UserNotice, match="ValueError"):
+            loop.run()
+        models.append(loop.state.models)
+        counts = loop.clients.engine.counts[:, 0].tolist()
+        sizes = loop.population.num_records
+        assert counts == [3 * sizes[0], 2 * sizes[1], 3 * sizes[2], 3 * sizes[3]], "no gradient is counted twice"
+    torch.testing.assert_close(*models, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_an_error_of_all_clients_ends_the_run_before_the_next_charge(engine, make_loop, failing):
+    failing(2, range(4), ZeroDivisionError("in my net"))
+    loop = make_loop(engine=ENGINES[engine](), privacy=PROTECTED)
+    with pytest.raises(ZeroDivisionError, match="in my net") as error:
+        loop.run()
+    assert "broken" in [entry.name for entry in error.traceback], "the traceback leads to its cause"
+    assert "Every client of round 2 failed." in error.value.__notes__
+    assert {charge.round for charge in read_ledger(loop.clients.folder.ledger_file)} == {1, 2}
+
+
+@pytest.mark.parametrize("engine, options", [("serial", {}), ("fast", ONE_STEP), ("stacked", {})])
+def test_what_the_privacy_core_refuses_ends_the_run(engine, options, make_loop, failing):
+    failing(2, {1}, UserError("`batch` must have fewer records"))
+    with pytest.raises(UserError, match="fewer records"):
+        make_loop(engine=ENGINES[engine](), **options).run()
+
+
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_a_client_that_fails_to_answer_is_left_out(engine, make_loop, monkeypatch):
+    answer = SerialEngine.answer
+
+    def broken(self, query, client, round, number):
+        if client == 2 and round == 1:
+            raise OSError("a disk")
+        return answer(self, query, client, round, number)
+
+    monkeypatch.setattr(SerialEngine, "answer", broken)
+    loop = make_loop(engine=ENGINES[engine](), parts=[Ifca()], privacy=PROTECTED)
+    with pytest.warns(UserNotice, match=r"round 1: clients failed.*: 2 \(OSError\)"):
+        assert loop.run().finished
+
+
+def test_too_few_updates_after_failures_change_nothing(make_loop, failing):
+
+    failing(1, {0, 1, 2}, RuntimeError())
+    loop = make_loop(blobs(), ClientModule(small_net()), rounds=1, network=NetworkOptions(min_participants=2))
+    before = loop.module.flat.clone()
+    with pytest.warns(UserNotice, match="1 client sent an update that arrived, fewer than the 2"):
+        loop.run()
+    assert torch.equal(loop.state.models[0], before)
+
+
+def test_who_was_lost_stays_lost_when_the_round_is_repeated(make_loop, failing, monkeypatch):
+    """Broken off between the training and the end of the round: the resumed run has the bits of the unbroken one."""
+
+    def run(**options):
+        loop = make_loop(parts=[SeesUpdates()], **options)
+        with monkeypatch.context() as patch, pytest.warns(UserNotice, match="MemoryError"):
+            failing(2, {1}, MemoryError())
+            if options:
+                patch.setattr(aggregate, "combine", combine_until(2))
+                with pytest.raises(PowerCut):
+                    loop.run()
+            else:
+                loop.run()
+        return loop
+
+    def combine_until(round):
+        rounds, usual = iter(range(1, 4)), aggregate.combine
+
+        def combine(*args):
+            if next(rounds) == round:
+                raise PowerCut
+            return usual(*args)
+
+        return combine
+
+    local_task = SerialEngine.local_task
+    unbroken, broken = run(), run(rounds=3)
+    monkeypatch.setattr(SerialEngine, "local_task", local_task)  # it does not fail again
+    resumed = make_loop(parts=[SeesUpdates()], output_dir=broken.output_dir)
+    resumed.run(resume=True)
+    assert torch.equal(resumed.state.models, unbroken.state.models)
