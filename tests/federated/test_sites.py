@@ -78,6 +78,7 @@ def compared(folder, **more):
 def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(tmp_path):
     expected, model = compared(tmp_path, strategies={"ifca": {}})  # updates and questions
     assert torch.equal(model, expected)
+    assert plan(["--ledger", str(tmp_path / "real")]) == 0
     scores = evaluate_run(configured(tmp_path), tmp_path / "real")
     assert scores["test_accuracy"] is not None
     assert not any(one["accuracy"] for one in scores["clients"]), "the server holds none of their records"

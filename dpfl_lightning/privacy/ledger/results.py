@@ -33,6 +33,7 @@ _NOT_COMPARED = (
     *(
         "task",
         "test_set",
+        "at_sites",
         "test_accuracy",
         "test_loss",
         "accuracy_mean",
