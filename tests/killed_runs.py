@@ -1,5 +1,6 @@
 """A run that is killed at random moments, in separate processes, and the releases that an onlooker keeps."""
 
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import torch
 from _pytest.monkeypatch import MonkeyPatch
-from conftest import blobs, parts_of, small_net
+from conftest import blobs, parts_of, private, small_loop, small_net
+from contracts.test_strategies import LOOPS, OPTIONS
 
-from dpfl_lightning.build import FederatedLoop
+from dpfl_lightning import strategies
+from dpfl_lightning.build import ENGINES, FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
 RATE = 0.3
@@ -69,6 +73,39 @@ def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | No
     loop = loop_of(folder, rounds, reserve, key, [Onlooker(seen)])
     begun.send("ready")
     loop.run(resume=(folder / "options.yaml").exists())
+
+
+def of_strategy(folder: Path, name: str, engine: str) -> FederatedLoop:
+    """A simulation with this strategy, as the contract tests of strategies make it."""
+    (strategy,) = strategies.build({name: OPTIONS.get(name)})
+    parts = [strategy] if strategy.role == "base" else [SizeWeighted(), strategy]
+    usual = {"rounds": 3, "clients": ClientOptions(count=4, batch_size=16, learning_rate=RATE)}
+    options = {**usual, **LOOPS.get(name, {}), "privacy": private([4.0, 6.0, 8.0, 10.0], accountant="rdp")}
+    population = dataclasses.replace(blobs(), groups=(0, 1, 0, 1))
+    return small_loop(population, parts=parts, engine=ENGINES[engine](), output_dir=folder, **options)
+
+
+def one_run(folder: Path, name: str, engine: str, begun: Connection) -> None:
+    """Begin `of_strategy`, or go on with it."""
+    torch.set_num_threads(1)
+    loop = of_strategy(folder, name, engine)
+    begun.send("ready")
+    loop.run(resume=(folder / "options.yaml").exists())
+
+
+def timed_run(folder: Path, name: str, engine: str, kill_after: float | None) -> float:
+    """Seconds that `one_run` took in a process, which is killed after `kill_after` seconds if it still runs then."""
+    processes = forking()
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=one_run, args=(folder, name, engine, theirs))
+    process.start()
+    assert ours.recv() == "ready"
+    begun = time.monotonic()
+    process.join(kill_after)
+    process.kill()
+    process.join()
+    assert process.exitcode in ((0,) if kill_after is None else (0, -9)), f"{name}, {engine}: {process.exitcode}"
+    return time.monotonic() - begun
 
 
 @dataclass

@@ -1,15 +1,20 @@
 """Reads finished and unfinished runs, searches and tables of experiments from their files, for reports."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.reading import read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.curves import Round
+
+# of a result and of its clients; those that have a default may be missing
+_KEYS = [one.name for one in fields(RunResult) if one.default is MISSING and one.default_factory is MISSING]
+_KEYS_OF_CLIENT = ("client", "epsilon_spent", "epsilon_budget", "delta", "accuracy", "noise_multiplier")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,17 @@ def read_run(folder: Path) -> RunFiles:
     path = folder / "result.json"
     result = read_json(path) if path.is_file() else None
     if result is not None:
-        for key in ("clients", "rounds", "guarantee", "reason", "test_set"):
-            require(key in result, str(path), f"be the result of a run with the key {key}", sorted(result))
+        _require_keys(result, _KEYS, path)
+        must = "hold one mapping for each client"
+        listed = isinstance(result["clients"], list) and all(isinstance(row, dict) for row in result["clients"])
+        require(listed, str(path), must, type(result["clients"]).__name__)
+        for row in result["clients"]:
+            _require_keys(row, _KEYS_OF_CLIENT, path)
+        if result.get("client_embedding") is not None:
+            _require_keys(result["client_embedding"], [one.name for one in fields(ClientEmbedding)], path)
     return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
+
+
+def _require_keys(content: Mapping[str, Any], keys: Sequence[str], path: Path) -> None:
+    for key in keys:
+        require(key in content, str(path), f"be the result of a run with the key {key}", sorted(content))

@@ -1,14 +1,19 @@
 """Kills at random moments: nothing is overspent, no noise is used twice, and at most the broken round is lost."""
 
+import itertools
 import os
+import random
+import time
 
 import pytest
 import torch
 from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
-from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of
+from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of, timed_run
 
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies import STRATEGIES
 
 KILLS = [pytest.param(2, 8, marks=pytest.mark.e2e), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
 
@@ -55,6 +60,31 @@ def test_a_run_killed_before_its_first_checkpoint_has_no_dead_end(tmp_path):
         unbroken = killed(tmp_path / f"unbroken {number}", 0, 4, key=FIXED_KEY, reserve=0)
         ours, theirs = (torch.load(one.folder / "model.pt") for one in (found, unbroken))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+KILLS_OF_VARIANTS = int(os.environ.get("DPFL_KILLS", 2))  # the full count is 180
+
+
+@pytest.mark.e2e
+def test_a_killed_run_of_any_strategy_and_engine_is_the_unbroken_one(tmp_path):
+    """Each is killed once, at a random moment of its run, and resumed."""
+    moments, killed_before_the_end = random.Random(time.time_ns()), 0
+    variants = [(name, engine) for engine in sorted(ENGINES) for name in sorted(STRATEGIES)]
+    random.Random(0).shuffle(variants)
+    for number, (name, engine) in enumerate(itertools.islice(itertools.cycle(variants), KILLS_OF_VARIANTS)):
+        unbroken, broken = tmp_path / f"unbroken {number}", tmp_path / f"broken {number}"
+        seconds = timed_run(unbroken, name, engine, None)
+        timed_run(broken, name, engine, moments.uniform(0.0, seconds))
+        killed_before_the_end += not (broken / "result.json").is_file()
+        timed_run(broken, name, engine, None)
+        models = sorted(unbroken.glob("model*.pt"))
+        assert models and [one.name for one in models] == [one.name for one in sorted(broken.glob("model*.pt"))]
+        for model in models:
+            ours, theirs = (torch.load(folder / model.name) for folder in (broken, unbroken))
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (name, engine)
+        assert read_ledger(broken / "ledger.jsonl") == read_ledger(unbroken / "ledger.jsonl"), (name, engine)
+    assert killed_before_the_end > KILLS_OF_VARIANTS / 4
+    print(f"{killed_before_the_end} of {KILLS_OF_VARIANTS} were killed before their end")
 
 
 def lost_at_most_the_broken_round(found: Killed) -> None:
