@@ -46,7 +46,9 @@ RUN python -c "import sys, torch; torch.version.cuda and sys.exit( \
 COPY LICENSE README.md /src/
 COPY dpfl_lightning /src/dpfl_lightning
 COPY conf /src/conf
-RUN pip install --no-cache-dir --no-deps /src
+RUN pip install --no-cache-dir --no-deps /src \
+    && pip inspect --local > /src/packages.json \
+    && dpkg-query --show > /src/debian-packages.txt
 COPY conf conf
 COPY sweeps sweeps
 USER 1000
@@ -68,7 +70,9 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
 COPY LICENSE README.md /src/
 COPY dpfl_lightning /src/dpfl_lightning
 COPY conf /src/conf
-RUN pip install --no-cache-dir --no-deps /src
+RUN pip install --no-cache-dir --no-deps /src \
+    && pip inspect --local > /src/packages.json \
+    && dpkg-query --show > /src/debian-packages.txt
 COPY conf conf
 COPY sweeps sweeps
 USER 1000

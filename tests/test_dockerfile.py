@@ -340,6 +340,9 @@ def test_all_steps_and_the_main_job_in_a_chroot():
         assert json.loads(result.read_text())["rounds"] == 1
         assert (root / "results" / "mlflow.db").stat().st_uid == result.stat().st_uid == int(user) > 0
 
+        listed = json.loads((root / "src" / "packages.json").read_text())["installed"]
+        assert {"dpfl_lightning", "torch"} <= {one["metadata"]["name"] for one in listed}
+
         # the check of a GPU image tells the truth about the torch that pip has chosen here
         has_cuda = chroot.run("python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'", env) == 0
         assert (chroot.run(cuda_check("gpu"), env) == 0) == has_cuda
