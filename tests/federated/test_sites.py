@@ -213,6 +213,7 @@ def test_a_late_release_of_a_node_that_never_tells_counts_as_paid(then, tmp_path
         result = loop.run()
     assert result.finished and [client["releases"] for client in result.clients] == [2, 2, 2]
     assert plan(["--ledger", str(tmp_path / "real")]) == 0
+    assert over(nodes, terms, configured(tmp_path / "real")).run(resume=True).finished, "it is no older copy"
     for node in nodes:
         node.close()
 

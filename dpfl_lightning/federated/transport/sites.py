@@ -153,7 +153,8 @@ class RemoteClients(LocalClients):
         super().begin(folder, plan, saved, ended)
         for welcome in self._welcomes:
             self._record(welcome.client, welcome.paid)
-            for problem in self._older_copy(welcome.client, len(welcome.paid)):
+            problems = [] if ended else self._older_copy(welcome.client, len(welcome.paid))
+            for problem in problems:  # in a run that has ended, releases that were late may count without being made
                 raise problem
 
     def change(self, schedule: RunSchedule) -> None:
@@ -261,11 +262,13 @@ class RemoteClients(LocalClients):
         A node that is still busy stays late. Returns the errors of those that are gone.
         """
         replies = self._replies(clients, [Hello(self._hash)] * len(clients))
+        lost = [one for one in replies if isinstance(one, LostClients) and not isinstance(one, LateClients)]
         for client, reply in zip(clients, replies, strict=True):
             if isinstance(reply, Welcome):
                 self._record(client, reply.paid)
+                lost += self._older_copy(client, len(reply.paid))
                 del self._late[client]
-        return [one for one in replies if isinstance(one, LostClients) and not isinstance(one, LateClients)]
+        return lost
 
     def _replies(self, clients: Sequence[int], requests: Sequence[Request]) -> list[Reply | LostClients]:
         """Ask the nodes at the same time."""
