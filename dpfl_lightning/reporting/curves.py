@@ -53,8 +53,13 @@ class Curves(Callback):
         write_text(path, "".join(map(_line, kept)))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        with (view.run.output_dir / HISTORY).open("a", encoding="utf-8") as file:
-            file.write(_line(of_round(report, view.facts)))
+        path = view.run.output_dir / HISTORY
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(_line(of_round(report, view.facts)))
+        except OSError as error:
+            error.filename = str(path)  # a full disk does not say which file it was
+            raise
 
 
 def of_round(report: RoundReport, facts: Facts) -> Round:

@@ -234,7 +234,7 @@ def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round
     again = f"run(resume=True) of a FederatedLoop with output_dir={str(loop.output_dir)!r}"
     assert caught.value.__notes__ == [
         f"This came from the hook `{hook}` of Breaks, {when}.",
-        f"The run was saved. When you have fixed the cause, resume with: {again}",
+        f"The run was saved up to its last checkpoint. When you have fixed the cause, resume with: {again}",
     ]
     broken = False
     resumed, whole = make_loop(parts=[breaks], output_dir=loop.output_dir), make_loop(parts=[breaks])

@@ -10,7 +10,10 @@ from conftest import break_off, private
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.privacy.ledger import ledger as ledger_module
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 FLIPS = int(os.environ.get("DPFL_FLIPS", 100))  # the full count is 1000
 
@@ -113,3 +116,23 @@ def test_a_failed_write_keeps_the_file_and_leaves_nothing(begun, monkeypatch):
         begun.folder.save_checkpoint(begun.snapshot, begun._seal)
     assert error.value.filename == str(begun.folder.checkpoint)
     assert begun.folder.checkpoint.read_bytes() == content and sorted(begun.output_dir.iterdir()) == files
+
+
+@pytest.mark.parametrize("where, file", [("checkpoint", "private.json"), ("ledger", "ledger.jsonl")])
+def test_on_a_full_disk_the_error_names_the_file_and_how_to_resume(where, file, make_loop, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    class Fills(Callback):
+        def on_round_start(self, view):
+            if view.round == 2:
+                target = (os, "fsync") if where == "checkpoint" else (ledger_module, "_sync")
+                monkeypatch.setattr(*target, full)
+
+    loop = make_loop(parts=[Uniform(), Fills()], rounds=3)
+    with pytest.raises(OSError) as caught:
+        loop.run()
+    assert caught.value.filename == str(loop.output_dir / file)
+    assert "up to its last checkpoint. When you have fixed the cause, resume with" in caught.value.__notes__[-1]
+    monkeypatch.undo()
+    assert make_loop(parts=[Uniform()], rounds=3, output_dir=loop.output_dir).run(resume=True).rounds == 3

@@ -46,10 +46,15 @@ class ServerLoop(Run):
                     interrupted = isinstance(error, KeyboardInterrupt)
                     resume_with = f"resume with: {self.resume_command}"
                     reason = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
-                    self._end(f"{reason}; {resume_with}", finished=False, interrupted=interrupted)
+                    note = f"The run was saved up to its last checkpoint. When you have fixed the cause, {resume_with}"
+                    try:
+                        self._end(f"{reason}; {resume_with}", finished=False, interrupted=interrupted)
+                    except OSError as failed_write:  # of a full disk, which may have been the cause, too
+                        failed_write.add_note(note)
+                        raise
                     if isinstance(error, LostClients):
                         raise UserError(f"{error} The run was saved; {resume_with}") from None
-                    error.add_note(f"The run was saved. When you have fixed the cause, {resume_with}")
+                    error.add_note(note)
                     raise
                 check_signals()  # a signal that came in the last round
             return result

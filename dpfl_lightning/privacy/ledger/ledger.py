@@ -58,8 +58,10 @@ class Ledger:
             return
         try:
             self._append(list(ledger_file.charge_lines(charges, self.head.chain)))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                error.filename = str(self.path)  # a full disk does not say which file it was
             raise
         for charge in charges:
             self._remember(charge)
