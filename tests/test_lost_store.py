@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import json
 import math
 import os
 import socket
@@ -105,6 +106,7 @@ def test_a_run_that_was_never_tracked_is_sent_whole(folder, new_store, tmp_path)
     assert "sent 3 rounds" in sync(folder, uri=uri) and "sent 0 rounds" in sync(folder, uri=uri)
     (run,) = runs_of(uri)
     assert run.info.status == "FINISHED" and run.data.tags["guarantee"] == result.guarantee
+    assert run.data.tags["ledger_head"] == json.dumps(result.ledger)
     assert run.data.metrics["test_accuracy"] == of_round(a_report(view, 3), view.facts).values["test_accuracy"]
     with pytest.raises(UserError, match=r"`tracking.uri` must be an MLflow server or store that answers"):
         sync(folder, uri="http://127.0.0.1:9")

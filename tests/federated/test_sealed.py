@@ -91,6 +91,15 @@ def test_a_checkpoint_of_another_run_is_refused_and_so_is_one_without_a_key(begu
         again.run(resume=True)
 
 
+@pytest.mark.parametrize("others", [[], ["ledger.head", "checkpoint.pt", "checkpoint.before.pt"]])
+def test_a_run_whose_ledger_is_gone_does_not_begin_anew(others, begun, make_loop):
+    for name in ("ledger.jsonl", *others):
+        (begun.output_dir / name).unlink()
+    with pytest.raises(UserError, match=r"ledger.jsonl` must lie beside checkpoint.key, got no such file"):
+        make_loop(output_dir=begun.output_dir).run(resume=True)
+    assert not (begun.output_dir / "ledger.jsonl").exists()
+
+
 def test_a_sealed_checkpoint_that_does_not_fit_is_refused(begun, make_loop):
     saved = torch.load(begun.folder.checkpoint, weights_only=True)
     for changed in (

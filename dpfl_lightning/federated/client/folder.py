@@ -42,8 +42,11 @@ class ClientFolder:
     def data_key(self, ended: bool) -> bytes:
         """The key of the digests of records: a new one for a new run, none for one that has ended.
 
-        Raises UserError if the file is damaged, or is gone although the run has not ended.
+        Raises UserError if the file is damaged, or is gone although the run has not ended, or if the ledger is gone.
         """
+        if self._seal_key_file.is_file() and not self.ledger_file.is_file():  # which was there before a checkpoint
+            advice = "Without it, what was spent is unknown: restore it, or start a new run in another --output_dir."
+            raise UserError(f"`{self.ledger_file}` must lie beside checkpoint.key, got no such file. {advice}")
         if self.key_file.is_file():
             return _key_in(self.key_file)
         if ended:

@@ -1,5 +1,6 @@
 """Sends to MLflow what it does not have of a run, from the files in the folder of the run."""
 
+import json
 from pathlib import Path
 
 from dpfl_lightning.errors import require
@@ -41,7 +42,8 @@ def sync(folder: Path, experiment: str | None = None, uri: str | None = None) ->
             for path in sorted(folder.glob(pattern)):
                 store.client.log_artifact(run_id, str(path))
         if run.result is not None:
-            store.tag(run_id, {"status": str(run.result["reason"]), "guarantee": str(run.result["guarantee"])})
+            tags = {"status": str(run.result["reason"]), "guarantee": str(run.result["guarantee"])}
+            store.tag(run_id, {**tags, "ledger_head": json.dumps(run.result.get("ledger"))})
         if run.result is None or store.status(run_id) != "FINISHED":
             seconds = 1.0 if run.result is None else float(run.result.get("wall_seconds") or 1.0)
             store.end(run_id, "KILLED" if run.result is None else "FINISHED", seconds)
