@@ -165,7 +165,7 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
     ledger.unlink(), head.unlink()
-    with pytest.raises(UserError, match=r"ledger.head` must lie beside `ledger.jsonl`, got no such file"):
+    with pytest.raises(UserError, match=r"ledger.jsonl` must lie beside checkpoint.key, got no such file"):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
 
