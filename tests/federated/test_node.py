@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hostile import HOSTILE, MODEL, ROUNDS, hostile, selection
-from sites import SITES, a_request, accepting, asked, charges, configured, listening, planned, state_of
+from sites import SITES, a_request, accepting, asked, charges, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study, verified
 from dpfl_lightning.errors import UserError
@@ -22,7 +22,7 @@ from dpfl_lightning.federated.messages import sockets, wire
 from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
+from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 
@@ -390,15 +390,3 @@ def test_sites_read_tables_images_and_functions(tmp_path, monkeypatch):
         site_population("my_site:two", {"num_classes": 2}, "rome")
     with pytest.raises(UserError, match=r"data_args.label"):
         site_population(str(tmp_path / "records.csv"), {}, "rome")
-
-
-def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
-    (tmp_path / "plan.json").write_text(wire.to_text(terms).replace('"rounds": 3', '"rounds": "three"', 1))
-    with pytest.raises(UserError, match="PLAN"):
-        read_terms(tmp_path / "plan.json")
-    state = StateFolder(tmp_path)
-    (tmp_path / "node.json").write_text("{}")
-    with pytest.raises(UserError, match="settings of a node"):
-        state.settings()
-    state.save(Settings("0", "digits:0/3"))
-    assert state.settings() == Settings("0", "digits:0/3") and configured(tmp_path).rounds == 2

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from sites import a_request, accepting, asked, listening, planned, state_of
+from sites import a_request, accepting, asked, configured, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
@@ -15,6 +15,7 @@ from dpfl_lightning.federated.messages.exchange import Ask, Refused, Released, R
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Listener, Node
+from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
@@ -137,3 +138,15 @@ def test_a_full_disk_halts_the_plan_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.touch", full)
     assert [asked(node, a_request(plan, torch.zeros(650))) for _ in range(2)] == [Refused("halted")] * 2
     node.close()
+
+
+def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
+    (tmp_path / "plan.json").write_text(wire.to_text(terms).replace('"rounds": 2', '"rounds": "two"', 1))
+    with pytest.raises(UserError, match="PLAN"):
+        read_terms(tmp_path / "plan.json")
+    state = StateFolder(tmp_path)
+    (tmp_path / "node.json").write_text("{}")
+    with pytest.raises(UserError, match="settings of a node"):
+        state.settings()
+    state.save(Settings("0", "digits:0/3"))
+    assert state.settings() == Settings("0", "digits:0/3") and configured(tmp_path).rounds == 2
