@@ -10,6 +10,7 @@ from conftest import EVERY_ENGINE, PowerCut, blobs, small_net
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server import aggregate
@@ -84,6 +85,15 @@ def test_a_failed_batch_does_not_change_the_bits_of_a_client(make_loop, failing)
         sizes = loop.population.num_records
         assert counts == [3 * sizes[0], 2 * sizes[1], 3 * sizes[2], 3 * sizes[3]], "no gradient is counted twice"
     torch.testing.assert_close(*models, rtol=1e-6, atol=1e-6)
+
+
+def test_an_error_of_a_batch_that_is_of_no_client_ends_the_run(make_loop, monkeypatch):
+    def broken(*args):
+        raise IndexError("of the batch")
+
+    monkeypatch.setattr(one_batch, "_change", broken)
+    with pytest.raises(IndexError, match="of the batch"):
+        make_loop(engine=ENGINES["fast"](), **ONE_STEP).run()
 
 
 @pytest.mark.parametrize("engine", ["serial", "fast"])

@@ -217,8 +217,9 @@ class RankedEngine:
         return self.inner.ask(*part), self._errors()
 
     def _errors(self) -> dict[int, Exception]:
-        failed, here = self.inner.failed.items(), self.ranks.rank == 0
-        return {client: error if here else self.ranks.portable(error) for client, error in failed}
+        failed, here = dict(self.inner.failed), self.ranks.rank == 0
+        self.inner.failed.clear()  # tracebacks hold tensors
+        return {client: error if here else self.ranks.portable(error) for client, error in failed.items()}
 
 
 class RankedClients(LocalClients):

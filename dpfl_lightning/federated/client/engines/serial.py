@@ -85,7 +85,9 @@ class SerialEngine:
         models: Tensor,
         charge_numbers: Sequence[int],
     ) -> Sequence[Tensor | None]:
-        """The releases of these rows by `work`, for all at once; if it fails, `one_by_one`.
+        """The releases of these rows by `work`, for all at once; if it fails because of some clients, `one_by_one`.
+
+        Raises the error of `work` if no client fails alone.
 
         **Privacy** The failed work has released nothing, so that only the second noise and draw of a client are seen.
         """
@@ -93,8 +95,11 @@ class SerialEngine:
             return work(plan, rows, models, charge_numbers)
         except UserError:
             raise
-        except Exception:  # of some client, which fails again when it is alone
-            return list(self.one_by_one(plan, rows, models, charge_numbers))
+        except Exception:  # a user's net and records may raise anything
+            released = list(self.one_by_one(plan, rows, models, charge_numbers))
+            if all(release is not None for release in released):
+                raise
+            return released
 
     def attempt(self, client: int, work: Callable[..., T], *args: Any) -> T | None:
         """`work(*args)`; None if it raises an error, and the client is then among `failed`."""
