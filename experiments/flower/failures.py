@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -16,27 +17,24 @@ from dpfl_lightning.privacy.ledger.ledger import Charge, read_ledger
 from experiments.flower.federation import SITES, TEST_KEY, Federation, options_of, wait_until
 from experiments.flower.speed import same_model
 
+#: a federation, the name of the run, the folder of the simulation and its ledger -> what happened
+Case = Callable[[Federation, str, Path, list[Charge]], dict[str, Any]]
+
 ROUNDS = 3
 CONFIG = f"--config digits --rounds {ROUNDS} --clients.count 3 --privacy.epsilon [2,4,8] --tracking null"
 
 
-def try_all(folder: Path, only: list[str]) -> dict[str, Any]:
-    """Return what happened in each case."""
+def tried(case: Case, name: str, folder: Path) -> dict[str, Any]:
+    """Return what happened in a case."""
     simulated = folder / "simulated"
-    build_loop(options_of(f"{CONFIG} --privacy.noise_key {TEST_KEY} --output_dir {simulated}")).run()
-    expected = read_ledger(simulated / "ledger.jsonl")
-    results = {}
+    if not (simulated / "result.json").is_file():
+        build_loop(options_of(f"{CONFIG} --privacy.noise_key {TEST_KEY} --output_dir {simulated}")).run()
     # Replies wait five seconds, so that a loss comes after the charge and before the reply.
-    with Federation(folder / "sites", "digits:{}/3", 5.0).running() as sites:
-        for name in only:
-            results[name] = _CASES[name](sites, name, simulated, expected)
-            print(name, results[name], flush=True)
-    return results
+    with Federation(folder / name, "digits:{}/3", 5.0).running() as sites:
+        return case(sites, name, simulated, read_ledger(simulated / "ledger.jsonl"))
 
 
-def _loss(
-    lose: Callable[[Federation], None], restore: Callable[[Federation], None]
-) -> Callable[[Federation, str, Path, list[Charge]], dict[str, Any]]:
+def _loss(lose: Callable[[Federation], None], restore: Callable[[Federation], None]) -> Case:
     def case(sites: Federation, name: str, simulated: Path, expected: list[Charge]) -> dict[str, Any]:
         terms = sites.plan(CONFIG, name)
         arguments = f"{CONFIG} --plan {name}.json --node_wait 600"
@@ -98,14 +96,10 @@ def _error(log: str) -> str | None:
     return found[0] if found else None
 
 
-def _restart_link(sites: Federation) -> None:
-    sites.start_superlink()
-
-
-_CASES: dict[str, Callable[[Federation, str, Path, list[Charge]], dict[str, Any]]] = {
+_LOSSES: dict[str, Case] = {
     "supernode": _loss(lambda sites: sites.kill("supernode berlin"), lambda sites: sites.start_supernode("berlin")),
     "node": _loss(lambda sites: sites.kill("node berlin"), lambda sites: sites.start_node("berlin")),
-    "superlink": _loss(lambda sites: sites.kill("link"), _restart_link),
+    "superlink": _loss(lambda sites: sites.kill("link"), lambda sites: sites.start_superlink()),
     "refusal": _refusal,
 }
-NAMES = tuple(_CASES)
+CASES = {name: functools.partial(tried, case, name) for name, case in _LOSSES.items()}

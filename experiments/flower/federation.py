@@ -111,9 +111,9 @@ class Federation:
         self.processes[name].wait()
 
     @contextlib.contextmanager
-    def running(self, flower: bool = True) -> Iterator[Federation]:
+    def running(self, nodes: bool = True, flower: bool = True) -> Iterator[Federation]:
         try:
-            for site in SITES:
+            for site in SITES if nodes else ():
                 self.start_node(site)
             if flower:
                 self.start_superlink()

@@ -20,23 +20,24 @@ _CASES = {
 
 def speed_table(found: dict[str, Any]) -> str:
     """Seconds a round by place, and what else was seen in the run over Flower."""
-    rows = [f"| {words} | {found[name]:.1f} |" for name, words in _PLACES.items()]
-    same = "equal" if found["equal"] and found["ledgers_equal"] else "not equal"
-    spent = ", ".join(f"{one:.3g}" for one in found["epsilons"])
-    tracking, memory = found["tracking"], {name: size / 2**20 for name, size in found["memory"].items()}
-    what = f"{found['rounds']} rounds of Fashion-MNIST at three sites, {found['parameters']:,} parameters"
-    return "\n".join(
-        [
-            f"| {what} | seconds a round |",
-            "|---|---|",
-            *rows,
-            "",
-            f"Model and ledgers of the run over Flower are {same} to those of the simulation. Its sites have spent "
-            f"epsilon {spent}. MLflow has {tracking['parameters']} parameters, {tracking['metrics']} metrics and "
-            f"{tracking['artifacts']} artifacts of it. A node needs {memory['node']:.0f} MiB of memory at most, its "
-            f"SuperNode {memory['supernode']:.0f} MiB. The machine has {found['cores']} cores and was busy with other "
-            f"work (load {found['load']:.0f} at the start), so compare rows, not machines.",
-        ]
+    rows = [
+        f"| {words} | {found[name]['seconds']:.0f} | {found[name]['load']:.0f} |"
+        for name, words in _PLACES.items()
+        if name in found
+    ]
+    table = "\n".join(
+        ["| three sites, Fashion-MNIST | seconds a round | load of the machine |", "|---|---|---|", *rows]
+    )
+    if (one := found.get("flower")) is None:
+        return table
+    same = "equal" if one["equal"] and one["ledgers_equal"] else "not equal"
+    spent = ", ".join(f"{epsilon:.3g}" for epsilon in one["epsilons"])
+    tracking, memory = one["tracking"], {name: size / 2**20 for name, size in one["memory"].items()}
+    return (
+        f"{table}\n\nModel ({one['parameters']:,} parameters) and ledgers of the run over Flower are {same} to those of "
+        f"the simulation. Its sites have spent epsilon {spent}. MLflow has {tracking['parameters']} parameters, "
+        f"{tracking['metrics']} metrics and {tracking['artifacts']} artifacts of it. A node needed {memory['node']:.0f} "
+        f"MiB of memory at most, its SuperNode {memory['supernode']:.0f} MiB."
     )
 
 
@@ -47,7 +48,7 @@ def failures_table(found: dict[str, Any]) -> str:
         if (one := found.get(name)) is None:
             continue
         if name == "refusal":
-            end, then, after = "the run goes on without it", "", "not resumed"
+            end, then, after = "the run goes on without it", "-", "-"
         else:
             end = f"the run ends after {one['seconds_until_the_run_ended']:.0f} s"
             then = _counts(one["charged_then"])

@@ -14,56 +14,64 @@ from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from experiments.flower.federation import ROOT, SITES, TEST_KEY, Federation, options_of
 
 ROUNDS = 3
+DATA, SLOT, SIZE = "fashion_mnist:{}/3", 0.1, 28938  # records, seconds, parameters of cnn_small
 CONFIG = (
     f"--rounds {ROUNDS} --data.name fashion_mnist --model.name cnn_small --clients.count 3 --clients.batch_size 256 "
     "--privacy.epsilon [1,2,4] --privacy.delta 1e-5 --strategies '{size_weighted: {}}' --engine.name fast"
 )
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    """Return seconds a round, whether models and ledgers are equal, and what a node needs."""
-    quiet = "--tracking null"
-    simulated = build_loop(
-        options_of(f"{CONFIG} {quiet} --privacy.noise_key {TEST_KEY} --output_dir {folder / 'simulated'}")
-    )
-    simulated.run()
-    results: dict[str, Any] = {"load": os.getloadavg()[0], "cores": os.cpu_count(), "rounds": ROUNDS}
-    results["simulation"] = _seconds(folder / "simulated")
-    with Federation(folder / "sockets", "fashion_mnist:{}/3", 0.1).running(flower=False) as sites:
+def simulation(folder: Path) -> dict[str, Any]:
+    """Simulate the run in `folder/simulated`, unless it is there."""
+    run = folder / "simulated"
+    if not (run / "result.json").is_file():
+        build_loop(options_of(f"{CONFIG} --tracking null --privacy.noise_key {TEST_KEY} --output_dir {run}")).run()
+    return {"seconds": _seconds(run), "load": os.getloadavg()[0]}
+
+
+def sockets(folder: Path) -> dict[str, Any]:
+    """Run it over nodes at Unix sockets."""
+    with Federation(folder / "sockets", DATA, SLOT).running(flower=False) as sites:
         sites.plan(CONFIG, "plan")
         nodes = " ".join(f"{site}/socket" for site in SITES)
-        command = f"dpfl fit {CONFIG} {quiet} --plan plan.json --nodes {nodes} --output_dir run"
+        command = f"dpfl fit {CONFIG} --tracking null --plan plan.json --nodes {nodes} --output_dir run"
         if sites.start("fit", command).wait():
             raise RuntimeError(sites.log("fit"))
-        results["sockets"] = _seconds(sites.folder / "run")
-    with Federation(folder / "flower", "fashion_mnist:{}/3", 0.1).running() as sites:
-        file = sites.folder / "minimal"
-        size = simulated.state.models.numel()
-        if sites.run(
-            "minimal",
-            ROOT / "experiments/flower/peer_scripts/minimal",
-            {"rounds": ROUNDS, "size": size, "file": str(file)},
-        ).wait():
-            raise RuntimeError(sites.log("minimal"))
-        results["minimal"] = float(file.read_text()) / ROUNDS
-        terms = sites.plan(CONFIG, "plan")
+        return {"seconds": _seconds(sites.folder / "run"), "load": os.getloadavg()[0]}
+
+
+def flower(folder: Path) -> dict[str, Any]:
+    """Run it over nodes behind Flower; return whether models and ledgers are equal, and what a node needs, too."""
+    simulation(folder)
+    expected = read_ledger(folder / "simulated" / "ledger.jsonl")
+    with Federation(folder / "flower", DATA, SLOT).running() as sites:
+        terms, run = sites.plan(CONFIG, "plan"), sites.folder / "run"
         if sites.fit("fit", f"{CONFIG} --plan plan.json --output_dir run").wait():
             raise RuntimeError(sites.log("fit"))
-        results["flower"] = _seconds(sites.folder / "run")
-        results["equal"] = same_model(folder / "simulated", sites.folder / "run")
-        expected = read_ledger(folder / "simulated" / "ledger.jsonl")
-        results["ledgers_equal"] = all(
-            sites.charges(site, terms) == [one for one in expected if one.client == client]
-            for client, site in enumerate(SITES)
-        )
-        results["epsilons"] = [
-            one["epsilon_spent"] for one in json.loads((sites.folder / "run/result.json").read_text())["clients"]
-        ]
-        results["parameters"] = size
+        ledgers = [[one for one in expected if one.client == client] for client in range(len(SITES))]
         pids = {name: sites.processes[f"{name} berlin"].pid for name in ("node", "supernode")}
-        results["memory"] = {name: _peak_memory(pid) for name, pid in pids.items()}
-        results["tracking"] = _tracked(sites.folder)
-    return results
+        return {
+            "seconds": _seconds(run),
+            "load": os.getloadavg()[0],
+            "equal": same_model(folder / "simulated", run),
+            "ledgers_equal": [sites.charges(site, terms) for site in SITES] == ledgers,
+            "epsilons": [one["epsilon_spent"] for one in json.loads((run / "result.json").read_text())["clients"]],
+            "parameters": SIZE,
+            "memory": {name: _peak_memory(pid) for name, pid in pids.items()},
+            "tracking": _tracked(sites.folder),
+        }
+
+
+def minimal(folder: Path) -> dict[str, Any]:
+    """Run Flower's FedAvg of an array of the same size, which nobody trains."""
+    file, app = folder / "minimal.txt", ROOT / "experiments/flower/peer_scripts/minimal"
+    with Federation(folder / "minimal", DATA, SLOT).running(nodes=False) as sites:
+        if sites.run("minimal", app, {"rounds": ROUNDS, "size": SIZE, "file": str(file)}).wait():
+            raise RuntimeError(sites.log("minimal"))
+        return {"seconds": float(file.read_text()) / ROUNDS, "load": os.getloadavg()[0]}
+
+
+CASES = {one.__name__: one for one in (simulation, sockets, flower, minimal)}
 
 
 def same_model(first: Path, second: Path) -> bool:
