@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from experiments.flower import failures, speed
 from experiments.flower.report import failures_table, speed_table
 from experiments.pages import fill_page
 
-_CASES: dict[str, dict[str, Callable[[Path], dict[str, Any]]]] = {"speed": speed.CASES, "failures": failures.CASES}
+_CASES: Mapping[str, Mapping[str, Callable[[Path], dict[str, Any]]]] = {
+    "speed": speed.CASES,
+    "failures": failures.CASES,
+}
 _TABLES = {"speed": speed_table, "failures": failures_table}
 RESULTS = Path(__file__).parents[1] / "results" / "flower.json"
 

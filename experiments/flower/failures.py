@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import time
 from collections.abc import Callable
@@ -66,7 +67,8 @@ def _finished(sites: Federation, name: str, resume: str) -> int:
     """Resume until the run is complete; return how many Flower runs this took."""
     for start in range(1, 6):
         sites.fit(f"resume {name}", resume).wait()
-        if (sites.folder / name / "result.json").is_file():
+        result = sites.folder / name / "result.json"
+        if result.is_file() and json.loads(result.read_text())["finished"]:
             return start
     raise RuntimeError(sites.log(f"resume {name}"))
 

@@ -34,10 +34,10 @@ def speed_table(found: dict[str, Any]) -> str:
     spent = ", ".join(f"{epsilon:.3g}" for epsilon in one["epsilons"])
     tracking, memory = one["tracking"], {name: size / 2**20 for name, size in one["memory"].items()}
     return (
-        f"{table}\n\nModel ({one['parameters']:,} parameters) and ledgers of the run over Flower are {same} to those of "
-        f"the simulation. Its sites have spent epsilon {spent}. MLflow has {tracking['parameters']} parameters, "
-        f"{tracking['metrics']} metrics and {tracking['artifacts']} artifacts of it. A node needed {memory['node']:.0f} "
-        f"MiB of memory at most, its SuperNode {memory['supernode']:.0f} MiB."
+        f"{table}\n\nModel ({one['parameters']:,} parameters) and ledgers of the run over Flower are {same} to those "
+        f"of the simulation. Its sites have spent epsilon {spent}. MLflow has {tracking['parameters']} parameters, "
+        f"{tracking['metrics']} metrics and {tracking['artifacts']} artifacts of it. A node needed "
+        f"{memory['node']:.0f} MiB of memory at most, its SuperNode {memory['supernode']:.0f} MiB."
     )
 
 
