@@ -68,6 +68,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delta_limit", metavar="D", type=float, help=text)
     text = "accept: allow a limit above the one that was set before"
     parser.add_argument("--raise_limits", action="store_true", help=text)
+    text = "accept: first six or more digits of the plan's hash, as --show printed them; refuse another plan"
+    parser.add_argument("--hash", metavar="DIGITS", help=text)
     parser.add_argument("--show", action="store_true", help="accept: show what the plan means, and accept nothing")
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -93,9 +95,13 @@ def _init(state: StateFolder, flags: argparse.Namespace) -> None:
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.deployment.site import accept
+    from dpfl_lightning.federated.messages.wire import digest
     from dpfl_lightning.federated.node.state import read_terms
 
     terms = read_terms(Path(flags.plan))
+    same = flags.hash is None or (len(flags.hash) >= 6 and digest(terms).startswith(flags.hash))
+    must = f"be the first six or more digits of the hash of {flags.plan}, {digest(terms)[:12]}"
+    require(same, "--hash", must, flags.hash, "The file has changed: read it again with --show.")
     print(shown(_meaning(state, terms)))
     limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
     if flags.show:

@@ -1,5 +1,6 @@
 """A hostile server, damaged folders and full disks: what a node must never release, believe or delete."""
 
+import contextlib
 import dataclasses
 import socket
 import time
@@ -11,10 +12,10 @@ from sites import a_request, accepting, asked, configured, listening, planned, s
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import sockets, wire
-from dpfl_lightning.federated.messages.exchange import Ask, Refused, Released, Reply
+from dpfl_lightning.federated.messages.exchange import Ask, Hello, Refused, Released, Reply
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Listener, Node
+from dpfl_lightning.federated.node.service import MOST_CONNECTIONS, Listener, Node
 from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
@@ -141,12 +142,85 @@ def test_a_full_disk_halts_the_plan_in_memory(tmp_path, monkeypatch):
 
 
 def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
-    (tmp_path / "plan.json").write_text(wire.to_text(terms).replace('"rounds": 2', '"rounds": "two"', 1))
-    with pytest.raises(UserError, match="PLAN"):
-        read_terms(tmp_path / "plan.json")
+    text = wire.to_text(terms)
+    for old, new in (
+        ('"rounds": 2', '"rounds": "two"'),
+        ('"rounds": 2', '"rounds": 4611686018427387904'),
+        ('"batch_size": 240', '"batch_size": 0'),
+        ('"names": []', '"names": ["a", "b", "c", "0"]'),
+    ):
+        assert old in text
+        (tmp_path / "plan.json").write_text(text.replace(old, new, 1))
+        with pytest.raises(UserError, match="PLAN"):
+            read_terms(tmp_path / "plan.json")
     state = StateFolder(tmp_path)
     (tmp_path / "node.json").write_text("{}")
     with pytest.raises(UserError, match="settings of a node"):
         state.settings()
     state.save(Settings("0", "digits:0/3"))
     assert state.settings() == Settings("0", "digits:0/3") and configured(tmp_path).rounds == 2
+
+
+class Loud:
+    """A node whose replies fill every buffer of a socket."""
+
+    limits = wire.Limits(1 << 10, 0)
+    reply = wire.encode(Released(torch.zeros(1 << 19), (), 1))
+
+    def handle(self, content):
+        return self.reply
+
+
+def said_hello(path):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(5.0)
+    connection.connect(str(path))
+    connection.sendall(wire.encode(Hello("?")))
+    return connection
+
+
+def test_who_does_not_read_delays_nobody(tmp_path):
+    with listening(Loud(), tmp_path / "s"), said_hello(tmp_path / "s") as silent:
+        assert silent.recv(1)
+        with said_hello(tmp_path / "s") as other:
+            assert other.recv(1)
+
+
+def test_a_slow_connection_gets_a_large_reply():
+    """The timeout of a socket is for all that one call of `sendall` sends."""
+
+    class Slow:
+        got, settimeout = b"", lambda self, seconds: setattr(self, "seconds", seconds)
+
+        def sendall(self, part):
+            if len(part) / 1e4 > self.seconds:
+                raise TimeoutError
+            self.got += part
+
+    connection = Slow()
+    sockets.send(connection, Loud.reply)
+    assert connection.got == Loud.reply
+
+
+def test_a_node_outlives_connections_that_it_cannot_accept(tmp_path, monkeypatch):
+    accept, failed = socket.socket.accept, []
+
+    def full(self):
+        if len(failed) < 20:  # more often than there are seats
+            failed.append(1)
+            raise OSError(24, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr("dpfl_lightning.federated.node.service._PAUSE", 0.001)
+    monkeypatch.setattr(socket.socket, "accept", full)
+    with listening(Loud(), tmp_path / "s"), said_hello(tmp_path / "s") as connection:
+        assert connection.recv(1)
+
+
+def test_idle_connections_leave_their_seats(tmp_path, monkeypatch):
+    monkeypatch.setattr("dpfl_lightning.federated.node.service._IDLE", 0.1)
+    idle = [socket.socket(socket.AF_UNIX) for _ in range(MOST_CONNECTIONS)]
+    with listening(Loud(), tmp_path / "s"), contextlib.ExitStack() as stack:
+        for one in map(stack.enter_context, idle):
+            one.connect(str(tmp_path / "s"))
+        assert stack.enter_context(said_hello(tmp_path / "s")).recv(1)

@@ -21,7 +21,16 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import ChargedQuery, NoMechanism, Query, event_of
+from dpfl_lightning.federated.messages.query import (
+    ChargedQuery,
+    FeatureSums,
+    MeanLoss,
+    NoMechanism,
+    Query,
+    SelectModel,
+    answer_fits,
+    event_of,
+)
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
@@ -413,3 +422,15 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
         "model_selection": {"SelectModel", "LowestLoss"},
         "two_stage_selection": {"MeanLoss", "LossesAroundStep"},
     }
+
+
+def test_answers_of_other_machines_fit_their_question():
+    models, noise = torch.zeros(2, 5), {0: Gaussian(1.0, 1.0, 1.0, 9.0)}
+    choice = SelectModel(mechanism_of={0: ExponentialMechanism(0.1)}, models=models, loss_bound=1.0)
+    loss = MeanLoss(mechanism_of=noise, models=models, row_of={0: 0}, loss_bound=1.0)
+    sums = FeatureSums(mechanism_of=noise, nets=models, num_classes=3)
+    one, six = torch.zeros(1).double(), torch.zeros(6).double()
+    for question, good in ((choice, 1), (loss, one), (sums, six)):
+        assert answer_fits(question, 0, good)
+        for other in (2, -1, True, 0.5, torch.zeros(6), six.view(2, 3), six[:0], six[:2], six + math.nan, one / 0):
+            assert not answer_fits(question, 0, other), (question, other)

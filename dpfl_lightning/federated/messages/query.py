@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
+import torch
 from torch import Tensor
 
 from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent
@@ -182,3 +184,15 @@ class FeatureSums(Query):
 
     def read(self, client: int, released: Tensor) -> Tensor:
         return released.view(self.num_classes, -1)
+
+
+def answer_fits(question: Query, client: int, value: object) -> bool:
+    """Whether a value that a client states as its noised answer is one that the question can have."""
+    if isinstance(question.mechanism_of[client], ExponentialMechanism):
+        candidates = len(question.models) if isinstance(question, SelectModel) else math.inf
+        return type(value) is int and 0 <= value < candidates
+    if not isinstance(value, Tensor) or value.dtype != torch.float64 or value.ndim != 1 or not len(value):
+        return False
+    rows = question.num_classes if isinstance(question, FeatureSums) else 1
+    size = len(value) == 1 if isinstance(question, MeanLoss) else len(value) % rows == 0
+    return size and bool(value.isfinite().all())

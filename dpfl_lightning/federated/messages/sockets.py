@@ -7,6 +7,7 @@ import socket
 from dpfl_lightning.federated.messages import wire
 
 _PATIENCE = 60.0  # seconds between two parts of one message
+_PART = 1 << 16  # bytes
 
 
 def receive(connection: socket.socket, most: wire.Limits, wait: float | None = None) -> bytes | None:
@@ -21,6 +22,13 @@ def receive(connection: socket.socket, most: wire.Limits, wait: float | None = N
     connection.settimeout(_PATIENCE)
     prefix = begun + _exactly(connection, wire.PREFIX.size - 1)
     return prefix + _exactly(connection, sum(wire.sizes(prefix, most)))
+
+
+def send(connection: socket.socket, content: bytes) -> None:
+    """Send the bytes of a message. Raises OSError if the connection breaks, or the other side does not read."""
+    connection.settimeout(_PATIENCE)
+    for start in range(0, len(content), _PART):  # the time of `sendall` is that of all that it sends
+        connection.sendall(memoryview(content)[start : start + _PART])
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

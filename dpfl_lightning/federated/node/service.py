@@ -21,6 +21,8 @@ from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.federated.node.study import Study
 
 MOST_CONNECTIONS = 16
+_IDLE = 60.0  # seconds without a request after which a connection is closed; servers connect again
+_PAUSE = 0.1  # seconds after a connection that could not be accepted
 
 #: opens the study of an accepted plan, by its hash
 OpenStudy = Callable[[StateFolder, str], Study]
@@ -108,7 +110,7 @@ class Listener:
     """The Unix socket of a node. `slot` seconds after a request's turn, or a multiple of it, is when its reply leaves.
 
     **Privacy** The time of a computation depends on the sizes of batches, which are private. Replies show it in units
-    of `slot`: choose it above the time of a round. Requests take turns, and a turn ends with its reply.
+    of `slot`: choose it above the time of a round. Requests take turns; a turn ends when its reply begins to leave.
     """
 
     def __init__(self, node: Node, path: Path, slot: float) -> None:
@@ -116,6 +118,7 @@ class Listener:
         self.node, self.path, self.slot = node, path, slot
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._seats, self._turn = threading.BoundedSemaphore(MOST_CONNECTIONS), threading.Lock()
+        self._closed = False
         _remove_stale(path)
         try:
             self._socket.bind(str(path))
@@ -131,11 +134,16 @@ class Listener:
             self._seats.acquire()
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                self._seats.release()
+                if self._closed:
+                    return
+                time.sleep(_PAUSE)  # too many open files, for example
+                continue
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):  # nobody waits
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -145,7 +153,7 @@ class Listener:
         malformed = wire.encode(Refused("malformed"))
         with connection:
             try:
-                while (content := sockets.receive(connection, self.node.limits)) is not None:
+                while (content := sockets.receive(connection, self.node.limits, _IDLE)) is not None:
                     self._reply(connection, functools.partial(self.node.handle, content))
             except wire.WireError:  # the rest of the stream has no meaning
                 with contextlib.suppress(OSError):
@@ -161,7 +169,7 @@ class Listener:
             reply = answer()
             slots = math.ceil((time.monotonic() - began) / self.slot)
             time.sleep(max(0.0, began + slots * self.slot - time.monotonic()))
-            connection.sendall(reply)
+        sockets.send(connection, reply)
 
 
 def _remove_stale(path: Path) -> None:

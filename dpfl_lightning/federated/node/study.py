@@ -95,8 +95,7 @@ class Study:
 
     def welcome(self) -> Welcome:
         """Return all that the client has paid for."""
-        rounds = range(1, self._last + 1)
-        paid = tuple(one for round in rounds for one in self._paid(round))
+        paid = tuple(one for round in self.clients.ledger.rounds(self.client) for one in self._paid(round))
         return Welcome(self.client, self.clients.simulated, paid)
 
     def reply(self, request: Train | Ask) -> Reply:

@@ -38,7 +38,7 @@ from dpfl_lightning.federated.messages.exchange import (
     most_numbers,
 )
 from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -186,7 +186,14 @@ class RemoteClients(LocalClients):
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         clients = tuple(one for one in query.clients if self._may_pay(one, round, query.purpose))
         replies = self._ask_all(clients, lambda row: self._question(query, clients[row], round), round, query.purpose)
-        return {clients[row]: value for row, value in replies if value is not None}
+        answers = {clients[row]: value for row, value in replies if value is not None}
+        for client, value in answers.items():
+            if not answer_fits(query.question, client, value):
+                name = self.population.name_of(client)
+                raise LostClients(f"`--nodes` must answer what they are asked, got another value from client {name}.")
+        if len({value.shape for value in answers.values() if isinstance(value, Tensor)}) > 1:
+            raise LostClients("`--nodes` must give answers of one length, got others.")
+        return answers
 
     def _question(self, query: ChargedQuery, client: int, round: int) -> Ask:
         mechanisms = {client: query.mechanism_of[client]}

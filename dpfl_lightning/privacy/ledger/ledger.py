@@ -81,6 +81,10 @@ class Ledger:
         """Return the charges of the client in that round, by number."""
         return self._charges.get((client, round), ())
 
+    def rounds(self, client: int) -> list[int]:
+        """Return the rounds in which the client has paid for anything, in order."""
+        return sorted(round for payer, round in self._charges if payer == client)
+
     def used(self, client: int, purpose: str) -> int:
         """Return how many releases of `purpose` the client has paid for; compare it with the schedule."""
         return len(self._paid.get(client, {}).get(purpose, ()))
