@@ -81,7 +81,10 @@ def test_only_a_socket_is_removed_before_a_node_listens(tmp_path):
     file.write_text("age,ill\n")
     with pytest.raises(UserError, match="--socket"):
         Listener(None, file, 1.0).close()
-    assert file.is_file()
+    with listening(Loud(), tmp_path / "s"):
+        (tmp_path / "s").unlink()
+        file.rename(tmp_path / "s")
+    assert (tmp_path / "s").is_file(), "it is no longer the socket of this node"
 
 
 def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):

@@ -126,6 +126,7 @@ class Listener:
             must = "be a path of at most about 100 characters in a folder that can be written"
             require(False, "--socket", must, str(path), f"({error.strerror or error})")
         os.chmod(path, 0o660)  # the forwarder's group may connect
+        self._inode = path.lstat().st_ino
         self._socket.listen(MOST_CONNECTIONS)
 
     def serve(self) -> None:
@@ -147,7 +148,9 @@ class Listener:
         with contextlib.suppress(OSError):  # nobody waits
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.lstat().st_ino == self._inode:  # it may be another one's by now
+                self.path.unlink()
 
     def _converse(self, connection: socket.socket) -> None:
         malformed = wire.encode(Refused("malformed"))

@@ -204,7 +204,9 @@ def read_terms(path: Path) -> Terms:
     plan = terms.plan
     clients = len(plan.settings)
     agree = len(plan.schedule.clients) == clients and len(terms.names) in (0, clients)
-    require(agree and plan.schedule.rounds == plan.rounds, "PLAN", "have one number of clients, and of rounds", "several")
+    require(
+        agree and plan.schedule.rounds == plan.rounds, "PLAN", "have one number of clients, and of rounds", "several"
+    )
     sizes = [min(one.num_records, one.batch_size, one.local_epochs) for one in plan.settings]
     require(min(sizes, default=0) >= 1, "PLAN", "have clients with at least one record, in a batch, and epoch", sizes)
     purposes = [line.purpose for client in plan.schedule.clients for line in client.planned]
