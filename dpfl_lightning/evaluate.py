@@ -77,10 +77,11 @@ def evaluate_run(options: Options, run: Path) -> dict:
     saved = read_json(result)
     rows, at_sites = saved.get("clients"), bool(saved.get("at_sites"))
     found: list[Any] = [row.get("model") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    fits = len(found) > 0 and all(isinstance(one, int) and 0 <= one < _MOST_MODELS for one in found)
+    single = (run / "model.pt").is_file()
+    most = 1 if single else _MOST_MODELS
+    fits = len(found) > 0 and all(isinstance(one, int) and 0 <= one < most for one in found)
     require(fits, str(result), "have the model of each client", rows, "Restore it.")
     model_of = tuple(found)
-    single = (run / "model.pt").is_file()
     several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     files = several if several[0].is_file() and not single else [run / "model.pt"]
     try:
