@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fakes import a_report, a_result, a_view
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from test_tracking import end_round, start
 
@@ -193,6 +194,23 @@ for round in range(1, 31):
     store.log_metrics(run, metrics({"test_accuracy": 0.5}, round))
 store.end(run)
 """
+
+
+def test_a_data_set_that_another_run_creates_at_the_same_time_is_logged(folder, new_store, tmp_path, monkeypatch):
+    uri, view = new_store(tmp_path / "store"), a_view(folder)
+    tracking, tries = Tracking("lost", uri=uri), []
+    log_inputs = tracking.store.client.log_inputs
+
+    def taken_once(*args):
+        tries.append(1)
+        if len(tries) == 1:
+            raise MlflowException("UNIQUE constraint failed: datasets.experiment_id, datasets.name, datasets.digest")
+        log_inputs(*args)
+
+    monkeypatch.setattr(tracking.store.client, "log_inputs", taken_once)
+    start(tracking, view)
+    (run,) = runs_of(uri)
+    assert len(run.inputs.dataset_inputs) == 1 + bool(view.facts.test_set) and len(tries) >= 2
 
 
 @pytest.mark.e2e

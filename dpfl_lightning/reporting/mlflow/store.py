@@ -111,7 +111,11 @@ class Store:
     def log_dataset(self, run_id: str, fields: Mapping[str, str], context: str) -> None:
         """Log a data set as an input of a run; `fields` are those of `mlflow.entities.Dataset`."""
         tags = [InputTag("mlflow.data.context", context)]
-        self.client.log_inputs(run_id, [DatasetInput(Dataset(**fields), tags)])
+        inputs = [DatasetInput(Dataset(**fields), tags)]
+        try:
+            self.client.log_inputs(run_id, inputs)
+        except mlflow.MlflowException:  # another run was creating the same data set: now it is known
+            self.client.log_inputs(run_id, inputs)
 
     def status(self, run_id: str) -> str | None:
         """Return the status of a run, such as FINISHED; None if it does not exist or was deleted."""
