@@ -56,7 +56,10 @@ def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: flo
     states = [state_of(folder, client, key, sites) for client in range(sites)]
     for state in states:
         accept(state, terms, limit)
-    return [Node(state, open_study) for state in states]
+    nodes = [Node(state, open_study) for state in states]
+    for node in nodes:  # before they serve; in threads of one process their checks would silence warnings for good
+        assert node.problem(digest(terms)) is None
+    return nodes
 
 
 @contextmanager
