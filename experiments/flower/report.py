@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpfl_lightning.runtime.text import markdown
+
 _PLACES = {
     "simulation": "simulation",
     "sockets": "nodes at Unix sockets",
@@ -21,13 +23,11 @@ _CASES = {
 def speed_table(found: dict[str, Any]) -> str:
     """Seconds a round by place, and what else was seen in the run over Flower."""
     rows = [
-        f"| {words} | {found[name]['seconds']:.0f} | {found[name]['load']:.0f} |"
+        [words, f"{found[name]['seconds']:.0f}", f"{found[name]['load']:.0f}"]
         for name, words in _PLACES.items()
         if name in found
     ]
-    table = "\n".join(
-        ["| three sites, Fashion-MNIST | seconds a round | load of the machine |", "|---|---|---|", *rows]
-    )
+    table = markdown(["three sites, Fashion-MNIST", "seconds a round", "load of the machine"], rows)
     if (one := found.get("flower")) is None:
         return table
     same = "equal" if one["equal"] and one["ledgers_equal"] else "not equal"
@@ -53,9 +53,9 @@ def failures_table(found: dict[str, Any]) -> str:
             end = f"the run ends after {one['seconds_until_the_run_ended']:.0f} s"
             then = _counts(one["charged_then"])
             after = "equal" if one["equal"] and one["ledgers_equal"] else "not equal"
-        rows.append(f"| {words} | {end} | {then} | {_counts(one['charged_in_the_end'])} | {after} |")
-    head = "| lost in round 2 of 3 | what happens | releases charged then | in the end | beside the simulation |"
-    return "\n".join([head, "|---|---|---|---|---|", *rows])
+        rows.append([words, end, then, _counts(one["charged_in_the_end"]), after])
+    titles = ["lost in round 2 of 3", "what happens", "releases charged then", "in the end", "beside the simulation"]
+    return markdown(titles, rows)
 
 
 def _counts(charged: list[int]) -> str:

@@ -95,7 +95,7 @@ def test_as_many_are_late_as_the_exponential_distribution_says():
     assert late[0] == late[2] != late[1] and min(times[0].values()) > 1.0
     assert abs(len(late[0]) - 1000 * math.exp(-1)) < 60
     some = network.training_times(1, {3: 7, 4: 7}, 7)
-    assert some == {client: times[0][client] for client in (3, 4)}, "whoever else takes part"
+    assert some == {client: times[0][client] for client in (3, 4)}, "the other participants do not matter"
 
 
 def test_a_late_update_is_charged_counted_and_in_no_sum(make_loop):

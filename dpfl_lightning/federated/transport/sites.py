@@ -153,9 +153,9 @@ class RemoteClients(LocalClients):
         super().begin(folder, plan, saved, ended)
         for welcome in self._welcomes:
             self._record(welcome.client, welcome.paid)
-            problems = [] if ended else self._older_copy(welcome.client, len(welcome.paid))
-            for problem in problems:  # in a run that has ended, releases that were late may count without being made
-                raise problem
+            problems = self._older_copy(welcome.client, len(welcome.paid))
+            if problems and not ended:  # in a run that has ended, late releases may count without being made
+                raise problems[0]
 
     def change(self, schedule: RunSchedule) -> None:
         raise RuntimeError("the plan that sites have accepted cannot be changed during the run")
