@@ -6,12 +6,16 @@ import random
 import time
 
 import pytest
+import ranked_runs
 import torch
+import warm
 from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
 from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of, timed_run
+from search.test_two_commands import TRIALS, Command, small_fashion  # noqa: F401
 
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies import STRATEGIES
 
@@ -92,3 +96,59 @@ def lost_at_most_the_broken_round(found: Killed) -> None:
     for start, round in found.told:
         again = [later for later, same in found.releases if later > start and same == round]
         assert not again, f"round {round} was complete at start {start}, and is trained again at start {again[0]}"
+
+
+KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of ranks, and of sweeps; the full count is 15
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("in_the_repository")
+def test_a_killed_run_of_two_ranks_is_the_unbroken_one(tmp_path):
+    """One of them is killed at a random moment; the other one ends by itself, and one process goes on."""
+    moments = random.Random(time.time_ns())
+    argv = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY, "--rounds", "20"]
+    unbroken = tmp_path / "unbroken"
+    begun = time.monotonic()
+    assert [one.wait() for one in _ranks([*argv, "--output_dir", str(unbroken)])] == [0, 0]
+    seconds = time.monotonic() - begun
+    for number in range(KILLS_OF_COMMANDS):
+        broken = tmp_path / f"broken {number}"
+        ranks = _ranks([*argv, "--output_dir", str(broken)])
+        time.sleep(moments.uniform(0.2 * seconds, seconds))
+        ranks[moments.randrange(2)].kill()
+        for one in ranks:
+            one.wait(timeout=60)
+        if not (broken / "result.json").is_file():
+            again = ["--resume", str(broken)] if (broken / "options.yaml").exists() else [*argv, "--output_dir", broken]
+            assert fit(list(map(str, again))) == 0
+        ours, theirs = (torch.load(folder / "model.pt") for folder in (broken, unbroken))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"kill {number}"
+        assert read_ledger(broken / "ledger.jsonl") == read_ledger(unbroken / "ledger.jsonl")
+
+
+def _ranks(argv: list[str]) -> list[warm.Process]:
+    port = ranked_runs.free_port()
+    environments = [{**os.environ, **ranked_runs.slurm(rank, 1, 2, port), "OMP_NUM_THREADS": "1"} for rank in (0, 1)]
+    return [warm.Process("-m", "dpfl_lightning.fit", *argv, env=environment) for environment in environments]
+
+
+@pytest.mark.e2e
+@pytest.mark.filterwarnings("ignore:.*experimental")
+def test_a_killed_sweep_loses_no_trial(small_fashion, tmp_path):  # noqa: F811
+    """The same command again makes the trials that are missing, each of another point of the grid."""
+    moments = random.Random(time.time_ns())
+    begun = time.monotonic()
+    assert len(_points(Command(f"sqlite:///{tmp_path}/unbroken.db", tmp_path / "unbroken", small_fashion))) == TRIALS
+    seconds = time.monotonic() - begun
+    for number in range(KILLS_OF_COMMANDS):
+        url = f"sqlite:///{tmp_path}/{number}.db"
+        broken = Command(url, tmp_path / f"broken {number}", small_fashion)
+        time.sleep(moments.uniform(0.2 * seconds, seconds))
+        broken.process.kill()
+        broken.process.wait()
+        again = Command(url, tmp_path / f"again {number}", small_fashion)
+        assert len(_points(again)) == TRIALS, again.text
+
+
+def _points(command: Command) -> set[tuple]:
+    return {tuple(trial["params"].values()) for trial in command.end() if trial["state"] == "complete"}

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.model import Model
@@ -218,6 +218,13 @@ def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
     floor, view = NoiseFloor(), SimpleNamespace(module=SimpleNamespace(personal=()))
     assert floor.weigh(updates, view).tolist() == [1, 0, 1, 1, 1]
     assert floor.metrics(None) == {"below_noise_floor": 1.0}
+
+
+def test_a_noise_floor_that_leaves_out_every_client_says_so():
+    updates = dataclasses.replace(of(torch.full((3, 2000), 0.1)), noise_std=(1.0,) * 3)
+    view = SimpleNamespace(module=SimpleNamespace(personal=()), round=4)
+    with pytest.warns(UserNotice, match="round 4: noise_floor left out every client"):
+        assert NoiseFloor().weigh(updates, view).tolist() == [0, 0, 0]
 
 
 def test_no_client_raises_the_noise_floor_of_others_by_personal_parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from dpfl_lightning.privacy.mechanism import Mechanism
 
 _BLOCK = 1 << 16  # numbers that are added at once on a CPU, so that intermediate results stay in the cache
 
+LARGEST = 1e6  # of a parameter or its change: clipped steps reach it only if something else grows without a bound
 _READ_AT_ONCE = frozenset({"cpu"})  # devices for whose results nothing waits
 
 
@@ -88,7 +90,7 @@ class ClientUpdates:
             the optimiser makes it unknown.
         deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if they were only added up in `total`,
             because no strategy needs single ones.
-        lost: clients whose update was not finite, or did not arrive (`absent`). They are in none of the other fields.
+        lost: clients whose update was not finite, too large, or did not arrive (`absent`). They are in no other field.
         model_of: row of the server's models that each client started from.
         route: which updates are added to which model, `[K, C]`, without weights; None until it is known.
     """
@@ -144,22 +146,24 @@ class ClientUpdates:
 class UpdateBuffer:
     """Collects the updates of a round, or adds them up if `weights` `[K, C]` are known before training.
 
-    Updates that are not finite are dropped.
+    Updates that are not finite are dropped, and changes of parameters beyond `LARGEST`.
     """
 
     def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
         self.plan = plan
+        self._limit = math.inf if isinstance(plan.job, ClassGradients) else LARGEST  # sums grow with the records
         self.total = None if weights is None else WeightedSum(weights)
         self.deltas: Tensor | None = None
         self._lost: list[int] = []  # rows
         self._absent: list[int] = []
-        self._finite: dict[int, Tensor] = {}
+        self._sound: dict[int, Tensor] = {}
 
     def take(self, row: int, delta: Tensor) -> None:
-        self._finite[row] = finite = delta.isfinite().all()
+        size = torch.linalg.vector_norm(delta, math.inf)  # NaN if any number is
+        self._sound[row] = sound = (size <= self._limit) & size.isfinite()
         if delta.device.type not in _READ_AT_ONCE:
-            delta = torch.where(finite, delta, 0.0)  # adds nothing
-        elif not finite:  # 0 x NaN is NaN, so a zero weight would not be enough
+            delta = torch.where(sound, delta, 0.0)  # adds nothing
+        elif not sound:  # 0 x NaN is NaN, so a zero weight would not be enough
             return
         if self.total is not None:
             self.total.add(row, delta)
@@ -185,8 +189,8 @@ class UpdateBuffer:
                 self.take(row_of[client], delta)
 
     def updates(self) -> ClientUpdates:
-        finite = torch.stack(list(self._finite.values())).tolist() if self._finite else []
-        lost_rows = {*self._lost, *(row for row, found in zip(self._finite, finite, strict=True) if not found)}
+        sound = torch.stack(list(self._sound.values())).tolist() if self._sound else []
+        lost_rows = {*self._lost, *(row for row, found in zip(self._sound, sound, strict=True) if not found)}
         lost, absent = (tuple(sorted(self.plan.clients[row] for row in rows)) for rows in (lost_rows, self._absent))
         kept = self.plan.only(lambda client: client not in lost)
         deltas = self.deltas

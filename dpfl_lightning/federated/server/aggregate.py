@@ -9,12 +9,10 @@ from torch import Tensor
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.update import ClientUpdates, WeightedSum
+from dpfl_lightning.federated.messages.update import LARGEST, ClientUpdates, WeightedSum
 from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
-
-_LARGEST = 1e6  # of a parameter: clipped steps reach it only if something else grows without a bound
 
 
 def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
@@ -73,12 +71,13 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 def without_lost(
     plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts, dropped: frozenset[int]
 ) -> tuple[RoundPlan, Tensor | None]:
-    """The plan and the raw weights `[K, C]` without the lost clients; warns of those whose updates are not finite."""
+    """The plan and the raw weights `[K, C]` without the lost clients; warns of those that sent no sound update."""
     if not updates.lost:
         return plan, raw_weights
     if not_finite := [client for client in updates.lost if client not in dropped.union(updates.absent)]:
         names = ", ".join(map(facts.name_of, not_finite))
-        warn_user(f"round {plan.round}: left out of this round, because their updates are not finite: clients {names}")
+        why = "their updates are not finite, or above 1e6"
+        warn_user(f"round {plan.round}: left out of this round, because {why}: clients {names}")
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
     return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 
@@ -97,12 +96,12 @@ def combine(raw_weights: Tensor, updates: ClientUpdates) -> Tensor:
     return total.rounded(different.sum(dim=1))[row_of]
 
 
-def diverged(state: ServerState) -> bool:
-    """Whether a parameter is not finite, or so large that float32 arithmetic with it is meaningless.
+def diverged(state: ServerState) -> Tensor:
+    """For each model, whether a parameter is not finite, or so large that arithmetic with it is meaningless: `[K]`.
 
     **Privacy** Post-processing of releases.
     """
-    return not bool((state.models.abs() <= _LARGEST).all())
+    return ~(state.models.abs() <= LARGEST).all(dim=1).cpu()
 
 
 def step(state: ServerState, combined: Tensor) -> ServerState:

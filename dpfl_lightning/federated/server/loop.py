@@ -21,6 +21,8 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.runtime.stopping import between_rounds
 from dpfl_lightning.runtime.text import counted
 
+_DIVERGED = "a parameter of the new model is not finite, or above 1e6"
+
 
 class ServerLoop(Run):
     """The rounds of a run. See `Run` for its arguments."""
@@ -105,7 +107,7 @@ class ServerLoop(Run):
         self._write_lost(updates, dropped)
         arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts, dropped)
         if not arrived.clients and not dropped.union(updates.absent).issuperset(updates.lost):
-            self._stop_before_waste(state, plan, "no update of this round is finite")
+            self._stop_before_waste(state, plan, "no update of this round is finite and below 1e6")
         plan = _if_enough(arrived, "sent an update that arrived", "models stay as they are")
         if not plan.clients:
             return self._unmoved(state, plan)
@@ -118,10 +120,29 @@ class ServerLoop(Run):
             combined = fold(self.strategies, "scale", aggregate.combine(raw_weights, updates), updates, weights, view)
         stepped = sole_answer(self.strategies, "step", state, combined, view)
         after = aggregate.step(state, combined) if stepped is None else stepped
+        after = self._without_diverged(state, after, plan, weights)
         after = fold(self.strategies, "after_step", after, updates, view)
-        if aggregate.diverged(after):
-            self._stop_before_waste(state, plan, "a parameter of the new model is not finite, or above 1e6")
+        if aggregate.diverged(after).any():
+            self._stop_before_waste(state, plan, _DIVERGED)
         return dataclasses.replace(after, round=plan.round), plan, weights
+
+    def _without_diverged(
+        self, state: ServerState, after: ServerState, plan: RoundPlan, weights: Tensor
+    ) -> ServerState:
+        """The models after a step, but those that diverged as they were; ends the run if all that moved diverged."""
+        diverged = aggregate.diverged(after)
+        if not diverged.any():
+            return after
+        if diverged[weights.cpu().any(dim=1)].all():
+            self._stop_before_waste(state, plan, _DIVERGED)
+        clients = [client for client, row in zip(plan.clients, plan.model_of, strict=True) if diverged[row]]
+        names = ", ".join(map(self.facts.name_of, clients))
+        warn_user(
+            f"round {plan.round}: {int(diverged.sum())} of {len(diverged)} models stay as they were before this round, "
+            f"because they diverged: {_DIVERGED}. Charged in vain: clients {names}"
+        )
+        kept = diverged.to(after.models.device)[:, None]
+        return dataclasses.replace(after, models=torch.where(kept, state.models, after.models))
 
     def _stop_before_waste(self, state: ServerState, plan: RoundPlan, got: str) -> NoReturn:
         """End the run before another round is charged, with the models before this round."""

@@ -10,6 +10,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.strategies.aggregation.robust_mean import share_of
 
 
 class MultiKrum(Strategy):
@@ -42,7 +43,7 @@ class MultiKrum(Strategy):
         gram = gram_of(double_columns(updates.released.flatten(1))).numpy()
         kept = torch.zeros(len(gram), dtype=torch.float64)
         for rows in updates.rows_by_model:
-            kept[rows] = torch.from_numpy(_kept(gram[np.ix_(rows, rows)], int(self._share * len(rows))))
+            kept[rows] = torch.from_numpy(_kept(gram[np.ix_(rows, rows)], share_of(self._share, len(rows))))
         return kept
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import double_columns
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -71,6 +71,8 @@ class NoiseFloor(Strategy):
         noise = num_params * torch.tensor(updates.noise_std, dtype=torch.float64).square()
         kept = squared >= noise * lowest_share(num_params, self._false_alarm)
         self._removed = int((~kept).sum())
+        if not kept.any():
+            warn_user(f"round {view.round}: noise_floor left out every client; models stay as they are")
         return kept.double()
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:

@@ -1,5 +1,7 @@
 """Base of strategies that replace the weighted mean of the updates by a centre that few clients cannot move far."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,3 +27,12 @@ class RobustMean(Strategy):
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the centre `[...]` of `deltas` `[C, ...]`, C > 0, whose `weights` `[C]` have the sum 1."""
         raise NotImplementedError
+
+
+def share_of(share: float, count: int) -> int:
+    """Return the share of a number, rounded down.
+
+    >>> share_of(0.29, 100), int(0.29 * 100)
+    (29, 28)
+    """
+    return math.floor(round(share * count, 9))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
+from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, share_of
 
 
 class TrimmedMean(RobustMean):
@@ -26,6 +26,6 @@ class TrimmedMean(RobustMean):
         self._share = share
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
-        dropped = int(self._share * len(deltas))
+        dropped = share_of(self._share, len(deltas))
         kept = deltas.sort(dim=0).values[dropped : len(deltas) - dropped]
         return kept.mean(dim=0, dtype=torch.float64).to(deltas.dtype)
