@@ -296,10 +296,12 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
 
 
 @pytest.mark.e2e
-def test_two_studies_in_one_folder_have_separate_trials(search, tmp_path):
-    for name in ("mine", "other"):
-        search(changed(**PRIVATE, trials=1), "--sweep.name", name)
-        assert (tmp_path / "out" / "trials" / name / "0" / "result.json").is_file()
+def test_a_second_study_in_a_folder_is_refused_and_changes_nothing(search, write, refused, tmp_path):
+    search(changed(trials=1), "--rounds", "1")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
+    text = refused(write(changed(trials=1), "--rounds", "1", "--sweep.name", "other"))
+    assert "`output_dir` must be the folder of one study" in text and "which has study mine" in text
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
 
 
 def test_workers_share_the_cores_in_trials_only(tmp_path):

@@ -28,7 +28,7 @@ from dpfl_lightning.search.objectives import Objective, objective
 from dpfl_lightning.search.options import SCORES, SweepOptions, check
 from dpfl_lightning.search.samplers import INDEPENDENT, pruner, sampler
 from dpfl_lightning.search.space import changes_releases, check_trials_with, check_values, options_of, parse, probes
-from dpfl_lightning.search.storage import without_password
+from dpfl_lightning.search.storage import study_names, without_password
 from dpfl_lightning.search.study import Running, Study, Trial
 from dpfl_lightning.strategies.distillation.artefact import CARD, DistilledSet
 
@@ -66,6 +66,12 @@ class Search:
             must = "have no ?, # or % in its name if it holds the database"
             require(plain, "output_dir", must, str(self.folder), advice)
             url = f"sqlite:///{self.folder / 'study.db'}"
+            if others := study_names(self.folder / "study.db") - {str(sweep.name)}:
+                must, advice = (
+                    "be the folder of one study",
+                    "Its best.yaml would be lost. Choose another --output_dir.",
+                )
+                require(False, "output_dir", must, f"{self.folder}, which has study {min(others)}", advice)
         self._url = without_password(url)
         self.budget: SharedBudget | None = None
         if sweep.set_share is not None:

@@ -5,6 +5,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -77,6 +78,16 @@ def _one_at_a_time(engine: sqlalchemy.Engine) -> None:
     engine.dispose()  # closes the connections that were opened before
 
 
+def study_names(database: Path) -> set[str]:
+    """Return the names of the studies in a SQLite file; none if the file does not exist, or cannot be read yet."""
+    if not database.is_file():
+        return set()
+    try:
+        return set(optuna.get_all_study_names(f"sqlite:///{database}"))
+    except _FAILS:
+        return set()  # `opened` says what is wrong with it
+
+
 def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
     """Return whether the study is new. Raise UserError if it has another identity, or another program created it."""
     wanted = json.loads(json.dumps(identity))  # as it is stored
@@ -90,7 +101,7 @@ def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
     for key in {**stored, **wanted}:
         same = stored.get(key) == wanted.get(key)
         must = f"be the same as in study {study.study_name} of that storage ({stored.get(key)!r})"
-        advice = "Its trials cannot be compared with new ones. Choose another --sweep.name or --output_dir."
+        advice = "Its trials cannot be compared with new ones. Choose another --output_dir or sweep.storage."
         require(same, key, must, wanted.get(key), advice)
     return False
 
