@@ -106,46 +106,56 @@ def value_of(task: str, name: str, output, y, batches: int = 1, classes: int = K
     return metrics.values()[name]
 
 
+def score(metric, *tensors, **options) -> float:
+    return metric(*(tensor.numpy() for tensor in tensors), **options)
+
+
 def test_metrics_are_those_of_scikit_learn_in_one_batch_or_in_several():
     g = torch.Generator().manual_seed(0)
     y = torch.randint(2, (30,), generator=g)
     one = torch.randn(30, 1, generator=g) + y[:, None]
     chance, sure = one[:, 0].sigmoid(), (one[:, 0] > 0).long()
     expected = [
-        ("binary", "auroc", one, y, sk.roc_auc_score(y, chance)),
-        ("binary", "average_precision", one, y, sk.average_precision_score(y, chance)),
-        ("binary", "f1", one, y, sk.f1_score(y, sure)),
-        ("binary", "precision", one, y, sk.precision_score(y, sure)),
-        ("binary", "recall", one, y, sk.recall_score(y, sure)),
+        ("binary", "auroc", one, y, score(sk.roc_auc_score, y, chance)),
+        ("binary", "average_precision", one, y, score(sk.average_precision_score, y, chance)),
+        ("binary", "f1", one, y, score(sk.f1_score, y, sure)),
+        ("binary", "precision", one, y, score(sk.precision_score, y, sure)),
+        ("binary", "recall", one, y, score(sk.recall_score, y, sure)),
     ]
     two = torch.cat([torch.zeros(30, 1), one], dim=1)
-    expected.append(("binary", "auroc", two, y, sk.roc_auc_score(y, chance)))
+    expected.append(("binary", "auroc", two, y, score(sk.roc_auc_score, y, chance)))
     classes = torch.randint(K, (30,), generator=g)
     logits = torch.randn(30, K, generator=g)
     expected += [
-        ("multiclass", "auroc", logits, classes, sk.roc_auc_score(classes, logits.softmax(1), multi_class="ovr")),
-        ("multiclass", "f1", logits, classes, sk.f1_score(classes, logits.argmax(1), average="macro")),
-        ("multiclass", "recall", logits, classes, sk.recall_score(classes, logits.argmax(1), average="macro")),
+        (
+            "multiclass",
+            "auroc",
+            logits,
+            classes,
+            score(sk.roc_auc_score, classes, logits.softmax(1), multi_class="ovr"),
+        ),
+        ("multiclass", "f1", logits, classes, score(sk.f1_score, classes, logits.argmax(1), average="macro")),
+        ("multiclass", "recall", logits, classes, score(sk.recall_score, classes, logits.argmax(1), average="macro")),
     ]
     labels = torch.randint(2, (30, K), generator=g)
     expected += [
-        ("multilabel", "auroc", logits, labels, sk.roc_auc_score(labels, logits)),
-        ("multilabel", "average_precision", logits, labels, sk.average_precision_score(labels, logits)),
-        ("multilabel", "f1", logits, labels, sk.f1_score(labels, logits > 0, average="macro")),
+        ("multilabel", "auroc", logits, labels, score(sk.roc_auc_score, labels, logits)),
+        ("multilabel", "average_precision", logits, labels, score(sk.average_precision_score, labels, logits)),
+        ("multilabel", "f1", logits, labels, score(sk.f1_score, labels, logits > 0, average="macro")),
     ]
     real = torch.randn(30, K, generator=g)
     for output, target in ((one, real[:, 0]), (logits, real)):
         flat = output.reshape(target.shape)
         expected += [
-            ("regression", "mae", output, target, sk.mean_absolute_error(target, flat)),
-            ("regression", "mse", output, target, sk.mean_squared_error(target, flat)),
-            ("regression", "rmse", output, target, math.sqrt(sk.mean_squared_error(target, flat))),
-            ("regression", "r2", output, target, sk.r2_score(target, flat)),
+            ("regression", "mae", output, target, score(sk.mean_absolute_error, target, flat)),
+            ("regression", "mse", output, target, score(sk.mean_squared_error, target, flat)),
+            ("regression", "rmse", output, target, math.sqrt(score(sk.mean_squared_error, target, flat))),
+            ("regression", "r2", output, target, score(sk.r2_score, target, flat)),
         ]
     pixels, scores = records("segmentation")[1][:30], torch.randn(30, K, 5, 5, generator=g)
     used = pixels != -100
-    jaccard = sk.jaccard_score(pixels[used], scores.argmax(1)[used], average="macro")
-    dice = sk.f1_score(pixels[used], scores.argmax(1)[used], average="macro")
+    jaccard = score(sk.jaccard_score, pixels[used], scores.argmax(1)[used], average="macro")
+    dice = score(sk.f1_score, pixels[used], scores.argmax(1)[used], average="macro")
     expected += [("segmentation", "iou", scores, pixels, jaccard), ("segmentation", "dice", scores, pixels, dice)]
     tokens, words = records("language_modeling")[1][:30], torch.randn(30, T, V, generator=g)
     perplexity = math.exp(F.cross_entropy(words.flatten(0, 1), tokens.flatten()))
@@ -167,7 +177,7 @@ def test_a_set_that_does_not_define_a_metric_has_none_of_it():
     assert value_of("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) is None
     assert value_of("regression", "r2", logits[:1, :1], torch.ones(1)) is None
     assert value_of("multiclass", "auroc", logits / 0, y) is None
-    expected = [sk.roc_auc_score(y == label, logits.softmax(1)[:, label]) for label in (0, 1)]
+    expected = [score(sk.roc_auc_score, y == label, logits.softmax(1)[:, label]) for label in (0, 1)]
     assert value_of("multiclass", "auroc", logits, y) == pytest.approx(sum(expected) / 2)  # class 2 is absent
 
 
