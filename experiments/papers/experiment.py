@@ -158,7 +158,7 @@ class Experiment:
         seeds: scale -> its seeds; other scales have seed 0.
         minutes: scale -> guess for one cell on two cores, until a finished one exists.
         shown: whether there is a table.
-        ours, rivals: rows; with rivals a report has standard errors, and paired differences to ours and the best rival.
+        ours, rivals: rows; with rivals a report has paired differences to ours and the best rival.
         summary: Markdown of what follows from many cells together.
     """
 

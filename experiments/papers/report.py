@@ -81,6 +81,8 @@ def report(
     if left := missing_cells(required, results):
         made = f"{len(required) - len(left)} of {len(required)} cells are made."
         parts.append(made + _not_begun(experiment, table) * begun)
+    if begun and any(number.std is not None for number in table):
+        parts.append("± is the standard error of the mean over seeds.")
     parts += [_accountants(cells), *experiment.notes]
     return "\n\n".join(filter(None, parts))
 
@@ -102,7 +104,7 @@ def _table(experiment: Experiment, table: Sequence[Number]) -> str:
     lines, decimals = [], experiment.decimals
     for row in (name for name in experiment.rows if name in rows):
         line = [number for number in table if number.row == row and number.column in columns]
-        errors = [None if n.std is None else n.std / math.sqrt(n.seeds if experiment.rivals else 1) for n in line]
+        errors = [None if n.std is None else n.std / math.sqrt(n.seeds) for n in line]
         stds = ["" if error is None else f" ± {error:.{decimals}f}" for error in errors]
         ours = [_shown(number.ours, decimals) + std for number, std in zip(line, stds, strict=True)]
         lines.append([experiment.rows[row].title, *ours])

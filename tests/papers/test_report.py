@@ -41,7 +41,7 @@ def shown(results, scale="small", **changed) -> str:
 
 def test_ours_the_papers_and_the_difference(results):
     text = shown(results, paper=PAPER, comparison=POINTS)
-    at = rows_of(text).index(["ours", "52.00 ± 1.41", "55.00"])
+    at = rows_of(text).index(["ours", "52.00 ± 1.00", "55.00"])
     assert rows_of(text)[at + 1 : at + 3] == [["the paper's", "50.00", "60.00"], ["difference", "+2.00", "**-5.00**"]]
     assert row_of(text, "theirs") == ["theirs", "52.00", "-"]
     assert "1 of 3 numbers are within 2 of the paper's. Outside: ours, B; theirs, A." in text
