@@ -16,7 +16,7 @@ from dpfl_lightning.algorithms.update_geometry import noise_that_separates
 from dpfl_lightning.algorithms.update_mixture import robust_mixture
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -382,6 +382,22 @@ def test_an_update_that_is_not_finite_is_missing(start):
         loop.run()
     assert clustered.embedding.isnan().any(dim=1).tolist() == [client == 2 for client in range(COUNT)]
     assert clustered.confident and clustered.responsibilities.shape == (COUNT, 3)
+
+
+def test_a_full_batch_longer_than_clipping_and_noise_permit_is_false_and_left_out(start):
+    clustered = Clustered()
+    loop = start(clustered, rounds=3)
+    releases = loop.clients.engine.releases
+
+    def broken(plan, state, charge_numbers):
+        for row, release in releases(plan, state, charge_numbers):
+            yield row, release + (1e4 if (plan.round, plan.clients[row]) == (1, 2) else 0.0)
+
+    loop.clients.engine.releases = broken
+    with pytest.warns(UserNotice, match="strategy clustered: left out of the search .* clients 2$"):
+        loop.run()
+    assert bool((loop.state.models.abs() < 10).all())
+    assert clustered.embedding.isnan().any(dim=1).tolist() == [client == 2 for client in range(COUNT)]
 
 
 @pytest.mark.slow

@@ -220,6 +220,12 @@ def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
     assert floor.metrics(None) == {"below_noise_floor": 1.0}
 
 
+@pytest.mark.parametrize("name", ["trimmed_mean", "multi_krum"])
+def test_a_share_of_less_than_one_client_is_told(name, make_loop):
+    with pytest.warns(UserNotice, match=f"strategies.{name}.share 0.2 of 4 clients is less than one client"):
+        make_loop(parts=strategies.build({"size_weighted": None, name: {"share": 0.2}})).run()
+
+
 def test_a_noise_floor_that_leaves_out_every_client_says_so():
     updates = dataclasses.replace(of(torch.full((3, 2000), 0.1)), noise_std=(1.0,) * 3)
     view = SimpleNamespace(module=SimpleNamespace(personal=()), round=4)

@@ -7,10 +7,11 @@ from torch import Tensor
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of, squared_distances
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.strategies.aggregation.robust_mean import share_of
+from dpfl_lightning.strategies.aggregation.robust_mean import share_of, warn_if_none_is_left_out
 
 
 class MultiKrum(Strategy):
@@ -35,6 +36,10 @@ class MultiKrum(Strategy):
     def __init__(self, share: float = 0.2) -> None:
         require(0 <= share < 0.5, "strategies.multi_krum.share", "be in [0, 0.5)", share)
         self._share = share
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        warn_if_none_is_left_out("multi_krum", self._share, view)
+        return schedule
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -27,6 +28,15 @@ class RobustMean(Strategy):
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the centre `[...]` of `deltas` `[C, ...]`, C > 0, whose `weights` `[C]` have the sum 1."""
         raise NotImplementedError
+
+
+def warn_if_none_is_left_out(name: str, share: float, view: View) -> None:
+    """Warn the user if this share of all clients is less than one client."""
+    if share > 0 and not share_of(share, view.facts.num_clients):
+        warn_user(
+            f"strategies.{name}.share {share:g} of {view.facts.num_clients} clients is less than one client: "
+            "none is left out"
+        )
 
 
 def share_of(share: float, count: int) -> int:

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, share_of
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, share_of, warn_if_none_is_left_out
 
 
 class TrimmedMean(RobustMean):
@@ -24,6 +26,10 @@ class TrimmedMean(RobustMean):
     def __init__(self, share: float = 0.1) -> None:
         require(0 <= share < 0.5, "strategies.trimmed_mean.share", "be in [0, 0.5)", share)
         self._share = share
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        warn_if_none_is_left_out("trimmed_mean", self._share, view)
+        return schedule
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
         dropped = share_of(self._share, len(deltas))

@@ -331,6 +331,8 @@ class Clustered(GroupingStrategy):
 
         Without `updates`, the first full batch alone decides.
         """
+        if updates is not None and self._mixture != "paper":
+            updates = first_round.without_impossible(updates, view)
         looks = [one for one in (self._first_look, updates) if one is not None]
         updates = first_round.averaged(*looks) if len(looks) == 2 else looks[0]
         if self._mixture == "paper":

@@ -78,6 +78,29 @@ def distance_of_updates(distance: float, clients: tuple[int, ...], steps: tuple[
     return distance * median(lengths)
 
 
+def without_impossible(updates: ClientUpdates, view: View) -> ClientUpdates:
+    """Leave out updates that are twice as long as clipped steps and the planned noise can be: they are false.
+
+    A full batch takes each record once, so a step without noise is no longer than learning rate times clip norm.
+    Nothing is left out if the optimiser makes the noise unknown. **Privacy** Post-processing.
+    """
+    length = torch.linalg.vector_norm(updates.released.flatten(1), dim=1, dtype=torch.float64).tolist()
+    noise = math.sqrt(updates.released[0].numel()) + 5
+    false = frozenset(
+        client
+        for client, one, steps, std in zip(updates.clients, length, updates.steps, updates.noise_std, strict=True)
+        if one > 2 * (steps * view.learning_rate[client] * view.clip_norm[client] + std * noise)
+    )
+    if not false or len(false) == len(updates.clients):
+        return updates
+    names = ", ".join(map(view.facts.name_of, sorted(false)))
+    warn_user(
+        f"strategy clustered: left out of the search for groups, because their updates are longer than clipping and "
+        f"noise permit: clients {names}"
+    )
+    return updates.without(false)
+
+
 def warn_if_blind(schedule: RunSchedule, view: View, distance: float) -> None:
     """Warn the user if the noise of the first round hides groups at this distance from most clients."""
     lines = [(client, schedule.planned(client, PURPOSE)) for client in range(len(schedule.clients))]
