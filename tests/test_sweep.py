@@ -496,7 +496,10 @@ def test_the_command_names_the_total_after_the_final_run(folders, search, tmp_pa
 SHARED = {
     **changed(
         set_share=0.3,
-        set_with={"rounds": 3, "strategies": {"distillation": {"images_per_class": 4, "evaluation_epochs": 1}}},
+        set_with={
+            "rounds": 3,
+            "strategies": {"distillation": {"images_per_class": 4, "evaluation_epochs": 1, "reinit_every": 1}},
+        },
     ),
     "seed": 3,
 }

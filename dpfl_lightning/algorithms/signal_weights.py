@@ -9,6 +9,10 @@ from scipy.optimize import nnls
 _SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
 _MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite
 _EDGE = 3.27  # 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
+_OPPOSED = -4.0  # sum of votes, in standard deviations of votes by noise, below which an update goes against others
+_VOTE = 3.0  # bound of one vote, in standard deviations of a cosine of noise
+# least squared cosine between two sides / product of the cosines within them, for one to be the other's opposite
+_MIRRORED = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,8 @@ class SignalEstimate:
 
     Args:
         alignment: length of the common part of each update's signal / length of the update, `[C]`, in [0, 1).
-        factors: loadings of the updates on all directions that clients share, `[C, r]`; the first is `alignment`.
+        factors: loadings of the updates on all directions that clients share, `[C, r]`; the first is `alignment`, but
+            negative for updates that go against the common part.
         length: lengths of the updates, each limited to the range of the others, `[C]`.
     """
 
@@ -46,7 +51,8 @@ def estimate_signals(
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
     equal signals), over which the estimate averages. Clients differ from the law as far as cosines prove it (empirical
     Bayes). Further directions, which clients with one kind of data share, count if noise alone shows as much in one of
-    1,000 rounds.
+    1,000 rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged
+    without them.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.
@@ -56,14 +62,22 @@ def estimate_signals(
     """
     limited, known = lengths.copy(), lengths > 0
     limited[known] = within_others(lengths[known])
-    prior = _law(cosines, limited, models, precision)
+    opposed = _opposed(cosines, models, precision)
+    together = precision * np.outer(~opposed, ~opposed)
+    prior = _law(cosines, limited, models, together)
     estimates = []
     for rows in map(list, models):
         block, seen = _pairs(cosines, rows), _pairs(precision, rows)
-        alignment = _shrunk(block, seen, prior[rows], (limited != lengths)[rows])
-        rest = block - np.outer(alignment, alignment)
+        against, alignment = opposed[rows], np.zeros(len(rows))
+        others = list(np.array(rows)[~against])
+        alignment[~against] = _shrunk(
+            _pairs(cosines, others), _pairs(precision, others), prior[others], (limited != lengths)[others]
+        )
+        opposite = np.clip(_seen(block, seen, alignment)[0], -_MOST_ALIGNED, 0.0)
+        signed = np.where(against, opposite, alignment)
+        rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
-        factors = np.column_stack([alignment, _further(rest, seen, 1 - alignment**2)])
+        factors = np.column_stack([signed, _further(rest, seen, 1 - signed**2)])
         estimates.append(SignalEstimate(alignment, factors, limited[rows]))
     return estimates
 
@@ -80,6 +94,27 @@ def within_others(values: np.ndarray) -> np.ndarray:
         return values
     ordered, median = np.sort(values), float(np.median(values))
     return np.clip(values, max(ordered[1] / 2, median / 30), min(ordered[-2], 30 * median))
+
+
+def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray) -> np.ndarray:
+    """Return the clients whose updates clearly are the opposite of the others', `[C]`; less than half of each model.
+
+    Each pair of updates has one bounded vote, so that no client decides. Clients who agree with each other more than
+    the opposite of the others would have data of another kind, and are not opposed.
+    """
+    opposed = np.zeros(len(cosines), dtype=bool)
+    for rows in map(list, models):
+        block, known = _pairs(cosines, rows), _pairs(precision, rows)
+        votes = np.clip(np.sqrt(known) * block, -_VOTE, _VOTE)
+        against = votes.sum(axis=1) / np.sqrt(np.maximum((known > 0).sum(axis=1), 1)) < _OPPOSED
+        if 0 < 2 * against.sum() < len(rows):
+            within, rest, between = (
+                (known * block)[pairs].sum() / max(known[pairs].sum(), 1e-300)
+                for pairs in (np.ix_(against, against), np.ix_(~against, ~against), np.ix_(against, ~against))
+            )
+            within -= 3 / max(known[np.ix_(against, against)].sum() / 2, 1e-300) ** 0.5
+            opposed[rows] = against & (between**2 >= _MIRRORED * max(within, 0.0) * max(rest, 0.0))
+    return opposed
 
 
 def _law(

@@ -23,7 +23,7 @@ from dpfl_lightning.privacy.accounting.accountant import epsilon_text
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.search.costs import Cost, planned_cost, replans, together
+from dpfl_lightning.search.costs import Cost, planned_cost, together
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
@@ -164,7 +164,7 @@ class _Beside(Strategy):
 def _fixed_cost(loop: FederatedLoop) -> Cost:
     """Return the cost of a run. UserError if it has a release without noise, or its plan may change during the run."""
     must = "plan all releases before a run with sweep.set_share"
-    require(not replans(loop), "strategies", must, "a strategy that plans again", "Leave this strategy out.")
+    require(not loop.replans, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
     cost, must = planned_cost(loop), "be null if a run releases something without noise"
     leaks = [event.words for event in itertools.chain(*cost.events) if isinstance(event, NonPrivateEvent)]
     require(not leaks, "sweep.set_share", must, "; ".join(dict.fromkeys(leaks)))

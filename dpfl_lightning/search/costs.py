@@ -9,7 +9,6 @@ from typing import Any
 
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.server.strategy import overrides
 from dpfl_lightning.privacy.accounting.accountant import (
     Accountant,
     delta_text,
@@ -95,13 +94,8 @@ def planned_cost(loop: FederatedLoop) -> Cost:
         accountant.adjacency,
         loop.clients.sampling,
         loop.facts.names,
-        replans(loop),
+        loop.replans,
     )
-
-
-def replans(loop: FederatedLoop) -> bool:
-    """Return whether a strategy may change the plan during the run."""
-    return any(overrides(strategy, "replan") for strategy in loop.strategies)
 
 
 def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:

@@ -193,10 +193,10 @@ def _parts(
     if scored is not None:
         return [tested(records, scored)] * networks
     x, y = records
-    return [tested((x[~held], y[~held]), (x[held], y[held])) for held in _folds(y, networks, seed)]
+    return [tested((x[~held], y[~held]), (x[held], y[held])) for held in folds(y, networks, seed)]
 
 
-def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
+def folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
     """Return, for each net, which records are held out, `[n]` bool: a share of every class, different for each net."""
     counts = torch.bincount(y)
     fewest = int(counts[counts > 0].min())

@@ -159,7 +159,8 @@ for _hook in (*HOOKS, "on_fit_start", "on_round_start", "on_round_end", "on_fit_
 
 def test_round_order_and_that_charges_come_before_training(make_loop):
     calls: list = []
-    loop = make_loop(rounds=2)
+    clients = ClientOptions(count=4, batch_size=None)  # with full batches a strategy may plan anew
+    loop = make_loop(rounds=2, clients=clients)
     lines = lambda: len(read_ledger(loop.clients.folder.ledger_file)) if hasattr(loop, "folder") else 0  # noqa: E731
     loop.strategies.append(Recorder(calls, lines))
     train = loop.clients.engine.train
@@ -193,6 +194,7 @@ def test_strategies_that_do_not_fit_are_refused(make_loop):
         ([a_strategy(role="bas")], r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"),
         ([a_strategy(**combine)], r"`Odd.needs_updates` must be overridden by a strategy that overrides"),
         ([SizeWeighted(), Uniform()], "exactly one base rule"),
+        ([SizeWeighted(), a_strategy(selects=True), a_strategy(selects=True)], "at most one strategy that limits how"),
     ):
         with pytest.raises(UserError, match=words):
             make_loop(parts=parts)

@@ -1,5 +1,6 @@
 """Robust clustered DPFL in runs: three stages, what they cost, and clients that are missing."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,6 +19,8 @@ from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
@@ -25,6 +28,7 @@ from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
+from dpfl_lightning.strategies.clustering.first_round import without_impossible
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.oracle_clusters import OracleClusters
@@ -130,8 +134,7 @@ def test_models_after_the_first_round(start, reuse):
     loop.run()
     expected = begin.repeat(3, 1)
     if reuse:
-        shares = clustered.responsibilities.T * torch.tensor(loop.population.num_records)
-        shares = shares / shares.sum(dim=1, keepdim=True)
+        shares = clustered.responsibilities.T / clustered.responsibilities.sum(dim=0)[:, None]
         expected = expected + (shares @ seen.updates[0].deltas.double()).float()
         torch.testing.assert_close(seen.models[0], expected)
     else:
@@ -398,6 +401,45 @@ def test_a_full_batch_longer_than_clipping_and_noise_permit_is_false_and_left_ou
         loop.run()
     assert bool((loop.state.models.abs() < 10).all())
     assert clustered.embedding.isnan().any(dim=1).tolist() == [client == 2 for client in range(COUNT)]
+
+
+def first_updates(make_loop, num_params=20_000):
+    """A view, and the updates of nine full batches whose signals are 0.4 clip norms long, in one direction."""
+    loop = make_loop(
+        parts=[SizeWeighted(), Clustered()],
+        population=kinds_of_clients(),
+        module=ClientModule(nn.Linear(6, 3)),
+        privacy=private(),
+        clients=ClientOptions(count=COUNT, batch_size=40, learning_rate=0.5),
+    )
+    loop.plan_schedule()
+    view = loop.view(ServerState(torch.zeros(1, num_params), (0,) * COUNT))
+    std = 0.002
+    deltas = std * torch.randn(COUNT, num_params, generator=torch.Generator().manual_seed(0))
+    deltas[:, 0] += 0.2
+    announced = ClientUpdates.announced(view.plan())
+    return dataclasses.replace(announced, steps=(1,) * COUNT, noise_std=(std,) * COUNT, deltas=deltas), view
+
+
+@pytest.mark.parametrize(
+    "change, left",
+    [
+        (lambda deltas: deltas, []),
+        (lambda deltas: deltas[4].zero_(), [4]),
+        (lambda deltas: deltas[4].mul_(0.3), [4]),
+        (lambda deltas: deltas[4].mul_(20), [4]),
+        (lambda deltas: deltas[4].copy_(deltas[1]), [1, 4]),
+        (lambda deltas: deltas[4].copy_(-deltas[1]), [1, 4]),
+        (lambda deltas: deltas[4].neg_(), []),
+    ],
+    ids=["honest", "zero", "short", "long", "a copy", "the opposite of another", "opposite"],
+)
+def test_first_updates_that_clipping_and_noise_rule_out(change, left, make_loop):
+    updates, view = first_updates(make_loop)
+    change(updates.deltas)
+    with contextlib.nullcontext() if not left else pytest.warns(UserNotice, match="left out of the search for groups"):
+        kept = without_impossible(updates, view)
+    assert [client for client in range(COUNT) if client not in kept.clients] == left
 
 
 @pytest.mark.slow

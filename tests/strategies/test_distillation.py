@@ -238,6 +238,16 @@ def test_the_net_begins_again_as_often_as_it_should(make_loop):
         assert metric_of(make_loop, "net_reinitialised", rounds=5, **options) == [again] * 5
 
 
+@pytest.mark.parametrize(
+    ("rounds", "every", "warns"), [(3, 3, True), (3, 4, True), (4, 3, False), (3, 0, False), (1, 1, False)]
+)
+def test_a_set_that_is_made_with_one_net_warns(make_loop, rounds, every, warns):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", UserNotice)
+        distilled(make_loop, rounds=rounds, reinit_every=every, net_epochs=0, evaluation_epochs=1)
+    assert any(f"reinit_every is {every}, not below the {rounds} rounds" in str(one.message) for one in seen) == warns
+
+
 def test_the_net_may_follow_the_released_gradients(make_loop):
     strategy = Target(net_update="aggregate", net_learning_rate=0.3, **SMALL)
     loop = few(make_loop, strategy, counts=UNEQUAL, batch_size=8, rounds=1)

@@ -19,13 +19,13 @@ EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 COUNT, ROUNDS, RATE, DELTA = len(EPSILON), 8, 0.3, 1e-3
 
 
-def planned(make_loop, privacy=(), rounds=ROUNDS, **selection):
+def planned(make_loop, privacy=(), rounds=ROUNDS, batch_size=None, **selection):
     name, options = next(iter(selection.items())) if selection else ("", None)
     usual = {"epsilon": EPSILON, "delta": DELTA, "noise_key": FIXED_KEY, **dict(privacy or ())}
     loop = make_loop(
         parts=[*strategies.build({"random_effects": {}, **({name: options} if name else {})}), Recorder()],
         privacy=None if privacy is None else PrivacyOptions(**usual),
-        clients=ClientOptions(count=COUNT, batch_size=None, learning_rate=RATE),
+        clients=ClientOptions(count=COUNT, batch_size=batch_size, learning_rate=RATE),
         population=blobs(num_clients=COUNT),
         rounds=rounds,
     )
@@ -66,6 +66,22 @@ def test_an_update_counts_by_its_clients_share_beside_any_others(between, select
         assert float((moved - expected).norm() / expected.norm()) < 0.005, "noise on a grid has 0.35 % more"
         weight = (share[[*clients]] * ROUNDS / rounds[[*clients]]).sum()
         assert strategy.metrics(view)["sum_of_weights"] == pytest.approx(weight, rel=0.005)
+
+
+@pytest.mark.parametrize("between", [0.0, 0.05])
+def test_shares_are_of_gradients_and_an_update_of_more_steps_is_longer(between, make_loop):
+    """The sum of equal gradients has the least error at these shares, however many steps each update has."""
+    loop, strategy = planned(make_loop, batch_size=[4, 8, 16, 32] * 2)
+    strategy._compare = lambda updates, view: None
+    strategy._spread, strategy._precision = between, 1.0
+    view = loop.view(ServerState(torch.zeros(1, 83), (0,) * COUNT))
+    announced = ClientUpdates.announced(view.plan())
+    size = RATE * np.array(announced.steps)
+    assert size.max() > 4 * size.min()
+    noise = 83 * (np.array(announced.noise_std) / size) ** 2
+    share = 1 / (noise / ROUNDS + between) / size
+    moved, _ = combined(loop, range(COUNT), torch.eye(COUNT, 83))
+    torch.testing.assert_close(moved[0, :COUNT].double(), torch.from_numpy(share / share.sum()), rtol=0.01, atol=0)
 
 
 def test_without_noise_it_is_the_mean_of_the_clients_of_each_model(make_loop):

@@ -133,6 +133,50 @@ def test_one_client_without_noise_has_at_most_its_bound(length):
     assert kind == 2 and share[4] < 0.05, "a direction that nobody shares is taken for noise"
 
 
+@pytest.mark.parametrize("attackers", [[4], [4, 8]], ids=["one", "two"])
+@pytest.mark.parametrize("signal", [1.0, 3.0])
+@pytest.mark.parametrize("rounds", [1, 10])
+def test_clients_that_go_against_the_others_have_no_part_and_do_not_change_theirs(rounds, signal, attackers):
+    rest, cosines = np.setdiff1d(range(12), attackers), np.zeros((12, 12))
+    for seed in range(rounds):
+        deltas = drawn(np.full(12, signal), NOISE, seed=seed)
+        deltas[attackers] = 0.0
+        deltas[attackers, 0] = -np.median(NOISE)
+        latest, lengths = cosines_of(deltas)
+        cosines += latest / rounds
+    (signals,) = estimate_signals(cosines, lengths, [list(range(12))], np.full((12, 12), float(rounds * NUM_PARAMS)))
+    share = contributions(signals, 30, 0.25)
+    weight = (share / lengths)[rest]
+    assert share[attackers].sum() == 0
+    found = (weight.sum() * signal) ** 2 / (weight**2 @ NOISE[rest] ** 2)
+    assert found / best_ratio(np.full(len(rest), signal), NOISE[rest] ** 2, 0.25) > 0.97
+
+
+@pytest.mark.parametrize("quiet, noisy, attackers", [(2, 7, 1), (2, 8, 2), (3, 9, 2)])
+def test_attackers_without_noise_do_not_turn_the_weights_against_the_quietest_clients(quiet, noisy, attackers):
+    """The cosines of a few quiet clients with the noisy ones are small beside those with the attackers."""
+    alignment = np.array([0.4] * quiet + [0.02] * noisy)
+    deltas = drawn(alignment, np.sqrt(1 - alignment**2), seed=1)
+    attack = np.zeros((attackers, NUM_PARAMS))
+    attack[:, 0] = -1.0
+    directions = []
+    for sent in (deltas, np.vstack([deltas, attack])):
+        combined = shares(sent, most_influence(len(sent)))[1] @ sent
+        directions.append(combined[0] / np.linalg.norm(combined))
+    assert directions[1] > 0.9 * directions[0] > 0.3
+
+
+def test_a_minority_with_other_data_is_not_taken_for_attackers():
+    """Cosines of 0.21 within seven clients, 0.17 within three others, and -0.14 between them."""
+    first, second = 0.21**0.5, 0.17**0.5
+    angle = np.arccos(-0.14 / (first * second))
+    deltas = drawn(np.zeros(10), np.sqrt(1 - np.array([first] * 7 + [second] * 3) ** 2), seed=2)
+    deltas[:7, 0] += first
+    deltas[7:, 0] += second * np.cos(angle)
+    deltas[7:, 1] += second * np.sin(angle)
+    assert shares(deltas, rounds=20)[0].min() > 0.05
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_clients(count):
     share, weight = shares(drawn(np.full(count, 1.0), NOISE[:count]), bound=most_influence(count))

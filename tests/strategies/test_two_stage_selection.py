@@ -1,5 +1,6 @@
 """Two stages: reports planned and charged, budgets split and then spent to the last, quotas that follow from losses."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -9,6 +10,7 @@ import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
 from fakes import Absent, Recorder
 
+from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
@@ -18,7 +20,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, LossesAroundStep, MeanLoss, NoMechanism, event_of
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.plan import main as verify
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
@@ -152,7 +154,8 @@ def test_the_papers_reports_are_allowed_in_words_only(make_loop):
     client, mechanism = 2, Gaussian(1.0, 0.0, 1.0, float(loop.population.num_records[2]))
     x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
     silent = {client: NoMechanism("unbounded", mechanism)}
-    query = LossesAroundStep(mechanism_of=silent, model=start, step_of={client: (math.inf, 2, 0.3)})
+    steps = {client: (math.inf, 2, 0.3)}
+    query = LossesAroundStep(mechanism_of=silent, models=start[None], row_of={client: 0}, step_of=steps)
     before, after = query.read(client, answers.answer(ChargedQuery.of(query), client, loop.module, x, y, None))
     net = small_net()
     loss = torch.nn.functional.cross_entropy(net(x), y)
@@ -243,12 +246,46 @@ def test_runs_that_do_not_fit_are_refused(make_loop):
     noise = {"noise_multiplier": 2.0}
     for options, loop, words in (
         ({"warmup_rounds": ROUNDS}, {}, r"warmup_rounds` must be below the 12 rounds, got 12"),
-        ({}, {"clients": sampled}, r"`clients\.batch_size` must be null \(full"),
+        ({}, {"clients": sampled}, r"plan one full batch a round.* got 'train: Gaussian noise of sampled batches'"),
         ({}, {"laplace": True, "privacy": {"delta": 1e-3}}, r"with delta 0 if noise is Laplace"),
         ({}, {"privacy": noise}, r"`privacy\.noise_multiplier` must be null for strategy two_stage"),
     ):
         with pytest.raises(UserError, match=words):
             federation(make_loop, two_stages(**options), **loop).run()
+
+
+@pytest.mark.parametrize("name", ["ifca", "clustered"])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_releases_that_no_filter_covers_are_refused_before_any_charge(name, first, make_loop):
+    (other,) = strategies.build({name: {"num_clusters": 2}})
+    parts = (other, two_stages()) if first else (two_stages(), other)
+    loop = federation(make_loop, *parts)
+    with pytest.raises(UserError, match=r"`strategies(\.clustered)?` must .*, got (it|'train: Gaussian noise,)"):
+        loop.plan_schedule()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_choices_of_models_fit_where_epsilons_are_pure(first, make_loop):
+    """A client without quota in the first stage also adds noise to its choice."""
+    (other,) = strategies.build({"ifca": {"num_clusters": 2}})
+    loop = federation(make_loop, *((other, two_stages()) if first else (two_stages(), other)), laplace=True)
+    planned = loop.plan_schedule()
+    assert all(isinstance(client.planned[-1].event, SelectionEvent) for client in planned.clients)
+    loop.run()
+    for client, budget in enumerate(EPSILON):
+        assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), 0.0) <= budget
+
+
+@pytest.mark.parametrize("unsound", [True, False])
+@pytest.mark.parametrize("name", ["local", "mr_mtl", "kmeans_clusters", "oracle_clusters", "ifca"])
+def test_with_several_models_each_client_reports_the_loss_of_its_model(name, unsound, make_loop):
+    (other,) = strategies.build({name: {"selection": "paper_argmin"} if name == "ifca" else None})
+    population = dataclasses.replace(blobs(num_clients=COUNT), groups=(0, 1) * (COUNT // 2))
+    strategy = two_stages(estimates="least_difference", allow_unsound=unsound, ratio=None)
+    loop = federation(make_loop, other, strategy, population=population)
+    loop.run()
+    assert len(loop.state.models) > 1 and len(strategy._reports) == COHORT * WARMUP
+    assert all(np.isfinite(one).all() for one in strategy._reports)
 
 
 # ---- the query

@@ -169,9 +169,10 @@ def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModu
     """Both losses, summed over the records; the mechanism divides by their number."""
     clip_norm, order, rate = query.step_of[client]
     clipped_sum = VmapClippedSum(module.sample_loss)
-    step = clipped_sum(module.unflatten(query.model), x, y, ClipRequest(clip_norm, order))[0][0]
-    after = query.model - rate * (step / len(y)).to(query.model.dtype)
-    return summed_losses(module, torch.stack([query.model, after]), x, y)
+    model = query.models[query.row_of[client]]
+    step = clipped_sum(module.unflatten(model), x, y, ClipRequest(clip_norm, order))[0][0]
+    after = model - rate * (step / len(y)).to(model.dtype)
+    return summed_losses(module, torch.stack([model, after]), x, y)
 
 
 def losses_at(module: ClientModule, models: Tensor, x: Inputs, y: Tensor) -> Tensor:

@@ -12,14 +12,7 @@ from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-from dpfl_lightning.privacy.accounting.events import (
-    Caveat,
-    Event,
-    GaussianEvent,
-    NoisedEvent,
-    NonPrivateEvent,
-    SelectionEvent,
-)
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
@@ -167,7 +160,7 @@ class Budgets:
         for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
                 raise RuntimeError(f"client {self.name_of(client)} has a budget, which its new schedule changes")
-            _check_filter(after)
+            after.check_filter()
         self._check_fits(schedule)
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
 
@@ -239,14 +232,3 @@ class Budgets:
         if self._changed and 0 < epsilon <= schedule.target_epsilon < math.inf:
             return schedule.target_epsilon, f"{method}, {FILTER}"
         return bound
-
-
-def _check_filter(schedule: ClientSchedule) -> None:
-    """Check that a privacy filter is known for a schedule that depends on releases."""
-    events = [line.event for line in schedule.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
-    gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
-    pure = schedule.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
-    bounded = math.isfinite(schedule.target_epsilon) or not schedule.adds_noise  # without noise nothing is promised
-    require(bounded, "privacy.epsilon", "be a number where later noise follows from releases", schedule.target_epsilon)
-    must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
-    require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")

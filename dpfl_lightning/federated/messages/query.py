@@ -151,15 +151,17 @@ class MeanLoss(Query):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesAroundStep(Query):
-    """Each client's mean loss at `model` `[P]`, and after its clipped full-batch step from there without noise.
+    """Each client's mean loss at a model, and after its clipped full-batch step from there without noise.
 
-    The selection paper's clients report it. `step_of` is client -> clip norm, its order and learning rate of the step.
+    The selection paper's clients report it. `row_of` is client -> row of its model in `models` `[M, P]`, and `step_of`
+    is client -> clip norm, its order and learning rate of the step.
 
     **Privacy** None that is known, although noise is added: neither loss is clipped, and the step without noise depends
     on all records. Epsilon becomes infinite (`NoMechanism`).
     """
 
-    model: Tensor
+    models: Tensor
+    row_of: Mapping[int, int]
     step_of: Mapping[int, tuple[float, int, float]]
     purpose: str = "loss"
 

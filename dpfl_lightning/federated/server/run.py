@@ -38,7 +38,7 @@ from dpfl_lightning.models.optimizers import LocalOptimizer
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee, in_words
-from dpfl_lightning.privacy.accounting.planned import numbered, once_each
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.runtime.text import rounded_up_duration
 
 T = TypeVar("T")
@@ -166,6 +166,8 @@ class Run:
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
         self.schedule = fold(self.strategies, "plan_run", self.schedule, self.view(self._one_model()))
         self.schedule = solved(self.schedule, self.accountant)
+        if self.replans:
+            once_each(ClientSchedule.check_filter, self.schedule.clients)
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         self._plan_of_all: RoundPlan | None = None
         return self.schedule
@@ -180,9 +182,13 @@ class Run:
     def run_plan(self) -> RunPlan:
         """The whole run as it is proposed to the clients; call `plan_schedule` first."""
         accountant, digests, caveats = self.accountant.name, self._strategy_digests, self.caveats
-        replans = any(overrides(strategy, "replan") for strategy in self.strategies)
         terms = (self.rounds, self.seed, self.settings, self.schedule, accountant, caveats, digests)
-        return RunPlan(*terms, replans, self.options, self.optimizer, self.rates)
+        return RunPlan(*terms, self.replans, self.options, self.optimizer, self.rates)
+
+    @property
+    def replans(self) -> bool:
+        """Whether a strategy may change the schedule during the run."""
+        return any(overrides(strategy, "replan") for strategy in self.strategies)
 
     def describe(self) -> list[str]:
         """The strategies' sentences about the run; call `plan_schedule` first."""

@@ -35,6 +35,7 @@ class Strategy:
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
         needs_noise_std: whether it reads `ClientUpdates.noise_std`, which is not known for every optimiser of clients.
+        selects: whether it limits how often each client trains. One strategy of a run may.
         pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
         refuses_pull: whether it cannot stand beside a strategy that pulls.
         in_place_of_training: what clients do instead of local training, in words; empty: they train.
@@ -46,6 +47,7 @@ class Strategy:
     trains_on_server: bool = False
     needs_training: bool = False
     needs_noise_std: bool = False
+    selects: bool = False
     pulls: bool = False
     refuses_pull: bool = False
     in_place_of_training: str = ""
@@ -161,6 +163,9 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
             "Keep one; corrections and masks multiply onto it."
         )
+    selecting = " and ".join(type(strategy).__name__ for strategy in strategies if strategy.selects)
+    must = "hold at most one strategy that limits how often clients train"
+    require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")
     for other, strategy in itertools.product(strategies, repeat=2):
         if other.in_place_of_training and strategy.needs_training:
             raise UserError(

@@ -7,7 +7,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
+from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.accounting.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    LaplaceEvent,
+    NoisedEvent,
+    NonPrivateEvent,
+    SelectionEvent,
+    repeated,
+)
 
 Value = TypeVar("Value", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -93,6 +103,30 @@ class ClientSchedule:
         """The schedule without `NonPrivateEvent` releases, which no noise can pay for."""
         lines = tuple(line for line in self.planned if not isinstance(line.event, NonPrivateEvent))
         return replace(self, planned=lines)
+
+    def check_filter(self) -> None:
+        """Raise UserError unless later noise may be chosen from earlier releases: unless a privacy filter is known.
+
+        It is for full batches of Gaussian noise, and for pure epsilons.
+        """
+        bounded = math.isfinite(self.target_epsilon) or not self.adds_noise  # without noise nothing is promised
+        require(bounded, "privacy.epsilon", "be a number where later noise follows from releases", self.target_epsilon)
+        events = [line.event for line in self.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
+        gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
+        pure = self.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
+        must = (
+            "plan only full batches of Gaussian noise (clients.batch_size: null), or only pure epsilons "
+            "(privacy.mechanism: laplace, delta: 0), where one of them chooses later noise from earlier releases"
+        )
+        require(gaussian or pure, "strategies", must, self.outline, "Leave out what plans other releases.")
+
+    @property
+    def outline(self) -> str:
+        """The planned releases in words."""
+        kinds = {GaussianEvent: "Gaussian noise", LaplaceEvent: "Laplace noise", SelectionEvent: "choice of a model"}
+        words = [(line.purpose, kinds.get(type(line.event), "no noise"), line.event) for line in self.planned]
+        sampled = " of sampled batches"
+        return ", ".join(f"{name}: {kind}{sampled * (getattr(one, 'sample_rate', 1) < 1)}" for name, kind, one in words)
 
     @property
     def main_line(self) -> Planned:

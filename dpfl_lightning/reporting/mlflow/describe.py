@@ -1,5 +1,6 @@
 """What MLflow's pages show of a run before and after its curves: name, parameters, data set and description."""
 
+import contextlib
 import dataclasses
 import getpass
 import hashlib
@@ -131,14 +132,19 @@ def program() -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         "command": without_credentials(shlex.join([*start, *sys.argv[1:]])),
     }
-    try:
+    with contextlib.suppress(OSError, KeyError):  # no user name
         tags["mlflow.user"] = getpass.getuser()
+    return tags | ({"mlflow.source.git.commit": found} if (found := commit()) else {})
+
+
+def commit() -> str:
+    """Return the commit of the working directory; empty without git or a repository."""
+    try:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        if re.fullmatch("[0-9a-f]{40,64}", commit := asked.stdout.strip()):
-            tags["mlflow.source.git.commit"] = commit
-    except (OSError, KeyError, subprocess.SubprocessError):
-        pass  # no git, no user name, or neither
-    return tags
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = asked.stdout.strip()
+    return found if re.fullmatch("[0-9a-f]{40,64}", found) else ""
 
 
 def description(notes: Sequence[str], result: RunResult | None = None) -> str:

@@ -32,7 +32,9 @@ class NoiseAware(EstimatedWeights):
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
     that others share (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree
     visibly, because their kinds of data differ, the weights trade noise against bias, where no signal counts for more
-    than the median one. The sum goes as far along the common signal as the median client's update.
+    than the median one. The sum goes as far along the common signal as the median client's update. Updates of less
+    than half of the clients that clearly are the opposite of the others' count as nothing in these estimates. Clients
+    with another kind of data are not opposite, and several clients that send one false update look like such a kind.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a

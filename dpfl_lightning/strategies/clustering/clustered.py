@@ -82,8 +82,8 @@ class Clustered(GroupingStrategy):
         second_look: whether the full batch may be repeated (with `robust` and noise that is not `same`, in runs of at
             least 3 rounds). The repetition is planned and its budget reserved; if it is not needed, it is not charged.
             If it brings no update, the first full batch decides in the next round that brings any.
-        reuse_first_round: true applies the first updates to the new models; false starts all models from the initial
-            parameters of the run.
+        reuse_first_round: true applies the mean of the first updates to the new models; false starts all models from
+            the initial parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
             overlap. `auto` is known only after round 1, so choices are planned for all rounds after it. With
             `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost:
@@ -347,8 +347,7 @@ class Clustered(GroupingStrategy):
         memberships = self._keep(mixture, updates.clients, len(looks), view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
-            records = torch.tensor([view.facts.num_records[client] for client in updates.clients])
-            models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
+            models = models + aggregate.combine(mixture.responsibilities.T, updates)
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
     def _keep(self, mixture: Mixture, clients: Sequence[int], looks: int, view: View) -> Tensor:

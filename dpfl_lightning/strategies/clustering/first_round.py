@@ -4,9 +4,10 @@ import dataclasses
 import math
 from statistics import median
 
+import numpy as np
 import torch
 
-from dpfl_lightning.algorithms.update_geometry import noise_that_separates
+from dpfl_lightning.algorithms.update_geometry import gram_and_width, noise_that_separates
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -79,24 +80,38 @@ def distance_of_updates(distance: float, clients: tuple[int, ...], steps: tuple[
 
 
 def without_impossible(updates: ClientUpdates, view: View) -> ClientUpdates:
-    """Leave out updates that are twice as long as clipped steps and the planned noise can be: they are false.
+    """Leave out updates that clipping and the planned noise rule out: they are false.
 
-    A full batch takes each record once, so a step without noise is no longer than learning rate times clip norm.
-    Nothing is left out if the optimiser makes the noise unknown. **Privacy** Post-processing.
+    - Longer ones than twice the longest: a full batch takes each record once, so a step without noise is no longer than
+      learning rate times clip norm, with momentum m divided by 1 - m.
+    - Shorter ones than their noise alone.
+    - Two that are more alike, or opposite, than their signals can be, because noises are independent: one is a copy.
+
+    What noise decides has six standard deviations of room. No update is left out if the optimiser makes its noise
+    unknown, and none if all would be. **Privacy** Post-processing.
     """
-    length = torch.linalg.vector_norm(updates.released.flatten(1), dim=1, dtype=torch.float64).tolist()
-    noise = math.sqrt(updates.released[0].numel()) + 5
-    false = frozenset(
-        client
-        for client, one, steps, std in zip(updates.clients, length, updates.steps, updates.noise_std, strict=True)
-        if one > 2 * (steps * view.learning_rate[client] * view.clip_norm[client] + std * noise)
+    gram, width = gram_and_width(updates.released.flatten(1))
+    square, std = np.diag(gram), np.array(updates.noise_std)
+    rates, norms = (
+        np.array([values[client] for client in updates.clients]) for values in (view.learning_rate, view.clip_norm)
     )
+    momentum = getattr(view.optimizer, "momentum", 0.0)
+    longest = np.array(updates.steps) * rates * norms / (1 - momentum) + std * (math.sqrt(width) + 5)
+    beyond_noise = square - width * std**2
+    room = 6 * std**2 * (math.sqrt(5 * width) + 6)  # the squared length of Laplace noise varies most
+    wrong = (np.sqrt(square) > 2 * longest) | (beyond_noise < -room)
+    signal = np.sqrt(np.maximum(beyond_noise + room, 0)) + 6 * std
+    crossed = np.outer(signal, std)
+    most = np.outer(signal, signal) + 6 * (crossed + crossed.T + np.outer(std, std) * math.sqrt(width))
+    alike = (np.abs(gram - np.diag(square)) > most * (1 + 1e-6)) & np.outer(~wrong, ~wrong)
+    wrong |= alike.any(axis=1)
+    false = frozenset(np.array(updates.clients)[wrong].tolist())
     if not false or len(false) == len(updates.clients):
         return updates
     names = ", ".join(map(view.facts.name_of, sorted(false)))
     warn_user(
-        f"strategy clustered: left out of the search for groups, because their updates are longer than clipping and "
-        f"noise permit: clients {names}"
+        f"strategy clustered: left out of the search for groups, because clipping and noise rule out such updates: "
+        f"clients {names}"
     )
     return updates.without(false)
 

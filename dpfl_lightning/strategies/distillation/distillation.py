@@ -68,7 +68,8 @@ class Distillation(SetStrategy):
             and is applied to records and images.
         net_update: how the model changes between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
             the released gradients).
-        reinit_every: rounds between two initialisations of the model; 0 is never; null is the condensation paper's.
+        reinit_every: rounds between two initialisations of the model; 0 is never; null is the condensation paper's,
+            about images_per_class. A run warns if it is not below the number of rounds.
         net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number.
         net_learning_rate: learning rate of the model's SGD, > 0.
         aggregation: `sampled` (the sum over clients: each drawn record has the same weight), `uniform` (each client's
@@ -168,6 +169,11 @@ class Distillation(SetStrategy):
         must = "not be class_count if clients add noise, because their numbers of records of a class are private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
         require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
+        if 1 < schedule.rounds <= self._reinit_every:
+            warn_user(
+                f"strategy distillation: {KEY}.reinit_every is {self._reinit_every}, not below the {schedule.rounds} "
+                "rounds, so the set is made with one net alone. Set a smaller number."
+            )
         self._taken = [0] * view.facts.num_clients
         rounds_of = Counter(client for round in range(1, schedule.rounds + 1) for client in self._cohort(view, round))
 

@@ -88,6 +88,7 @@ class QuotaSelection(Strategy, Callback):
 
     default_base = Uniform
     needs_training = True
+    selects = True
     key = "strategies.quota_selection"
 
     def __init__(

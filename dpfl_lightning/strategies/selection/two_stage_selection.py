@@ -79,7 +79,8 @@ class TwoStageSelection(QuotaSelection):
 
     **Privacy** Losses are `MeanLoss` queries, planned and charged in addition to the updates. Later noise depends on
     them, so a guarantee states the whole budget (a privacy filter). This requires full batches with Gaussian noise, or
-    with Laplace noise and delta 0, and noise that is solved from a budget.
+    with Laplace noise and delta 0, and noise that is solved from a budget. Beside Gaussian noise no clients may choose
+    models with noise (`ifca`), because no filter is known for both; `clustered` cannot be used beside this strategy.
 
     Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2. The paper's clients report unclipped losses, one of
     them before noise, which its sensitivity does not cover. Its quotas are real numbers, which overspend. It splits
@@ -127,9 +128,8 @@ class TwoStageSelection(QuotaSelection):
         biased_selection.check_free_noise(schedule, name, view.facts)
         must = f"be below the {schedule.rounds} rounds"
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
-        must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
-        plain = exact_exponent(schedule) is not None
-        require(plain, "clients.batch_size", must, "other plans", "Later noise depends on released losses.")
+        must = f"plan one full batch a round (clients.batch_size: null) beside {name}, with delta 0 if noise is Laplace"
+        require(exact_exponent(schedule) is not None, "strategies", must, schedule.clients[0].outline)
         self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
         advice = "Losses of a regression have no default bound."
         require(self._bound_now > 0, f"{self.key}.loss_bound", "be a number for a regression", self._bound, advice)
@@ -142,7 +142,7 @@ class TwoStageSelection(QuotaSelection):
             """Split the budget of each of the client's participations between the update and the losses."""
             line, event = planned.planned(client, PURPOSE), planned.noised(client, PURPOSE)
             power = self._noise.exponent[client] / 2
-            noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * line.count**power
+            noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * max(line.count, 1) ** power
             of_update = dataclasses.replace(event, noise_multiplier=noise / (1 - self._share) ** power)
             of_loss = noise * (self._losses_a_round / self._share) ** power
             report = dataclasses.replace(event, noise_multiplier=of_loss, steps=1)  # also if an update has several
@@ -179,9 +179,9 @@ class TwoStageSelection(QuotaSelection):
             client: (mechanism.clip_norm, mechanism.clip_order, rate)
             for client, mechanism, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
         }
-        (row,) = set(plan.model_of)
-        model = view.state.models[row]
-        answers = view.ask(LossesAroundStep(purpose=_LOSS, mechanism_of=mechanisms, model=model, step_of=step_of))
+        models, row_of = view.state.models, dict(zip(plan.clients, plan.model_of, strict=True))
+        asked = LossesAroundStep(purpose=_LOSS, mechanism_of=mechanisms, models=models, row_of=row_of, step_of=step_of)
+        answers = view.ask(asked)
         return [(view.round, client, before, after) for client, (before, after) in answers.items()]
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
