@@ -15,7 +15,7 @@ from dpfl_lightning.config.options import FREE, nearest_key
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.fit import fit, seed_list
 from dpfl_lightning.runtime.launcher import launched
-from experiments.papers.cells import RESULTS, Cell, Overrides, finished, missing_cells, required_cells
+from experiments.papers.cells import RESULTS, Cell, Overrides, finished, in_folder, missing_cells, required_cells
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
 from experiments.papers.report import as_dict, figure_path, log_report, overview, page, report
@@ -35,12 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 1 if a cell could not be made, else 0."""
     set_by_user, words = split(sys.argv[1:] if argv is None else argv)
     options = _parse(words)
+    with in_folder(options.results):
+        return _run(set_by_user, options)
+
+
+def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) -> int:
     require(launched().size == 1, "reproduce", "be one process", launched().size, "--jobs makes several cells at once.")
     first, *names = options.names
     if first == "list":
         print(overview(find(names) if names else list(experiments().values()), options.results))
         return 0
-    chosen = [one.restricted(options.rows, options.columns) for one in find(options.names)]
+    chosen = [one.restricted(options.rows, options.columns, options.seeds) for one in find(options.names)]
     overrides, free = _sorted_out(set_by_user)
     for experiment in chosen:
         _check_overrides(experiment, overrides)
@@ -72,7 +77,7 @@ def _make_missing(
     required: dict[Cell, None] = {}
     for experiment in chosen:
         scale = experiment.scale(options.scale)
-        required |= dict.fromkeys(required_cells(experiment, scale, options.seeds, overrides))
+        required |= dict.fromkeys(required_cells(experiment, scale, overrides))
     missing = list(required) if runner.again else missing_cells(list(required), runner.results)
     total, failures = len(missing), list[str]()
     try:

@@ -1,26 +1,40 @@
 """Finished cells: one JSON file each, found by experiment, row, column, scale and seed."""
 
+import contextlib
 import datetime
 import hashlib
 import itertools
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import dpfl_lightning
+from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
-from experiments.papers.experiment import Computation, Experiment, Reference
+from experiments.papers.declarations import merged
+from experiments.papers.experiment import Computation, Experiment, NotYet, Reference
 from experiments.papers.registry import experiments
 
-#: where cells are kept, below the working directory
+#: where cells are kept, below the working directory; a command may set another folder
 RESULTS = Path("experiments/results")
 
 Overrides = tuple[tuple[str, str], ...]
+
+
+@contextlib.contextmanager
+def in_folder(results: Path) -> Iterator[None]:
+    """Let options that follow from finished cells read those of this folder."""
+    global RESULTS
+    before, RESULTS = RESULTS, results
+    try:
+        yield
+    finally:
+        RESULTS = before
 
 
 class Cell(NamedTuple):
@@ -60,19 +74,21 @@ def source(experiment: Experiment, row: str, column: str, scale: str, overrides:
     return Cell(name, cell_row, cell_column, _owner(experiment, name).scale(scale), None, overrides)
 
 
-def required_cells(
-    experiment: Experiment, scale: str, seeds: Sequence[int] | None, overrides: Overrides = ()
-) -> list[Cell]:
-    """The cells whose numbers the experiment shows, column by column, each once; by default of the declared seeds."""
-    seeds = experiment.seeds.get(scale, (0,)) if seeds is None else seeds
+def required_cells(experiment: Experiment, scale: str, overrides: Overrides = ()) -> list[Cell]:
+    """The cells whose numbers the experiment shows, column by column, each once."""
     cells = []
     for column, (row, line) in itertools.product(experiment.columns, experiment.rows.items()):
-        cell = source(experiment, row, column, scale, overrides)
-        for seed in (None,) if _computed(experiment, cell) else seeds:
-            cells.append(seeded := cell._replace(seed=seed))
+        for cell in _seeded(experiment, row, column, scale, overrides):
+            cells.append(cell)
             if line.reference is not None:
-                cells.append(_reference_cell(experiment, line.reference, seeded))
+                cells.append(_reference_cell(experiment, line.reference, cell))
     return list(dict.fromkeys(cells))
+
+
+def _seeded(experiment: Experiment, row: str, column: str, scale: str, overrides: Overrides) -> list[Cell]:
+    cell = source(experiment, row, column, scale, overrides)
+    declared = (experiment.columns[column].seeds or experiment.seeds).get(scale, (0,))
+    return [cell._replace(seed=seed) for seed in ((None,) if _computed(experiment, cell) else declared)]
 
 
 def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) -> Cell:
@@ -84,25 +100,55 @@ def finished(results: Path, experiment: Experiment, scale: str, overrides: Overr
     """(row, column) of the table -> its finished cells, one per seed; a UserError names a file that is none."""
     cells = {}
     for row, column in itertools.product(experiment.rows, experiment.columns):
-        cell = source(experiment, row, column, scale, overrides)
-        seeds = [None] if _computed(experiment, cell) else _seeds_of(path_of(results, cell))
-        places = [cell._replace(seed=seed) for seed in seeds]
-        made = [one for one in places if path_of(results, one).is_file()]
+        made = [one for one in _seeded(experiment, row, column, scale, overrides) if is_finished(one, results)]
         if runs := [_read_with_reference(results, experiment, row, one) for one in made]:
             cells[row, column] = runs
     return cells
 
 
+def is_finished(cell: Cell, results: Path) -> bool:
+    """Whether the cell's file is there and, if the cell is trained, was made with what is declared now."""
+    path = path_of(results, cell)
+    if not path.is_file():
+        return False
+    try:
+        now = declaration(cell)
+    except NotYet:  # what is declared depends on cells that are not finished
+        return False
+    return _ordered(read(path).get("declared", now)) == _ordered(now)
+
+
+def _ordered(declaration: Mapping[str, Any]) -> tuple[Any, str]:
+    """A declaration for comparison: strategies have an order, other keys none."""
+    return declaration, json.dumps(declaration.get("options", {}).get("strategies"))
+
+
+def declaration(cell: Cell) -> dict[str, Any]:
+    """What a table declares of a trained cell: the keys of its run, with its file of options, and a study's arguments.
+
+    Raises:
+        NotYet: it depends on cells that are not finished.
+    """
+    training = experiments()[cell.experiment].cells[cell.row]
+    if isinstance(training, Computation):
+        return {}
+    options = dict(training.options(cell.row, cell.column, cell.scale))
+    config = read_yaml(options.pop("config")) if "config" in options else {}
+    keys = {key: value for key, value in merged([config, options]).items() if key.partition(".")[0] != "tracking"}
+    arguments = getattr(training.study or training.recorder, "keywords", {})
+    return json.loads(json.dumps(_short({"options": keys, "arguments": arguments})))
+
+
 def _read_with_reference(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
     """A finished cell, with the values that follow from its reference if that is finished, too."""
     content, reference = read(path_of(results, cell)), experiment.rows[row].reference
-    if reference is None or not (other := path_of(results, _reference_cell(experiment, reference, cell))).is_file():
+    if reference is None or not is_finished(other := _reference_cell(experiment, reference, cell), results):
         return content
-    return {**content, "values": {**content["values"], **reference.values(content, read(other))}}
+    return {**content, "values": {**content["values"], **reference.values(content, read(path_of(results, other)))}}
 
 
 def missing_cells(cells: Sequence[Cell], results: Path) -> list[Cell]:
-    return [cell for cell in cells if not path_of(results, cell).is_file()]
+    return [cell for cell in cells if not is_finished(cell, results)]
 
 
 def _owner(experiment: Experiment, name: str) -> Experiment:
@@ -111,12 +157,6 @@ def _owner(experiment: Experiment, name: str) -> Experiment:
 
 def _computed(experiment: Experiment, cell: Cell) -> bool:
     return isinstance(_owner(experiment, cell.experiment).cells[cell.row], Computation)
-
-
-def _seeds_of(path: Path) -> list[int]:
-    """The seeds whose files lie beside `path`, the path without seed."""
-    seeds = (one.stem.removeprefix(f"{path.stem}_seed") for one in path.parent.glob(f"{path.stem}_seed*.json"))
-    return sorted(int(seed) for seed in seeds if seed.isdecimal())
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -147,9 +187,10 @@ def path_of(results: Path, cell: Cell) -> Path:
 
 
 def circumstances(device: str) -> dict[str, Any]:
-    """Date, kind of machine and versions; names neither machine nor user."""
+    """Date, kind of machine, versions and commit of the working directory; names neither machine nor user."""
     import torch
 
+    from dpfl_lightning.reporting.mlflow.describe import commit
     from dpfl_lightning.runtime.threads import cores
 
     processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -157,6 +198,7 @@ def circumstances(device: str) -> dict[str, Any]:
     return {
         "machine": {"processor": processor, "cores": cores(), "device": device},
         "versions": {"dpfl_lightning": dpfl_lightning.__version__, "python": platform.python_version(), **libraries},
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

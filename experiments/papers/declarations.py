@@ -210,9 +210,7 @@ def _comparison(raw: Mapping[str, Any] | None, rows: Mapping[str, Row]) -> Compa
     better = raw.get("better", "")
     if isinstance(better, Mapping):  # by the last part of the rows' names, as for `special`
         better = {row: how for row in rows for suffix, how in better.items() if row.endswith(suffix)}
-    ours = raw.get("ours", ())
-    assert set(ours) <= set(rows), f"`comparison.ours` must name rows, got {ours}"
-    return Comparison(raw["tolerance"], raw.get("relative", False), better, ours, special)
+    return Comparison(raw["tolerance"], raw.get("relative", False), better, special)
 
 
 def _draw(table: Mapping[str, Any], experiment: Experiment, cells: Any) -> list[Panel]:

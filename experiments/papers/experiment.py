@@ -75,12 +75,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A setting, at `x` in figures; `cell` and `experiment` name another column or experiment whose cells it shows."""
+    """A setting, at `x` in figures; `cell` and `experiment` name another column or experiment whose cells it shows.
+
+    `seeds`, scale -> seeds of the cells of this column, replaces that of their table.
+    """
 
     title: str
     cell: str | None = None
     experiment: str | None = None
     x: float | None = None
+    seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class Tolerance(NamedTuple):
@@ -98,15 +102,12 @@ class Comparison:
         relative: differences and tolerances are shares of the paper's number.
         better: `higher` or `lower`, and the report names the best row of a column; a mapping row -> one of these if
             rows hold several quantities, of which none is then the best.
-        ours: rows of our methods, whose better numbers are accepted. A rival's number that is better than its paper's
-            by more than the tolerance is a failed reproduction.
         special: (row, column) -> the tolerance of that cell; column "" is the whole row.
     """
 
     tolerance: float
     relative: bool = False
     better: str | Mapping[str, str] = ""
-    ours: Sequence[str] = ()
     special: Mapping[tuple[str, str], Tolerance] = field(default_factory=dict)
 
     def difference(self, ours: float, paper: float) -> float:
@@ -116,19 +117,14 @@ class Comparison:
         return self.special.get((row, column)) or self.special.get((row, ""), Tolerance(self.tolerance))
 
     def holds(self, row: str, column: str, ours: float, paper: float) -> bool:
-        """Whether our number is within the tolerance, or better in a row of `ours`."""
-        difference = self.difference(ours, paper)
-        return self.near(row, column, difference) or (row in self.ours and self.improves(row, difference))
+        """Whether our number is within the tolerance, to either side."""
+        within = self.of(row, column).within
+        return within is None or abs(self.difference(ours, paper)) <= within
 
     def improves(self, row: str, difference: float) -> bool:
         """Whether a difference from the paper's number is to the better side."""
         better = self.better if isinstance(self.better, str) else self.better.get(row, "")
         return {"higher": difference > 0, "lower": difference < 0}.get(better, False)
-
-    def near(self, row: str, column: str, difference: float) -> bool:
-        """Whether a difference is within the tolerance, to either side."""
-        within = self.of(row, column).within
-        return within is None or abs(difference) <= within
 
 
 @dataclass(frozen=True)
@@ -214,12 +210,17 @@ class Experiment:
         require(name in known, "--scale", f"be one of {', '.join(known)} for {self.name}", name, nearest(name, known))
         return name
 
-    def restricted(self, rows: Sequence[str] | None, columns: Sequence[str] | None) -> Experiment:
-        """The same experiment with some rows and columns only; a UserError names one that it lacks."""
+    def restricted(
+        self, rows: Sequence[str] | None, columns: Sequence[str] | None, seeds: Sequence[int] | None = None
+    ) -> Experiment:
+        """The same experiment with some rows and columns only, or other seeds; a UserError names one that it lacks."""
         lines = self._some("--rows", rows, self.rows)
         settings = self._some("--columns", columns, self.columns)
         paper = {row: [self.paper_number(row, column) for column in settings] for row in self.paper if row in lines}
-        return dataclasses.replace(self, rows=lines, columns=settings, paper=paper)
+        of_scale = self.seeds if seeds is None else dict.fromkeys(self.scales, tuple(seeds))
+        if seeds is not None:
+            settings = {name: dataclasses.replace(column, seeds={}) for name, column in settings.items()}
+        return dataclasses.replace(self, rows=lines, columns=settings, paper=paper, seeds=of_scale)
 
     def _some(self, key: str, names: Sequence[str] | None, known: Mapping[str, T]) -> dict[str, T]:
         for name in names or ():

@@ -29,19 +29,21 @@ def panel(
         rows: names of rows, or a regular expression of their names; None takes all. `columns` likewise.
         value: value of the cells; None is the row's.
         curve: key of a curve in the cells' files, as in `over_rounds`, instead of one value a cell.
-        band: `always`, or `several` for cells of several seeds: points have a band of one standard deviation.
+        band: `always`, or `several` for rows with cells of several seeds: points have a band of one standard deviation.
     """
     series: dict[str, list[tuple]] = {}
     for row in _chosen(experiment.rows, rows):
         line = experiment.rows[row]
         points = series.setdefault(line.series or line.title, [])
-        for column in _chosen(experiment.columns, columns):
+        names = _chosen(experiment.columns, columns)
+        banded = band == "always" or (band and any(len(cells.get((row, column), ())) > 1 for column in names))
+        for column in names:
             runs, setting = cells.get((row, column), ()), experiment.columns[column]
             if curve is not None:
                 points += over_rounds([_at(run, curve) for run in runs])
             elif (mean := mean_of(runs, value or line.value)) is not None:
                 numbers = [run["values"][value or line.value] for run in runs]
-                spread = (pstdev(numbers),) if band == "always" or (band and len(runs) > 1) else ()
+                spread = (pstdev(numbers),) if banded else ()
                 points.append((setting.title if kind == "bars" else setting.x, mean, *spread))
     return Panel(title, x, y, series, kind, log)
 

@@ -25,7 +25,7 @@ _ACCOUNTED = re.compile(r"accounted by (.+?)\.( |$)")  # in a guarantee
 _MOST_NAMED = 8  # rows and columns without finished cells
 
 #: kinds of numbers that differ from the paper's by more than the tolerance
-_BETTER, _FAILED, _OUTSIDE = "Better by more", "Failed reproductions, better than the paper's", "Outside"
+_FAILED, _OUTSIDE = "Failed reproductions, better than the paper's", "Outside"
 
 
 class Number(NamedTuple):
@@ -77,7 +77,7 @@ def report(
     if picture.is_file():
         place = None if page_file is None else Path(os.path.relpath(picture, page_file.parent)).as_posix()
         parts.append(f"Figure: {picture}" if place is None else f"![{experiment.name}]({place})")
-    required = required_cells(experiment, scale, None, overrides)
+    required = required_cells(experiment, scale, overrides)
     if left := missing_cells(required, results):
         made = f"{len(required) - len(left)} of {len(required)} cells are made."
         parts.append(made + _not_begun(experiment, table) * begun)
@@ -153,14 +153,14 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     if comparison is None or not titles:
         return ""
     digits = ".0%" if comparison.relative else "g"
-    near = [number for number in compared if comparison.near(number.row, number.column, number.difference or 0.0)]
+    near = [number for number in compared if number.within]
     within = f"are within {comparison.tolerance:{digits}} of the paper's"
     unless = ", unless said otherwise" if comparison.special else ""
     sentences = [f"{len(near)} of {len(compared)} numbers {within}{unless}."]
-    beyond: dict[str, list[str]] = {_BETTER: [], _FAILED: [], _OUTSIDE: []}
+    beyond: dict[str, list[str]] = {_FAILED: [], _OUTSIDE: []}
     for number in (number for number in compared if number not in near):
         better = comparison.improves(number.row, number.difference or 0.0)
-        kind = _BETTER if number.within else _FAILED if better else _OUTSIDE
+        kind = _FAILED if better else _OUTSIDE
         beyond[kind].append(titles[number.row, number.column])
     sentences += [f"{kind}: {'; '.join(places)}." for kind, places in beyond.items() if places]
     titles |= {(row, ""): experiment.rows[row].title for row, _ in titles}
@@ -193,7 +193,8 @@ def _leaders(experiment: Experiment, table: Sequence[Number]) -> list[str]:
 
 def _paired(experiment: Experiment, cells: Cells) -> list[str]:
     """Tables of each row's differences to ours and to the best rival of each column, where these are made."""
-    ours = dict.fromkeys(experiment.columns, experiment.ours) if experiment.rivals else {}
+    with_ours = experiment.rivals and experiment.ours in experiment.rows
+    ours = dict.fromkeys(experiment.columns, experiment.ours) if with_ours else {}
     best = {column: rival for column in experiment.columns if (rival := best_rival(experiment, cells, column))}
     tables = []
     for name, bases in ((experiment.rows[experiment.ours].title if ours else "", ours), ("the best rival", best)):
@@ -247,7 +248,7 @@ def as_dict(experiment: Experiment, scale: str, results: Path, overrides: Overri
         "scale": scale,
         "overrides": dict(overrides),
         "numbers": [number._asdict() for number in table],
-        "missing": len(missing_cells(required_cells(experiment, scale, None, overrides), results)),
+        "missing": len(missing_cells(required_cells(experiment, scale, overrides), results)),
     }
 
 
@@ -290,7 +291,7 @@ def overview(experiments: Sequence[Experiment], results: Path, width: int = 100)
 
 def _progress(experiment: Experiment, scale: str, results: Path) -> tuple[int, int, float]:
     """Number of cells made and of all cells, and estimated seconds for the rest (nan if unknown)."""
-    required = required_cells(experiment, scale, None)
+    required = required_cells(experiment, scale)
     left = missing_cells(required, results)
     return len(required) - len(left), len(required), seconds_of(left, results)
 

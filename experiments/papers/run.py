@@ -24,7 +24,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
-from experiments.papers.cells import Cell, circumstances, path_of, read, write
+from experiments.papers.cells import Cell, circumstances, declaration, path_of, read, write
 from experiments.papers.declarations import merged
 from experiments.papers.experiment import Computation, NotYet, Training
 from experiments.papers.registry import experiments
@@ -217,23 +217,30 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
 
 
 def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
-    made_by, context, begun = spec(cell), CellContext(cell, runner), time.perf_counter()
+    made_by, context, begun, made_with = spec(cell), CellContext(cell, runner), time.perf_counter(), declaration(cell)
     content: Mapping[str, Any]
     if isinstance(made_by, Computation):
         content = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
         seconds, device = round(time.perf_counter() - begun, 2), "cpu"
     elif made_by.study is not None:
         content = made_by.study(context)
-        seconds, device = round(time.perf_counter() - begun, 1), context.device
+        seconds, device = round(time.perf_counter() - begun, 2), context.device
     else:
         from experiments.papers.recorder import Recorder, guarantee_of
 
         recorder = (made_by.recorder or Recorder)()
         result = context.run([recorder])
         content = {**recorder.record, **guarantee_of(result)}
-        seconds, device = round(result.wall_seconds, 1), recorder.device
+        seconds, device = round(result.wall_seconds, 2), recorder.device
     first = {key: content[key] for key in ("values", "epsilon_max", "guarantee", "rounds") if key in content}
-    return {**first, "seconds": seconds, **circumstances(device), "command": command_of(cell), **content}
+    return {
+        **first,
+        "seconds": seconds,
+        **circumstances(device),
+        "command": command_of(cell),
+        **content,
+        "declared": made_with,
+    }
 
 
 def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
@@ -247,7 +254,8 @@ def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
     if not folder.exists():
         return folder, False
     finished = (folder / "result.json").is_file()
-    if (folder / "checkpoint.pt").is_file() and not (finished and runner.again) and _same(cell, runner, folder):
+    again = runner.again or path_of(runner.results, cell).is_file()  # a cell of another declaration
+    if (folder / "checkpoint.pt").is_file() and not (finished and again) and _same(cell, runner, folder):
         return folder, True
     return following, False
 

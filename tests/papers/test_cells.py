@@ -1,32 +1,51 @@
 """Cells as files: where they lie, what is read again, what a recorder writes, and what a damaged one says."""
 
+import dataclasses
 import json
 
 import pytest
 from fake_experiments import CELL, fake, held
 
 from dpfl_lightning.errors import UserError
-from experiments.papers.cells import Cell, finished, missing_cells, path_of, read, required_cells, write
+from experiments.papers.cells import (
+    Cell,
+    _ordered,
+    declaration,
+    finished,
+    missing_cells,
+    path_of,
+    read,
+    required_cells,
+    write,
+)
 from experiments.papers.experiment import Reference, Row
 from experiments.papers.recorder import Recorder, accuracies
 from experiments.papers.registry import experiments
 
 
 def test_each_cell_is_required_once_with_the_declared_seeds_and_computed_ones_without():
-    cells = required_cells(fake(), "small", [0, 3])
+    cells = required_cells(fake().restricted(None, None, [0, 3]), "small")
     assert len(cells) == len(set(cells)) == 2 * (2 * 2 + 1)
     assert {cell.seed for cell in cells if cell.row == "formulas"} == {None}
     assert {cell.seed for cell in cells if cell.row == "ours"} == {0, 3}
     experiment = fake(seeds={"paper": (0, 1, 2)})
     for scale, seeds in (("paper", {0, 1, 2}), ("small", {0})):
-        assert {cell.seed for cell in required_cells(experiment, scale, None) if cell.row == "ours"} == seeds
+        assert {cell.seed for cell in required_cells(experiment, scale) if cell.row == "ours"} == seeds
+    columns = dict(experiment.columns)
+    columns["a"] = dataclasses.replace(columns["a"], seeds={"small": (4, 5)})
+    experiment = fake(columns=columns)
+    for table, pairs in (
+        (experiment, {("a", 4), ("a", 5), ("b", 0)}),
+        (experiment.restricted(None, None, [7]), {("a", 7), ("b", 7)}),
+    ):
+        assert {(cell.column, cell.seed) for cell in required_cells(table, "small") if cell.row == "ours"} == pairs
 
 
 def test_what_is_written_is_found_with_every_seed(tmp_path, known):
     for seed in (10, 2):
         write(tmp_path, CELL._replace(seed=seed), held(accuracy=float(seed)))
     write(tmp_path, Cell("fake.table1", "formulas", "a", "small"), held(noise=2.0))
-    found = finished(tmp_path, fake(), "small")
+    found = finished(tmp_path, fake(seeds={"small": (2, 10)}), "small")
     assert [one["values"]["accuracy"] for one in found["ours", "a"]] == [2.0, 10.0]
     assert found["formula", "a"][0]["seed"] is None and ("theirs", "a") not in found
     assert finished(tmp_path, fake(), "paper") == {}
@@ -49,7 +68,7 @@ def test_any_override_is_one_folder_below_the_results(tmp_path):
 
 
 def test_another_table_shows_the_same_cells(tmp_path, known):
-    assert required_cells(known, "small", None) == [Cell("fake.table1", "ours", "b", "small", 0)]
+    assert required_cells(known, "small") == [Cell("fake.table1", "ours", "b", "small", 0)]
     write(tmp_path, CELL._replace(column="b"), held(accuracy_best=3.0))
     assert finished(tmp_path, known, "small")["best", "x"][0]["values"] == {"accuracy_best": 3.0}
 
@@ -64,7 +83,8 @@ def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeyp
     table = fake(name="fake.table2", rows={"ours": Row("ours", "behind", reference=beside)})
     monkeypatch.setitem(experiments(), "fake.table2", table)
     reference, overrides = CELL._replace(overrides=(("rounds", "9"),)), (("rounds", "9"),)
-    cells = required_cells(table, "small", [0, 1], overrides)
+    table = table.restricted(None, None, [0, 1])
+    cells = required_cells(table, "small", overrides)
     assert len(cells) == 6 and {reference, reference._replace(seed=1)} < set(cells)
     for seed in (0, 1):
         write(tmp_path, cells[0]._replace(seed=seed), held(accuracy=50.0))
@@ -77,6 +97,17 @@ def test_a_file_is_json_that_others_read(tmp_path):
     path = write(tmp_path, CELL, {**held(accuracy=1 / 3, epsilon=float("inf")), "curve": {"1": 2.0}})
     assert json.loads(path.read_text())["values"] == {"accuracy": 0.333333333, "epsilon": None}
     assert path == path_of(tmp_path, CELL) and not list(path.parent.glob("*.partial"))
+
+
+def test_a_cell_that_was_made_with_other_options_or_has_another_seed_is_not_shown(tmp_path, known):
+    write(tmp_path, CELL, {**held(accuracy=1.0), "declared": declaration(CELL)})
+    write(tmp_path, CELL._replace(seed=9), held(accuracy=5.0))
+    assert [one["seed"] for one in finished(tmp_path, fake(), "small")["ours", "a"]] == [0]
+    assert [one["seed"] for one in finished(tmp_path, fake().restricted(None, None, [9]), "small")["ours", "a"]] == [9]
+    order = {name: declaration(CELL) | {"options": {"strategies": {one: {} for one in name}}} for name in ("ab", "ba")}
+    assert _ordered(order["ab"]) != _ordered(order["ba"]), "strategies have an order"
+    write(tmp_path, CELL, {**held(accuracy=1.0), "declared": {**declaration(CELL), "options": {"rounds": 77}}})
+    assert finished(tmp_path, fake(), "small") == {} and missing_cells([CELL], tmp_path) == [CELL]
 
 
 def test_a_damaged_file_says_what_to_do(tmp_path, known):

@@ -46,7 +46,7 @@ def beside(work: RunnerOptions) -> Path:
 
 
 def cells_of(name: str, rows=None, columns=None) -> list[Cell]:
-    return required_cells(experiments()[name].restricted(rows, columns), "small", None)
+    return required_cells(experiments()[name].restricted(rows, columns), "small")
 
 
 def test_a_cell_holds_its_results_and_how_to_get_there(work):
@@ -108,6 +108,8 @@ def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_anoth
     make([CELL], work)
     after = read(path_of(work.results, CELL))
     assert after["values"] == before["values"] and after["curve"] == before["curve"]
+    assert run_folder(CELL, work) == (beside(work), False), "the file was made with another declaration"
+    path_of(work.results, CELL).unlink()
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
     other_rounds = dataclasses.replace(work, free=(*QUIET, "--rounds=3"))
     assert run_folder(CELL, other_rounds) == (beside(work), False)

@@ -1,5 +1,6 @@
 """Figures and summaries of the distillation paper: searches, noise, and costs."""
 
+import math
 from statistics import fmean
 from typing import NamedTuple
 
@@ -54,12 +55,26 @@ def judgements(experiment: Experiment, cells: Cells) -> str:
     """A table of all scorers."""
     lines = []
     for scorer, column in experiment.columns.items():
-        if (judgement := judged(experiment, cells, scorer)) is not None:
-            numbers = (f"{number:.2f}" for number in judgement[1:6])
-            lines.append([column.title, str(judgement.candidates), *numbers, f"{judgement.seconds:.0f}"])
-    ranks = ["Spearman", "Kendall", "Spearman, top 5"]
+        if (one := judged(experiment, cells, scorer)) is not None:
+            spearman = with_interval(one.spearman, one.candidates)
+            ranks = [spearman, f"{one.kendall:.2f}", with_interval(one.spearman_top5, min(5, one.candidates))]
+            ends = (f"{number:.2f}" for number in (one.winner, one.regret))
+            lines.append([column.title, str(one.candidates), *ranks, *ends, f"{one.seconds:.0f}"])
+    ranks = ["Spearman (95 % interval)", "Kendall", "Spearman, top 5"]
     head = ["ranked by", "candidates", *ranks, "its choice, %", "regret", "seconds each"]
     return markdown(head, lines) if lines else ""
+
+
+def with_interval(spearman: float, count: int) -> str:
+    """A rank correlation of `count` pairs with its 95 % interval by Fisher's transformation (Fieller et al., 1957).
+
+    >>> with_interval(0.65, 21), with_interval(1.0, 21), with_interval(0.5, 3)
+    ('0.65 (0.29 to 0.85)', '1.00 (1.00 to 1.00)', '0.50')
+    """
+    if count <= 3:
+        return f"{spearman:.2f}"
+    middle, half = math.atanh(max(-1 + 1e-9, min(1 - 1e-9, spearman))), 1.96 * math.sqrt(1.06 / (count - 3))
+    return f"{spearman:.2f} ({math.tanh(middle - half):.2f} to {math.tanh(middle + half):.2f})"
 
 
 def scorers(experiment: Experiment, cells: Cells) -> list[Panel]:

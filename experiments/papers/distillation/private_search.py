@@ -35,14 +35,11 @@ CANDIDATES: list[Values] = [
     for width, norm, pooling in product((16, 32), ("instance", "none"), ("avg", "max"))
 ]
 TRIALS, TRIAL_ROUNDS = 5, 10  # private trials of candidates that are drawn at random
-SHARE_OF_SET, SHARE_OF_TRIAL = 0.3, 0.15  # of epsilon
-_STEPS = {"image_steps": 30, "image_learning_rate": 3.0, "row_weights": "noise_aware"}  # best of distillation.tuning
-_EPOCHS_ON_SET, _EPOCHS_ON_PUBLIC = 100, 10
-
-
-def default(context: CellContext) -> Content:
-    """The cell's run, with the whole budget."""
-    return _final(context, context.options, _folder(context))
+SHARE_OF_SET, SHARE_OF_TRIAL = 0.5, 0.15  # of epsilon
+_SET = {"rounds": 1, "strategies": {"feature_means": {}}}
+_ON_SET = {"epochs": 100, "learning_rate": 0.1, "batch_size": 64}
+_ON_PUBLIC = {**_ON_SET, "epochs": 10}
+_public_scores: dict[str, list[float]] = {}  # of data and seed
 
 
 def tuned_on_public(context: CellContext) -> Content:
@@ -54,12 +51,10 @@ def tuned_on_set(context: CellContext) -> Content:
     """The candidate that is best on a private set, with the rest; `spearman` compares its order with that by public
     records."""
     options, folder = context.options, _folder(context)
-    sweep = SweepOptions(set_share=SHARE_OF_SET, set_with={"strategies": {"distillation": _STEPS}})
-    budget = SharedBudget(sweep, options, folder / "set")
+    budget = SharedBudget(SweepOptions(set_share=SHARE_OF_SET, set_with=_SET), options, folder / "set")
     _run(context, budget.set_options, folder / "set", 1)
     without_public = with_values(options, {"data.public_records": 0}, "by the study")
-    training = {"epochs": _EPOCHS_ON_SET, "batch_size": 64}
-    scores = _scores(SweepOptions(training=training, networks=3), without_public, DistilledSet.load(folder / "set"))
+    scores = _scores(SweepOptions(training=_ON_SET, networks=3), without_public, DistilledSet.load(folder / "set"))
     order = {"spearman": float(spearmanr(scores, _on_public(options)).statistic)}
     return _final(context, _best(options, scores), folder, budget.rest, order)
 
@@ -102,7 +97,11 @@ def _run(context: CellContext, options: Options, folder: Path, number: int, *cal
 
 
 def _on_public(options: Options) -> list[float]:
-    return _scores(SweepOptions(training={"epochs": _EPOCHS_ON_PUBLIC, "batch_size": 64}), options, None)
+    """Return the accuracy of each candidate on public records, which is the same for all budgets and rows of a seed."""
+    key = repr((options.data, options.seed))
+    if key not in _public_scores:
+        _public_scores[key] = _scores(SweepOptions(training=_ON_PUBLIC), options, None)
+    return _public_scores[key]
 
 
 def _scores(sweep: SweepOptions, options: Options, made: DistilledSet | None) -> list[float]:

@@ -28,6 +28,7 @@ from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.search.objectives import folds
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS
 from experiments.papers.cells import Cell
@@ -221,20 +222,21 @@ def _as_clients(options: Options, passes: int) -> Training:
 
 
 def _candidate(context: CellContext, training: Training) -> Content:
-    """The candidate's federated run, or its net trained on the distilled set, random or public records, by the column.
+    """The candidate's federated run, or nets trained on the distilled set, random or public records, by the column.
 
-    Public records train it as the clients would; their last sixth, which then ranks it, does not.
+    Public records train it as the clients would; their last sixth, which then ranks it, does not. In `set_only`, images
+    of the set rank nets that they did not train.
     """
     population, options, recorder = population_of(context), context.options, RunRecorder()
-    build, cost = new_net(options, population), {}
-    if context.cell.column in ("federated", "early"):
+    build, cost, column = new_net(options, population), {}, context.cell.column
+    if column in ("federated", "early"):
         result = context.run([recorder, last := LastModel()])
         scores = scored(build, population, last.model.to(population.x.device))
         return _content(result, recorder, {**scores, "trial_seconds": result.wall_seconds})
-    if context.cell.column == "distilled":
+    if column in ("distilled", "set_only"):
         records = DistilledSet.load(context.run_of(SEARCH_SET, [recorder]).output_dir).records
         cost = {f"set_{name}": recorder.record["values"][name] for name in ("gigabytes", "run_seconds")}
-    elif context.cell.column == "public":
+    elif column == "public":
         rows = population.public
         assert rows is not None  # for mypy
         rows, ranks = rows.split([len(rows) - len(rows) // 6, len(rows) // 6])
@@ -242,13 +244,25 @@ def _candidate(context: CellContext, training: Training) -> Content:
         population = dataclasses.replace(population, public=ranks)
     else:
         records = random_subset(population, distillation_options(context.options)["images_per_class"], options.seed)
-    begin, order = (torch_seed(public_generator(options.seed, "candidate", which)) for which in (0, 1))
-    records = records[0].to(population.x), records[1].to(population.y)
-    begun = time.perf_counter()
-    module = ClientModule(build(begin)).to(population.x.device)
-    model = trained_on(module, module.flat, records, training, order)
-    seconds = time.perf_counter() - begun
-    return {"values": {**scored(build, population, model), "trial_seconds": seconds, **cost}}
+    x, y = records = records[0].to(population.x), records[1].to(population.y)
+    parts = [(records, population)]
+    if column == "set_only":
+        images = torch.arange(len(y), device=y.device) + len(population.y)
+        both = dataclasses.replace(population, x=torch.cat([population.x, x]), y=torch.cat([population.y, y]))
+        parts = [
+            ((x[~held], y[~held]), dataclasses.replace(both, public=images[held]))
+            for held in (one.to(y.device) for one in folds(y.cpu(), NETWORKS, options.seed))
+        ]
+    seconds, values = 0.0, []
+    for number, (some, judge) in enumerate(parts):
+        begin, order = (torch_seed(public_generator(options.seed + number, "candidate", which)) for which in (0, 1))
+        begun = time.perf_counter()
+        module = ClientModule(build(begin)).to(population.x.device)
+        model = trained_on(module, module.flat, some, training, order)
+        seconds += time.perf_counter() - begun
+        values.append(scored(build, judge, model))
+    means = {name: fmean(one[name] for one in values) for name in values[0]}
+    return {"values": {**means, "trial_seconds": seconds, **cost}}
 
 
 def scored(build: Callable[[int], nn.Module], population: Population, model: Tensor) -> dict[str, float]:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from dpfl_lightning.errors import require
 from experiments.papers import cells
 from experiments.papers.cells import finished
-from experiments.papers.experiment import Cells, Experiment, NotYet
+from experiments.papers.experiment import Cells, Experiment, NotYet, Training
 from experiments.papers.registry import experiments
 
 
@@ -15,18 +16,40 @@ def chosen(row: str, column: str, scale: str, table: str, columns: Mapping[str, 
 
     `columns` is the beginning of a column's name -> the column of the tuning; None: the one whose name it begins with.
     """
+    rows = candidates(experiments()[table], row)
+    must = f"have rows of its settings in {table}, such as {row}_0.2, so that one can be chosen"
+    require(bool(rows), f"row {row}", must, None, "Or give it a number in place of the function that chooses.")
+    return _best(rows, row, column, scale, table, columns)[0]
+
+
+def option_of_best(
+    row: str, column: str, scale: str, table: str, option: str, rows: str = "", columns: Mapping[str, str] | None = None
+) -> Any:
+    """The value of an option in the best of another table's rows whose name begins with `rows`; else as `chosen`."""
+    names = {name: name for name in experiments()[table].rows if name.startswith(rows)}
+    best, place, scale = _best(names, row, column, scale, table, columns)
+    made_by = experiments()[table].cells[best]
+    assert isinstance(made_by, Training)
+    return made_by.options(best, place, scale)[option]
+
+
+def _best(
+    names: Mapping[Any, str], row: str, column: str, scale: str, table: str, columns: Mapping[str, str] | None
+) -> tuple[Any, str, str]:
+    """The best of these settings, which are setting -> row of the tuning table, with the tuning's column and scale."""
     tuning = experiments()[table]
     places = columns or {name: name for name in tuning.columns}
     place, scale = next(to for name, to in places.items() if column.startswith(name)), tuning.scale(scale)
-    accuracy: dict[float, dict[int | None, float]] = {}
-    for setting, name in candidates(tuning, row).items():
-        made = _finished(tuning, name, place, scale)
-        if not made:
-            words = f"{table} --rows {name} --columns {place}{_scale_word(tuning, scale)}"
-            command = f"python -m experiments.papers {words}"
-            raise NotYet(f"the setting of {row} is chosen from cells that are not finished: {command}")
-        accuracy[setting] = {cell["seed"]: cell["values"][tuning.rows[name].value] for cell in made}
-    return best_setting(accuracy)
+    made = {setting: _finished(tuning, name, place, scale) for setting, name in names.items()}
+    if missing := [names[setting] for setting, some in made.items() if not some]:
+        words = f"{table} --rows {','.join(missing)} --columns {place}{_scale_word(tuning, scale)}"
+        command = f"python -m experiments.papers {words}"
+        raise NotYet(f"the setting of {row} is chosen from cells that are not finished: {command}")
+    accuracy = {
+        setting: {cell["seed"]: cell["values"][tuning.rows[names[setting]].value] for cell in some}
+        for setting, some in made.items()
+    }
+    return best_setting(accuracy), place, scale
 
 
 def _finished(tuning: Experiment, row: str, column: str, scale: str) -> list[dict[str, Any]]:
@@ -43,7 +66,7 @@ def candidates(table: Experiment, row: str) -> dict[float, str]:
     return dict(sorted((float(setting), name) for name, (method, _, setting) in named.items() if method == row))
 
 
-def best_setting(accuracy: Mapping[float, Mapping[Any, float]]) -> float:
+def best_setting(accuracy: Mapping[Any, Mapping[Any, float]]) -> Any:
     """The setting with the best mean over the seeds that all settings have; of equal ones the smallest.
 
     >>> best_setting({0.1: {0: 78.0, 1: 79.0}, 0.2: {0: 79.4, 1: 79.0}, 0.4: {0: 80.0, 1: 78.0, 2: 90.0}})

@@ -39,33 +39,50 @@ def three_clients(ratio: float, exponent: float) -> dict[str, float]:
 
 
 def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, float]:
-    """Noise in a round's mean update of equal quotas, weighted equally, by epsilon, by inverse noise, and by shares.
+    """Variance of the noise in a round's mean update, as a multiple of that of quotas of least noise."""
+    rows = _variances(mechanism, budgets, 1, 1, ROUNDS)
+    least = rows.pop("least_noise")
+    return {name: float((values / least).mean()) for name, values in rows.items()}
 
-    `shares` are those of least noise, kept over the run, and `shares2` the same with 2 clients in a round; `unbiased`
-    has quotas of least noise and weights that give all clients equal shares. As a multiple of that of quotas of least
-    noise; mean of 200 draws of budgets.
+
+def noise_over_clip(mechanism: str, budgets: Sequence[float], num_params: int, rounds: int) -> dict[str, float]:
+    """Length of the noise in a round's mean gradient, over the clip norm; clients have 600 records."""
+    rows = _variances(mechanism, budgets, num_params, 600, rounds)
+    return {name: float(np.sqrt(values).mean()) for name, values in rows.items()}
+
+
+def _variances(
+    mechanism: str, budgets: Sequence[float], num_params: int, records: int, rounds: int
+) -> dict[str, np.ndarray]:
+    """`E|Z|^2` of a round's mean update at clip norm 1 for 200 draws of budgets.
+
+    `least_noise` has quotas of least noise and equal weights. Equal quotas are weighted equally (`uniform`), by
+    epsilon, by inverse noise, and by shares: `shares` are those of least noise, kept over the run, and `shares2` the
+    same with 2 clients in a round. `unbiased` has quotas of least noise and weights that give all clients equal shares.
     """
     draw, rows, (low, high) = np.random.default_rng(10), [], budgets
-    slots = COHORT * ROUNDS
+    slots = COHORT * rounds
     for _ in range(_DRAWS):
         epsilon = draw.uniform(low, high, CLIENTS)
         delta = draw.uniform(*DELTAS, CLIENTS)
-        noise = gaussian_noise(1, 1, epsilon, delta, 1) if mechanism == "gaussian" else laplace_noise(1, 1, epsilon, 1)
+        noise = laplace_noise(1, num_params, epsilon, records)
+        if mechanism == "gaussian":
+            noise = gaussian_noise(1, num_params, epsilon, delta, records)
         quota, equal = noise_only(noise.factor, slots, noise.exponent), np.full(CLIENTS, slots / CLIENTS)
-        ours = (quota * noise.variance(quota)).sum() / slots / COHORT
         cohorts = np.array([draw.choice(CLIENTS, COHORT, replace=False) for _ in range(_COHORTS)])
         of_cohort = noise.variance(equal)[cohorts]
         weights = {"uniform": np.ones_like(of_cohort), "weiavg": epsilon[cohorts], "inverse": 1 / of_cohort}
         row = {n: ((w / w.sum(1, keepdims=True)) ** 2 * of_cohort).sum(1).mean() for n, w in weights.items()}
+        row["least_noise"] = (quota * noise.variance(quota)).sum() / slots / COHORT
         least = shares(noise.variance(equal), equal, 0.0)
         for name, share, each in (
             ("shares", least, equal),
             ("shares2", least, equal * 2 / COHORT),
             ("unbiased", 1 / CLIENTS, quota),
         ):
-            row[name] = (share**2 * noise.variance(each) * ROUNDS / each).sum()
-        rows.append([one / ours for one in row.values()])
-    return dict(zip(row, np.mean(rows, axis=0).tolist(), strict=True))
+            row[name] = (share**2 * noise.variance(each) * rounds / each).sum()
+        rows.append(row)
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
 def calibrations(participations: int, epsilon: float = 1.5, delta: float = 5e-5) -> dict[str, float]:

@@ -26,7 +26,7 @@ Quota = NDArray[np.int64]  # participations of each client, `[N]`
 CLIENTS, COHORT, ROUNDS, SEEDS = 30, 6, 100, range(20)
 DELTA = 1e-5
 _CLASSES, _FEATURES, _RECORDS, _TEST = 10, 64, 7000, 1000
-_RATE, _HALF_AFTER = 4.0, 50
+_HALF_AFTER = 50  # rounds after which the learning rate is half
 _STEPS_TO_OPTIMUM = 300  # full batches without noise: three times those of a run
 
 
@@ -39,6 +39,7 @@ class Setting:
     low: float
     high: float
     clip_norm: float | None = None  # None is 1, the L2 norm, for Gaussian noise; 4, the L1 norm, for Laplace noise
+    rate: float = 4.0  # at first
 
     @property
     def clip(self) -> float:
@@ -153,8 +154,8 @@ def accuracy_of(
         if method == "effects":
             found += excess_spread(torch.from_numpy(np.reshape(updates, (len(cohort), -1))), noise[cohort])
             known = max(found[0] / found[1], 0.0) if between is None else between
-            weights = (shares(noise, quota.astype(float), known) * ROUNDS / quota)[cohort]
-        model = model - _RATE / (1 + round / _HALF_AFTER) * np.tensordot(weights, updates, 1)
+            weights = (shares(noise, quota.astype(float), known) * ROUNDS)[cohort] / quota[cohort]
+        model = model - setting.rate / (1 + round / _HALF_AFTER) * np.tensordot(weights, updates, 1)
     return problem.accuracy(model)
 
 
@@ -168,6 +169,7 @@ METHODS = ("fedsgd", "uniform", "weiavg", "inverse", "least_noise", "anchored", 
 COHORTS = (2, 12)  # of `effects`, beside the usual one
 #: assumed variances between clients, as shares of the squared clip norm: of quotas, and of weights
 GRID = (0.0, 0.001, 0.01, 0.1, 1.0)
+RATES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Runs = Mapping[str, tuple[str, Quota, float | None]]  # name -> method, quotas, `between`
 
@@ -193,39 +195,60 @@ def methods_of(**fields: Any) -> dict[str, float]:
     values = _means({name: accuracies[name] for name in (*METHODS, *(f"effects{size}" for size in COHORTS))})
     for kind, ours in (("quota", "anchored"), ("weight", "effects")):
         best = max((accuracies[f"{kind}{value:g}"] for value in GRID), key=fmean)
-        differences = [a - b for a, b in zip(best, accuracies[ours], strict=True)]
-        values |= {f"{kind}_regret": fmean(differences), f"{kind}_regret_error": stdev(differences) / len(best) ** 0.5}
-    gains = [a - b for a, b in zip(accuracies["effects"], accuracies["anchored"], strict=True)]
-    return values | {"gain": fmean(gains), "gain_error": stdev(gains) / len(gains) ** 0.5}
+        values |= _gain(f"{kind}_regret", best, accuracies[ours])
+    return values | _gain("gain", accuracies["effects"], accuracies["anchored"])
 
 
 def participations_of(**fields: Any) -> dict[str, float]:
-    """Mean test accuracy, and `..._std`, of quotas and of weights, with 2, 6 and 12 clients in a round.
+    """Mean test accuracy, and `..._std`, of quotas, of weights and of `both`, with 2, 6 and 12 clients in a round.
 
-    `gain2` is `effects2` minus `anchored2`, with the standard error `gain2_error` of paired differences.
+    `gain2` is `effects2` minus `anchored2`, and `both_gain` is `both6` minus `effects6`, with the standard errors
+    `..._error` of paired differences.
     """
 
     def runs(problem: Problem, setting: Setting) -> Runs:
+        ways = {"anchored": ("anchored", "anchored"), "effects": ("effects", ""), "both": ("effects", "anchored")}
         return {
-            f"{method}{size}": (method, quotas(method, problem, setting, cohort=size), None)
-            for method in ("anchored", "effects")
+            f"{name}{size}": (method, quotas(quota, problem, setting, cohort=size), None)
+            for name, (method, quota) in ways.items()
             for size in (2, COHORT, 12)
         }
 
     accuracies = _accuracies(Setting(**fields), runs)
-    gains = [a - b for a, b in zip(accuracies["effects2"], accuracies["anchored2"], strict=True)]
-    return _means(accuracies) | {"gain2": fmean(gains), "gain2_error": stdev(gains) / len(gains) ** 0.5}
+    values = _means(accuracies)
+    for gain, one, other in (("gain2", "effects2", "anchored2"), ("both_gain", "both6", "effects6")):
+        values |= _gain(gain, accuracies[one], accuracies[other])
+    return values
+
+
+def tuned_of(**fields: Any) -> dict[str, float]:
+    """As `methods_of`, each method with the rate of `RATES` that is best on 20 other draws, `..._rate`."""
+
+    def runs(problem: Problem, setting: Setting) -> Runs:
+        return {name: (name, quotas(name, problem, setting), None) for name in METHODS}
+
+    others = {rate: _accuracies(Setting(**fields, rate=rate), runs, range(20, 40)) for rate in RATES}
+    best = {name: max(RATES, key=lambda rate: fmean(others[rate][name])) for name in METHODS}
+    shown = {rate: _accuracies(Setting(**fields, rate=rate), runs) for rate in {*best.values()}}
+    means = _means({name: shown[rate][name] for name, rate in best.items()})
+    return means | {f"{name}_rate": rate for name, rate in best.items()}
 
 
 def _accuracies(
-    setting: Setting, runs_of: Callable[[Problem, Setting], Runs], most: int = 20
+    setting: Setting, runs_of: Callable[[Problem, Setting], Runs], seeds: Sequence[int] = SEEDS
 ) -> dict[str, list[float]]:
     accuracies: dict[str, list[float]] = {}
-    for seed in SEEDS[:most]:
+    for seed in seeds:
         problem = Problem.drawn(setting, seed)
         for name, (method, quota, between) in runs_of(problem, setting).items():
             accuracies.setdefault(name, []).append(accuracy_of(method, problem, setting, seed, quota, between))
     return accuracies
+
+
+def _gain(name: str, ours: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Mean of the paired differences, and its standard error as `..._error`."""
+    gains = [a - b for a, b in zip(ours, others, strict=True)]
+    return {name: fmean(gains), f"{name}_error": stdev(gains) / len(gains) ** 0.5}
 
 
 def _means(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -255,7 +278,7 @@ def _optimum(problem: Problem, parts: Sequence[NDArray[np.int64]]) -> Vector:
     for _ in range(_STEPS_TO_OPTIMUM):
         error = _softmax(x @ model)
         error[np.arange(len(rows)), problem.y[rows]] -= 1
-        model = model - _RATE * (x.T @ (error * weight[:, None]))
+        model = model - Setting.rate * (x.T @ (error * weight[:, None]))
     return model
 
 
@@ -272,4 +295,4 @@ def ratios_of(**fields: Any) -> dict[str, float]:
         quota_of |= {f"ratio{r}": quotas("least_noise", problem, setting, r * unit * unlike) for r in RATIOS}
         return {name: (name, quota, None) for name, quota in quota_of.items()}
 
-    return _means(_accuracies(Setting(**fields), runs, most=6))
+    return _means(_accuracies(Setting(**fields), runs, SEEDS[:6]))

@@ -74,6 +74,16 @@ def test_noise_is_what_distillation_begins_with(population, make_loop):
     assert torch.equal(x, begins.images.flatten(0, 1)) and y.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.fixture
+def one_thread():
+    """Sums of several threads have other roundings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_centralised_matching_is_the_strategy_with_one_client(population, make_loop):
     found = centralised_matching(population, new_net, rounds=2, seed=3, **OPTIONS)
     train, nothing = torch.cat(population.train_of), population.train_of[0][:0]

@@ -1,8 +1,11 @@
 """Searches and summaries of the distillation paper."""
 
+import math
 import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy.stats import kendalltau, spearmanr
 
@@ -10,7 +13,8 @@ from dpfl_lightning import models
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.strategies.distillation.costs import traffic
 from experiments.papers.cells import Cell, finished, required_cells
-from experiments.papers.distillation.figures import judged
+from experiments.papers.distillation.figures import judged, with_interval
+from experiments.papers.drawing import panels_figure
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
@@ -42,10 +46,11 @@ def test_the_searched_nets_are_drawn_once():
     assert NAS.rows["net01"].title == "64 wide, 2 deep, norm none, avg pooling" and len(HPO.rows) == 20
 
 
+@pytest.mark.usefixtures("tuned")
 def test_the_set_and_the_searches_have_the_same_clients():
     of_set = options(Cell("distillation.search_set", "distdd", "set", "small", 0))
     for experiment in (NAS, HPO):
-        for cell in required_cells(experiment, "small", None):
+        for cell in required_cells(experiment, "small"):
             assert (options(cell).data, options(cell).clients.count) == (of_set.data, of_set.clients.count)
 
 
@@ -102,7 +107,21 @@ def test_candidates_that_are_not_made_are_left_out():
     del found[rows[0], "distilled"], found[rows[1], "federated"]
     assert judged(NAS, found, "distilled").candidates == 5 and judged(NAS, found, "early").candidates == 6
     assert judged(NAS, {}, "distilled") is None and NAS.summary(NAS, {}) == ""
-    assert NAS.summary(NAS, found).count("\n") == 6  # a head, its line, and five scorers
+    assert NAS.summary(NAS, found).count("\n") == 7  # a head, its line, and six scorers
+
+
+def test_rank_correlations_have_an_interval_of_their_number_of_candidates():
+    found = random_cells(list(NAS.rows))
+    judgement = judged(NAS, found, "distilled")
+    line = next(line for line in NAS.summary(NAS, found).splitlines() if "trained on the distilled set" in line)
+    whole, top = (line.split("|")[place].strip() for place in (3, 5))
+    assert whole == with_interval(judgement.spearman, 21) and top == with_interval(judgement.spearman_top5, 5)
+    draw, inside = np.random.default_rng(0), 0
+    for _ in range(400):  # ranks of normal pairs whose correlation is 0.7, and Spearman's 0.68
+        pairs = draw.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], 21)
+        words = re.findall(r"-?[\d.]+", with_interval(spearmanr(pairs).statistic, 21))
+        inside += float(words[1]) <= 6 / math.pi * math.asin(0.35) <= float(words[2])
+    assert 0.92 < inside / 400 < 0.98
 
 
 # ---- figures
@@ -136,6 +155,13 @@ def test_traffic_of_tunings_crosses_where_the_formula_says():
         assert each[n] == pytest.approx(_gigabytes(n * of_training.total), rel=1e-5)
 
 
+def test_a_row_with_several_seeds_in_one_column_has_a_band_in_all():
+    found = {("random", "ipc1"): [a_cell(50.0)], ("random", "ipc10"): [a_cell(70.0), a_cell(74.0)]}
+    (drawn,) = experiments()["distillation.sizes"].panels(found)
+    assert list(drawn.series.values()) == [[(1, 50.0, 0.0), (10, 72.0, 2.0)]]
+    panels_figure("sizes", [drawn])
+
+
 def test_figure_6_shows_the_papers_epsilon_beside_those_of_runs():
     """The largest of all seeds; nothing where no cell is made, and a dash for a form that has none."""
     cells = {("sum", "sigma10"): (12.0, 12.30001), ("sum", "sigma1"): (500.0,), ("paper_mean", "sigma10"): (0.2,)}
@@ -144,4 +170,4 @@ def test_figure_6_shows_the_papers_epsilon_beside_those_of_runs():
     lines = [[word.strip() for word in line.split("|")[1:-1]] for line in figure.summary(figure, found).splitlines()]
     assert lines[0][0] == "sigma" and lines[0][1].startswith("eq. 41")
     assert lines[2:] == [["1", "9.6897", "500.0000", "-"], ["10", "0.9690", "12.3001", "0.2000"]]
-    assert figure.summary(figure, {("distdd", "sigma1"): [a_cell(50.0)]}) == figure.summary(figure, {}) == ""
+    assert figure.summary(figure, {}) == ""

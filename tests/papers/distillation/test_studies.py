@@ -3,11 +3,11 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dpfl_lightning.fit import fit
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from experiments.papers.__main__ import main
 from experiments.papers.cells import Cell, path_of, read
@@ -27,7 +27,6 @@ DIGITS = {
     "rounds": "2",
 }
 QUICK = {**DIGITS, "strategies.distillation.net_epochs": "2", "strategies.distillation.evaluation_epochs": "1"}
-FREE = ("--tracking=null", "--engine.device=cpu", "--engine.workers=1")
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +49,6 @@ def calls(monkeypatch):
         return found
 
     return watch
-
-
-@pytest.fixture
-def work(tmp_path):
-    return RunnerOptions(fit, tmp_path / "results", tmp_path / "runs", FREE)
 
 
 def cell(name: str, row: str, column: str, overrides: dict[str, str]) -> Cell:
@@ -125,8 +119,8 @@ def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work,
 
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
 def test_with_privacy_the_budget_holds(work):
-    for row in ("noise_aware", "dpfedavg"):
-        overrides = QUICK if row == "noise_aware" else {**DIGITS, "clients.batch_size": "16"}
+    for row in ("tuned", "dpfedavg"):
+        overrides = QUICK if row == "tuned" else {**DIGITS, "clients.batch_size": "16"}
         content = made(work, "private", row, "eps8", overrides)
         assert content["epsilon_max"] == pytest.approx(8, abs=0.01) and content["epsilon_max"] <= 8 + 1e-6
         assert "differential privacy" in content["guarantee"] and content["values"]["gigabytes"] > 0
@@ -154,8 +148,16 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
     quick = dataclasses.replace(training, options=lambda *place: training.options(*place) | few)
     quick_set = dataclasses.replace(experiment, cells={"distdd": quick})
     monkeypatch.setitem(experiments(), experiment.name, quick_set)
-    flags = ["--results", str(work.results), "--runs", str(work.runs), *FREE]
-    argv = ["distillation.nas", "--rows", "net03,net16,net19", "--columns", "federated,distilled", "--jobs", "1"]
+    flags = ["--results", str(work.results), "--runs", str(work.runs), *work.free]
+    argv = [
+        "distillation.nas",
+        "--rows",
+        "net03,net16,net19",
+        "--columns",
+        "federated,distilled,set_only",
+        "--jobs",
+        "1",
+    ]
     overrides = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
     words = [f"--{key}={text}" for key, text in overrides.items()]
     assert main([*argv, *flags, *words]) == 0
@@ -163,11 +165,15 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
     assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
     distilled = read(path_of(work.results, cell("nas", "net03", "distilled", overrides)))["values"]
-    federated = read(path_of(work.results, cell("nas", "net03", "federated", overrides)))["values"]
+    federated, alone = (
+        read(path_of(work.results, cell("nas", "net03", scorer, overrides)))["values"]
+        for scorer in ("federated", "set_only")
+    )
+    assert alone["set_gigabytes"] == distilled["set_gigabytes"] and alone["test_accuracy"] != distilled["test_accuracy"]
     assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
     assert "delivered_accuracy" in federated
     assert federated["test_accuracy"] == pytest.approx(federated["delivered_accuracy"])
-    assert len(list(work.results.glob("distillation.nas/*/*.json"))) == 6
+    assert len(list(work.results.glob("distillation.nas/*/*.json"))) == 9
 
 
 def test_a_hold_out_is_of_public_records_alone(work):
@@ -180,6 +186,24 @@ def test_a_hold_out_is_of_public_records_alone(work):
     assert found["holdout_accuracy"] == 100 and found["test_accuracy"] < 90
     rows = torch.cat([*population.train_of, population.test])
     assert not torch.isin(population.public, rows).any()
+
+
+def test_images_of_the_set_rank_nets_that_they_did_not_train(work, calls, monkeypatch):
+    images, labels = torch.randn(60, 1, 8, 8), torch.arange(60) % 10
+    made_set = SimpleNamespace(records=(images, labels))
+    monkeypatch.setattr(studies.DistilledSet, "load", lambda folder: made_set)
+    values = {"gigabytes": 1.0, "run_seconds": 2.0}
+    run = SimpleNamespace(output_dir=".")
+    monkeypatch.setattr(CellContext, "run_of", lambda *args: setattr(args[-1][0], "record", {"values": values}) or run)
+    trained, ranked = calls("trained_on"), calls("scored")
+    found = made(work, "hpo", "rate19", "set_only", DIGITS)["values"]
+    assert len(trained) == len(ranked) == 2 and found["set_gigabytes"] == 1.0
+    for (_, _, (x, y), *_), (_, population, _) in zip(trained, ranked, strict=True):
+        judges = population.x[population.public]
+        assert len(x) == 40 and y.bincount().tolist() == [4] * 10 and len(judges) == 20
+        everything = torch.cat([x, judges]).flatten(1)
+        assert torch.equal(everything.sum(dim=1).sort().values, images.flatten(1).sum(dim=1).sort().values)
+        assert torch.equal(population.y[population.public].bincount(), torch.full((10,), 2))
 
 
 def test_hyperparameters_are_tried_as_clients_would(work, calls):

@@ -1,19 +1,20 @@
 """What the tables of the distillation paper compare: equal records, exact accounting, and what is free."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 
 from dpfl_lightning.privacy.accounting.accountant import EXACT, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.strategies.distillation.options import participants
-from experiments.papers.cells import Cell, source
-from experiments.papers.experiment import Training
+from dpfl_lightning.strategies.distillation.options import loops, participants
+from experiments.papers.cells import Cell, path_of, source
+from experiments.papers.experiment import NotYet, Training
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository", "tuned")]
 TABLES = {name: one for name, one in experiments().items() if name.startswith("distillation.")}
 
 
@@ -38,31 +39,79 @@ def records_of_a_gradient(run) -> int:
 
 
 @pytest.mark.parametrize(
-    ("table", "rivals", "scales"),
+    ("table", "rivals", "reference"),
     [
-        ("baselines", ["centralised", "centralised_dsa"], ["small"]),
-        ("default", ["gm"], ["small", "paper"]),
-        ("figure3", ["gm"], ["small", "paper"]),
-        ("figure8", ["gm"], ["small", "paper"]),
-        ("figure10", ["gm"], ["small", "paper"]),
+        ("baselines", ["centralised", "centralised_dsa"], ("baselines", "tuned")),
+        ("sizes", ["centralised"], ("sizes", "tuned")),
+        ("default", ["gm"], ("default", "distdd")),
+        ("figure3", ["gm"], ("default", "distdd")),
+        ("figure10", ["gm"], ("default", "distdd")),
+        ("table1_centralised", ["gm"], ("table1", "distdd_100")),
     ],
 )
-def test_centralised_gradients_are_of_as_many_records_as_federated_ones(table, rivals, scales):
-    reference = {"baselines": ("baselines", "ten_steps")}.get(table, ("default", "distdd"))
-    for scale in scales:
-        (federated,) = {
-            records_of_a_gradient(run) for _, run in cells(f"distillation.{reference[0]}", scale, [reference[1]])
-        }
-        for row, run in cells(f"distillation.{table}", scale, rivals):
-            assert records_of_a_gradient(run) == federated, (row, scale)
+def test_centralised_gradients_are_of_as_many_records_as_federated_ones(table, rivals, reference):
+    scale = TABLES[f"distillation.{table}"].scale(None)
+    (federated,) = {
+        records_of_a_gradient(run) for _, run in cells(f"distillation.{reference[0]}", scale, [reference[1]])
+    }
+    for row, run in cells(f"distillation.{table}", scale, rivals):
+        assert records_of_a_gradient(run) == federated, row
 
 
-def test_gradients_of_table_1_are_of_as_many_records_in_one_place():
-    for scale in ("small", "paper"):
-        (federated,) = {records_of_a_gradient(run) for _, run in cells("distillation.table1", scale, ["distdd_100"])}
-        assert {records_of_a_gradient(run) for _, run in cells("distillation.table1_centralised", scale, ["gm"])} == {
-            federated
+def test_image_steps_are_those_that_the_tuning_chooses():
+    rows = {
+        "baselines": "tuned",
+        "sizes": "centralised",
+        "published": "tuned",
+        "figure6": "paper_mean",
+        "rounds": "tuned",
+    }
+    for name, row in rows.items():
+        for _, run in cells(f"distillation.{name}", TABLES[f"distillation.{name}"].scale(None), [row]):
+            found = run.strategies["distillation"]
+            assert (found["image_steps"], found["image_learning_rate"]) == (30, 1060), name
+
+
+def test_all_missing_cells_of_a_tuning_are_named(results):
+    for row in ("lr318_steps10", "lr3180_steps30"):
+        path_of(results, Cell("distillation.tuning", row, "public", "small", 0)).unlink()
+    with pytest.raises(NotYet, match=r"distillation\.tuning --rows lr318_steps10,lr3180_steps30 --columns public$"):
+        options(Cell("distillation.rounds", "tuned", "r40", "small"))
+
+
+def test_private_rows_have_the_rounds_and_rates_that_their_tuning_chooses():
+    for row, column, expected in (
+        ("tuned", "eps0.5_ipc10", (5, 318, 1)),
+        ("tuned", "eps1_ipc50", (5, 318, 1)),
+        ("tuned", "eps4_ipc10", (20, 1060, 5)),
+        ("dpfedavg", "eps2_ipc10", (20, 0.25, None)),
+        ("dpfedavg", "eps8_ipc50", (10, 0.05, None)),
+    ):
+        run = options(source(TABLES["distillation.one_shot"], row, column, "small"))
+        found = run.strategies.get("distillation")
+        rate = run.clients.learning_rate if found is None else found["image_learning_rate"]
+        assert (run.rounds, rate, found and found["reinit_every"]) == expected, (row, column)
+        assert run.evaluation.every == run.rounds
+
+
+def test_private_settings_are_chosen_with_the_records_and_the_noise_of_the_private_runs():
+    for _, run in cells("distillation.private_tuning", "small"):
+        (private,) = {
+            (one.data.public_records, one.clients.count) for _, one in cells("distillation.private", "small", ["tuned"])
         }
+        assert (run.data.public_records, run.clients.count) == private and run.data.use_public
+        assert run.data.records_per_client == (60_000 - 12_000) / run.clients.count
+
+
+def test_sets_of_all_sizes_are_made_with_as_many_nets():
+    """Null would be one net for 50 images in 20 rounds, and twenty for one image."""
+    for name, row in (("sizes", "tuned"), ("sizes", "centralised"), ("one_shot", "tuned"), ("published", "tuned")):
+        nets = {}
+        for _, run in cells(f"distillation.{name}", TABLES[f"distillation.{name}"].scale(None), [row]):
+            budget, found = run.privacy and run.privacy.epsilon > 2, run.strategies["distillation"]
+            every = found.get("reinit_every", loops(found["images_per_class"])[0])
+            nets.setdefault(budget, set()).add(math.ceil(run.rounds / every))
+        assert all(len(numbers) == 1 and min(numbers) > 1 for numbers in nets.values()), (name, nets)
 
 
 def test_sets_of_full_batches_are_accounted_exactly():

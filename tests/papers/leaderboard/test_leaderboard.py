@@ -1,6 +1,7 @@
 """The leaderboard: settings come from finished cells of the tuning, rows of a column differ in their method alone."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from fake_experiments import held
 
 from dpfl_lightning import strategies
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.aggregate import normalised
 from experiments.papers import __main__ as command
 from experiments.papers import cells, run
-from experiments.papers.cells import Cell, finished, required_cells, write
+from experiments.papers.cells import Cell, declaration, finished, missing_cells, required_cells, write
 from experiments.papers.declarations import read_paper
 from experiments.papers.experiment import NotYet
 from experiments.papers.leaderboard import tuning
@@ -23,15 +25,6 @@ from experiments.papers.run import RunnerOptions, options_of
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 TUNING = "leaderboard.tuning"
 TABLE, ACCURACY = experiments()[TUNING], experiments()["leaderboard.accuracy"]
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-    """An empty folder of finished cells, in place of the repository's."""
-    monkeypatch.setattr(cells, "RESULTS", tmp_path / "results")
-    run._options.cache_clear()  # options depend on finished cells
-    yield tmp_path / "results"
-    run._options.cache_clear()
 
 
 def tune(results, row: str, accuracies: list[float], column: str = "dist1", seeds=(0,)) -> None:
@@ -58,17 +51,25 @@ def test_a_setting_has_the_best_mean_over_the_seeds(results):
     ):
         tune(results, "dpfedavg", accuracies)
         assert chosen("dpfedavg", "dist1", "small") == setting, accuracies
-    tune(results, "dpfedavg", [70.0, 70.0], seeds=[1])
-    assert chosen("dpfedavg", "dist1", "small") == 0.08, "0.5 has no seed 1 yet"
-    tune(results, "dpfedavg", [70.0, 70.0, 79.0], seeds=[1])
-    assert chosen("dpfedavg", "dist1", "small") == 0.5, "72.5, 70 and 77 in the mean"
+    tune(results, "dpfedavg", [70.0, 99.0, 70.0], seeds=[7])
+    assert chosen("dpfedavg", "dist1", "small") == 0.08, "nobody declared seed 7"
     tune(results, "dpfedavg", [50.0, 60.0, 50.0], "groups")
     assert chosen("dpfedavg", "groups", "small") == chosen("dpfedavg", "dirichlet", "small") == 0.2
     alike, unlike = choices(TABLE, finished(results, TABLE, "small")).split("\n\n")
-    assert alike == "Chosen for Dist1: DPFedAvg, 0.5 (an end of the range)."
+    assert alike == "Chosen for Dist1: DPFedAvg, 0.08 (an end of the range)."
     assert unlike == "Chosen for four groups, Dist1: DPFedAvg, 0.2."
     some = TABLE.restricted(["dpfedavg_0.2"], None)
     assert choices(some, finished(results, some, "small")) == "", "three rows decide, not one"
+
+
+def test_a_cell_of_another_setting_than_the_chosen_one_is_missing(results):
+    cell = Cell(ACCURACY.name, "dpfedavg", "dist1", "small", 0)
+    tune(results, "dpfedavg", [70.0, 75.0, 70.0])
+    write(results, cell, {**held(accuracy=78.0), "declared": declaration(cell)})
+    table = ACCURACY.restricted(["dpfedavg"], ["dist1"], [0])
+    assert missing_cells([cell], results) == [] and finished(results, table, "small")
+    tune(results, "dpfedavg", [76.0, 75.0, 70.0])
+    assert missing_cells([cell], results) == [cell] and not finished(results, table, "small")
 
 
 def test_missing_cells_of_the_tuning_are_named_and_nothing_is_made(results, tmp_path, capsys):
@@ -86,6 +87,23 @@ def test_missing_cells_of_the_tuning_are_named_and_nothing_is_made(results, tmp_
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_row_without_settings_in_the_tuning_says_what_it_needs(results):
+    with pytest.raises(UserError, match=r"`row mine` must have rows of its settings in .*, such as mine_0.2, so that"):
+        chosen("mine", "dist1", "small")
+
+
+def test_settings_are_read_from_the_folder_of_the_command(results, tmp_path, capsys):
+    other = tmp_path / "elsewhere"
+    tune(other, "dpfedavg", [70.0, 75.0, 70.0])
+    with pytest.raises(NotYet):
+        chosen("dpfedavg", "dist1", "small")
+    words = ["leaderboard.accuracy", "--rows", "dpfedavg", "--columns", "dist1", "--seeds", "0", "--show", "--json"]
+    for folder, missing in ((results, 1), (other, 0)):
+        write(folder, Cell(ACCURACY.name, "dpfedavg", "dist1", "small", 0), held(accuracy=78.0))
+        assert command.main([*words, "--results", str(folder)]) == 0
+        assert json.loads(capsys.readouterr().out)["missing"] == missing
+
+
 @pytest.mark.e2e
 def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(results, monkeypatch):
     made = []
@@ -101,7 +119,8 @@ def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(result
     argv = ["leaderboard", "--jobs", "1", "--no_table", "--results", str(results)]
     assert command.main(argv) == 0
     names = [cell.experiment for cell in made]
-    assert names == [TUNING] * 240 + [ACCURACY.name] * 285 and len(set(made)) == len(made)
+    count = {table.name: len(required_cells(table, "small")) for table in (TABLE, ACCURACY)}
+    assert names == [name for name in count for _ in range(count[name])] and len(set(made)) == len(made)
     runs = {repr(run.declared_options(cell)): cell for cell in made}
     assert len(runs) == len(made), "no run is made twice"
     for cell in made:
@@ -114,7 +133,7 @@ def test_the_tuning_sees_public_records_only_and_has_three_settings_a_row():
         assert len(settings) == (0 if row == "uniform" else 3), row
         ratios = [larger / smaller for smaller, larger in itertools.pairwise(settings)]
         assert all(ratio == pytest.approx(ratios[0]) and ratio > 1.9 for ratio in ratios), row
-    for cell in required_cells(TABLE, "small", None):
+    for cell in required_cells(TABLE, "small"):
         data, rounds = options(cell).data, options(cell).rounds
         assert data.use_public and data.public_records == 12_000 and data.test_per_client == 2000 and rounds == 10
         assert (data.groups is None) == (cell.column != "groups")
@@ -126,7 +145,7 @@ def test_rows_of_a_column_differ_in_their_method_alone(results):
             tune(results, row, [50.0, 60.0, 50.0], column)
     for column in ACCURACY.columns:
         made = [
-            cell for cell in required_cells(ACCURACY.restricted(None, [column]), "small", [1]) if cell.row != "fedavg"
+            cell for cell in required_cells(ACCURACY.restricted(None, [column], [1]), "small") if cell.row != "fedavg"
         ]
         runs = [options(cell) for cell in made]
         assert len({repr((one.data, one.privacy, one.seed, one.model, one.clients.batch_size)) for one in runs}) == 1

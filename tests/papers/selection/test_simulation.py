@@ -117,6 +117,36 @@ def test_the_kept_verification_holds_what_its_page_says(request):
         assert at("effects2", column) > at("effects", column) + 2 > at("effects12", column)
 
 
+def test_the_kept_participations_hold_what_the_page_says_of_quotas_beside_weights(request):
+    found = kept("participations", request)
+    gain = {column: cell["both_gain"] for (_, column), cell in found.items()}
+    assert abs(gain["gaussian_a0.5_0.1"]) < 0.5 and gain["laplace_a0.5_0.5"] < -3 and abs(gain["laplace_a0.5_5"]) < 1
+
+
+def test_the_kept_rates_hold_what_the_page_says_of_weights_beside_quotas(request):
+    for (_, column), values in kept("rates", request).items():
+        assert 1 < values["effects"] - values["inverse"] < 2.5
+        gain = values["effects"] - values["anchored"]
+        assert gain > 3 if column.startswith("laplace") else -1 < gain < 0
+
+
+def test_a_rate_is_chosen_on_other_draws(monkeypatch):
+    """The best of two rates on draws 20 to 39 is used on draws 0 to 19."""
+    drawn, rates = [], (0.5, 4.0)
+
+    def accuracies(setting, runs_of, seeds=simulation.SEEDS):
+        drawn.append((setting.rate, seeds[0]))
+        better = setting.rate if seeds[0] == 20 else 0.0
+        uniform = 2 - 8 * (setting.rate > 1)
+        return {name: [better + (name == "uniform") * uniform, 50.0] for name in simulation.METHODS}
+
+    monkeypatch.setattr(simulation, "RATES", rates)
+    monkeypatch.setattr(simulation, "_accuracies", accuracies)
+    values = simulation.tuned_of(mechanism="gaussian", alpha=0.5, low=0.1, high=3.0)
+    assert values["uniform_rate"] == 0.5 and values["weiavg_rate"] == 4.0
+    assert drawn[:2] == [(rate, 20) for rate in rates] and {seed for _, seed in drawn[2:]} == {0}
+
+
 def test_the_kept_bias_term_brings_nothing(request):
     found = kept("bias_term", request)
     for column in ("gaussian_a0.5_0.1", "gaussian_a0.5_1", "gaussian_a0.5_10"):
