@@ -15,7 +15,16 @@ from dpfl_lightning.config.options import FREE, nearest_key
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.fit import fit, seed_list
 from dpfl_lightning.runtime.launcher import launched
-from experiments.papers.cells import RESULTS, Cell, Overrides, finished, in_folder, missing_cells, required_cells
+from experiments.papers.cells import (
+    RESULTS,
+    Cell,
+    Overrides,
+    finished,
+    in_folder,
+    is_needed,
+    missing_cells,
+    required_cells,
+)
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
 from experiments.papers.report import as_dict, figure_path, log_report, overview, page, report
@@ -83,7 +92,7 @@ def _make_missing(
     try:
         while (now := ready(missing, runner))[0]:  # some cells can be made only after others
             failures += _make_all(now[0], runner, options.jobs)
-            missing = [cell for cell in missing if cell not in now[0]]
+            missing = [cell for cell in missing if cell not in now[0] and is_needed(spec(cell), cell)]
     except KeyboardInterrupt:
         print("Finished cells are kept, and the same command goes on with the others.", file=sys.stderr)
         raise

@@ -17,7 +17,7 @@ import dpfl_lightning
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from experiments.papers.declarations import merged
-from experiments.papers.experiment import Computation, Experiment, NotYet, Reference
+from experiments.papers.experiment import Computation, Experiment, NotNeeded, NotYet, Reference, Training
 from experiments.papers.registry import experiments
 
 #: where cells are kept, below the working directory; a command may set another folder
@@ -86,9 +86,25 @@ def required_cells(experiment: Experiment, scale: str, overrides: Overrides = ()
 
 
 def _seeded(experiment: Experiment, row: str, column: str, scale: str, overrides: Overrides) -> list[Cell]:
+    """The cells of a number, one for each seed; none if it is not needed."""
     cell = source(experiment, row, column, scale, overrides)
+    maker = _owner(experiment, cell.experiment).cells[cell.row]
+    if isinstance(maker, Computation):
+        return [cell]
     declared = (experiment.columns[column].seeds or experiment.seeds).get(scale, (0,))
-    return [cell._replace(seed=seed) for seed in ((None,) if _computed(experiment, cell) else declared)]
+    return [cell._replace(seed=seed) for seed in declared] if is_needed(maker, cell) else []
+
+
+def is_needed(maker: Training | Computation, cell: Cell) -> bool:
+    """Whether no finished cells show that this one is not needed."""
+    try:
+        if isinstance(maker, Training):
+            maker.options(cell.row, cell.column, cell.scale)
+    except NotNeeded:
+        return False
+    except NotYet:
+        pass
+    return True
 
 
 def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) -> Cell:
@@ -153,10 +169,6 @@ def missing_cells(cells: Sequence[Cell], results: Path) -> list[Cell]:
 
 def _owner(experiment: Experiment, name: str) -> Experiment:
     return experiment if name == experiment.name else experiments()[name]
-
-
-def _computed(experiment: Experiment, cell: Cell) -> bool:
-    return isinstance(_owner(experiment, cell.experiment).cells[cell.row], Computation)
 
 
 def read(path: Path) -> dict[str, Any]:

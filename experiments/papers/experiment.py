@@ -24,6 +24,10 @@ class NotYet(UserError):
     """The options of a cell follow from other cells, which are not finished."""
 
 
+class NotNeeded(UserError):
+    """Finished cells show that a cell need not be made."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A cell that is one run of `fit`, read by a recorder (None is `Recorder`), or a study with the run's data and net.

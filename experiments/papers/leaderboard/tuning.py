@@ -1,59 +1,85 @@
 """The setting of each row of a table, from the finished cells of a table that tunes it on public records."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from dpfl_lightning.errors import require
 from experiments.papers import cells
 from experiments.papers.cells import finished
-from experiments.papers.experiment import Cells, Experiment, NotYet, Training
+from experiments.papers.experiment import Cells, Experiment, NotNeeded, NotYet, Training
 from experiments.papers.registry import experiments
+
+
+BEYOND = "beyond"  # ends the name of a row whose setting follows from the others'
 
 
 def chosen(row: str, column: str, scale: str, table: str, columns: Mapping[str, str] | None = None) -> float:
     """The setting of a row in a column of another table; NotYet, with a command, if one of its cells is missing.
 
+    Where the best is the smallest or largest one, and the table has a row `..._beyond`, one beyond it is a candidate, too.
     `columns` is the beginning of a column's name -> the column of the tuning; None: the one whose name it begins with.
     """
-    rows = candidates(experiments()[table], row)
+    tuning = experiments()[table]
+    names = candidates(tuning, row)
     must = f"have rows of its settings in {table}, such as {row}_0.2, so that one can be chosen"
-    require(bool(rows), f"row {row}", must, None, "Or give it a number in place of the function that chooses.")
-    return _best(rows, row, column, scale, table, columns)[0]
+    require(bool(names), f"row {row}", must, None, "Or give it a number in place of the function that chooses.")
+    place, scale = _place(tuning, column, scale, columns)
+    made = _made(tuning, names, row, place, scale)
+    if (further := setting_beyond(made)) and f"{row}_{BEYOND}" in tuning.rows:
+        made |= _made(tuning, {further: f"{row}_{BEYOND}"}, row, place, scale)
+    return best_setting(made)
+
+
+def beyond(row: str, column: str, scale: str, table: str) -> float:
+    """The setting of a row `..._beyond`: beyond the best of the others, which must be an end of their range.
+
+    Raises:
+        NotNeeded: the best one is no end.
+        NotYet: a cell of the others is missing.
+    """
+    tuning, method = experiments()[table], row.rpartition("_")[0]
+    further = setting_beyond(_made(tuning, candidates(tuning, method), method, column, scale))
+    if further is None:
+        raise NotNeeded(f"the best setting of {method} in {column} of {table} is no end of the range")
+    return further
 
 
 def option_of_best(
     row: str, column: str, scale: str, table: str, option: str, rows: str = "", columns: Mapping[str, str] | None = None
 ) -> Any:
     """The value of an option in the best of another table's rows whose name begins with `rows`; else as `chosen`."""
-    names = {name: name for name in experiments()[table].rows if name.startswith(rows)}
-    best, place, scale = _best(names, row, column, scale, table, columns)
-    made_by = experiments()[table].cells[best]
+    tuning = experiments()[table]
+    place, scale = _place(tuning, column, scale, columns)
+    names = {name: name for name in tuning.rows if name.startswith(rows)}
+    best = best_setting(_made(tuning, names, row, place, scale))
+    made_by = tuning.cells[best]
     assert isinstance(made_by, Training)
     return made_by.options(best, place, scale)[option]
 
 
-def _best(
-    names: Mapping[Any, str], row: str, column: str, scale: str, table: str, columns: Mapping[str, str] | None
-) -> tuple[Any, str, str]:
-    """The best of these settings, which are setting -> row of the tuning table, with the tuning's column and scale."""
-    tuning = experiments()[table]
+def _place(tuning: Experiment, column: str, scale: str, columns: Mapping[str, str] | None) -> tuple[str, str]:
+    """Column and scale of the tuning."""
     places = columns or {name: name for name in tuning.columns}
-    place, scale = next(to for name, to in places.items() if column.startswith(name)), tuning.scale(scale)
-    made = {setting: _finished(tuning, name, place, scale) for setting, name in names.items()}
-    if missing := [names[setting] for setting, some in made.items() if not some]:
-        words = f"{table} --rows {','.join(missing)} --columns {place}{_scale_word(tuning, scale)}"
+    return next(to for name, to in places.items() if column.startswith(name)), tuning.scale(scale)
+
+
+def _made(
+    tuning: Experiment, names: Mapping[Any, str], row: str, place: str, scale: str
+) -> dict[Any, dict[int | None, float]]:
+    """Setting -> seed -> accuracy of these settings, which are setting -> row of the tuning table."""
+    table = tuning.restricted(list(names.values()), [place])
+    made = finished(cells.RESULTS, table, scale)
+    if missing := [name for name in names.values() if (name, place) not in made]:
+        words = f"{tuning.name} --rows {','.join(missing)} --columns {place}{_scale_word(tuning, scale)}"
         command = f"python -m experiments.papers {words}"
         raise NotYet(f"the setting of {row} is chosen from cells that are not finished: {command}")
-    accuracy = {
-        setting: {cell["seed"]: cell["values"][tuning.rows[names[setting]].value] for cell in some}
-        for setting, some in made.items()
-    }
-    return best_setting(accuracy), place, scale
+    return {setting: accuracies(tuning, name, made[name, place]) for setting, name in names.items()}
 
 
-def _finished(tuning: Experiment, row: str, column: str, scale: str) -> list[dict[str, Any]]:
-    return finished(cells.RESULTS, tuning.restricted([row], [column]), scale).get((row, column), [])
+def accuracies(table: Experiment, row: str, made: Sequence[Mapping[str, Any]]) -> dict[int | None, float]:
+    """Seed -> accuracy of a row's cells."""
+    return {cell["seed"]: cell["values"][table.rows[row].value] for cell in made}
 
 
 def _scale_word(table: Experiment, scale: str) -> str:
@@ -62,7 +88,7 @@ def _scale_word(table: Experiment, scale: str) -> str:
 
 def candidates(table: Experiment, row: str) -> dict[float, str]:
     """Setting -> row of the tuning table, in ascending order."""
-    named = {name: name.rpartition("_") for name in table.rows}
+    named = {name: name.rpartition("_") for name in table.rows if not name.endswith(f"_{BEYOND}")}
     return dict(sorted((float(setting), name) for name, (method, _, setting) in named.items() if method == row))
 
 
@@ -76,6 +102,19 @@ def best_setting(accuracy: Mapping[Any, Mapping[Any, float]]) -> Any:
     return max(sorted(accuracy), key=lambda setting: fmean(accuracy[setting][seed] for seed in common))
 
 
+def setting_beyond(accuracy: Mapping[float, Mapping[Any, float]]) -> float | None:
+    """The next setting in the same steps if the best one is the smallest or largest, else None.
+
+    >>> setting_beyond({0.08: {0: 78.0}, 0.2: {0: 77.0}, 0.5: {0: 76.0}})
+    0.032
+    """
+    best, ordered = best_setting(accuracy), sorted(accuracy)
+    if best not in (ordered[0], ordered[-1]):
+        return None
+    inner = ordered[1] if best == ordered[0] else ordered[-2]
+    return float(f"{best * best / inner:.3g}")
+
+
 def choices(table: Experiment, made: Cells) -> str:
     """The chosen settings of the rows whose cells are finished, and where the best one is an end of them."""
     whole, paragraphs = experiments()[table.name], []  # the table may show some rows only
@@ -83,12 +122,15 @@ def choices(table: Experiment, made: Cells) -> str:
         chosen_rows = []
         for row in dict.fromkeys(name.rpartition("_")[0] for name in whole.rows):
             names = candidates(whole, row)
-            made_of = {setting: made.get((name, column), []) for setting, name in names.items()}
-            if all(made_of.values()):
-                value = whole.rows[names[min(names)]].value
-                scores = {one: {cell["seed"]: cell["values"][value] for cell in its} for one, its in made_of.items()}
-                best = best_setting(scores)
-                end = " (an end of the range)" if best in (min(names), max(names)) else ""
-                chosen_rows.append(f"{whole.rows[names[best]].title}{end}")
+            if not all((name, column) in made for name in names.values()):
+                continue
+            scores = {one: accuracies(whole, name, made[name, column]) for one, name in names.items()}
+            further, last = setting_beyond(scores), f"{row}_{BEYOND}"
+            if further and (last, column) in made:
+                scores[further] = accuracies(whole, last, made[last, column])
+            best = best_setting(scores)
+            words = whole.rows[names[min(names)]].title.rpartition(str(min(names)))[0]
+            end = " (an end of the range)" if best in (min(scores), max(scores)) else ""
+            chosen_rows.append(f"{words}{best}{end}")
         paragraphs += [f"Chosen for {title.title}: {'; '.join(chosen_rows)}."] if chosen_rows else []
     return "\n\n".join(paragraphs)

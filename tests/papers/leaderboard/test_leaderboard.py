@@ -44,22 +44,54 @@ def options(cell: Cell):
 
 
 def test_a_setting_has_the_best_mean_over_the_seeds(results):
-    for accuracies, setting in (
-        ([70.0, 75.0, 76.0], 0.5),
-        ([70.0, 76.1, 76.0], 0.2),
-        ([75.0, 70.0, 75.0], 0.08),
-    ):
-        tune(results, "dpfedavg", accuracies)
-        assert chosen("dpfedavg", "dist1", "small") == setting, accuracies
-    tune(results, "dpfedavg", [70.0, 99.0, 70.0], seeds=[7])
-    assert chosen("dpfedavg", "dist1", "small") == 0.08, "nobody declared seed 7"
+    tune(results, "dpfedavg", [70.0, 76.1, 76.0])
+    assert chosen("dpfedavg", "dist1", "small") == 0.2
+    tune(results, "dpfedavg", [70.0, 70.0, 99.0], seeds=[7])
+    assert chosen("dpfedavg", "dist1", "small") == 0.2, "nobody declared seed 7"
+    tune(results, "weiavg", [72.0, 71.0, 70.0], "dist5", seeds=[0])
+    tune(results, "weiavg", [70.0, 72.0, 70.0], "dist5", seeds=[1])
+    tune(results, "weiavg", [99.0, 60.0], "dist5", seeds=[2])
+    assert chosen("weiavg", "dist5", "small") == 0.2, "the third setting has no seed 2"
     tune(results, "dpfedavg", [50.0, 60.0, 50.0], "groups")
     assert chosen("dpfedavg", "groups", "small") == chosen("dpfedavg", "dirichlet", "small") == 0.2
-    alike, unlike = choices(TABLE, finished(results, TABLE, "small")).split("\n\n")
-    assert alike == "Chosen for Dist1: DPFedAvg, 0.08 (an end of the range)."
+    alike, unequal, unlike = choices(TABLE, finished(results, TABLE, "small")).split("\n\n")
+    assert alike == "Chosen for Dist1: DPFedAvg, 0.2." and unequal == "Chosen for Dist5: WeiAvg, 0.2."
     assert unlike == "Chosen for four groups, Dist1: DPFedAvg, 0.2."
     some = TABLE.restricted(["dpfedavg_0.2"], None)
     assert choices(some, finished(results, some, "small")) == "", "three rows decide, not one"
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "beyond", "setting", "end"),
+    [
+        ([75.0, 70.0, 75.0], None, None, ""),
+        ([75.0, 70.0, 75.0], 74.0, 0.08, ""),
+        ([75.0, 70.0, 75.0], 76.0, 0.032, " (an end of the range)"),
+        ([70.0, 75.0, 76.0], 77.0, 1.25, " (an end of the range)"),
+        ([70.0, 75.0, 76.0], 75.5, 0.5, ""),
+    ],
+)
+def test_beyond_an_end_of_the_range_one_more_setting_is_tried(results, accuracies, beyond, setting, end):
+    tune(results, "pfa", accuracies)
+    further = Cell(TUNING, "pfa_beyond", "dist1", "small", 0)
+    assert further in required_cells(TABLE, "small")
+    if beyond is None:
+        with pytest.raises(NotYet, match=r"pfa is chosen from .* leaderboard.tuning --rows pfa_beyond --columns dist1"):
+            chosen("pfa", "dist1", "small")
+        assert options(further).clients.learning_rate == 0.032
+        return
+    write(results, further, held(accuracy=beyond))
+    assert chosen("pfa", "dist1", "small") == setting
+    assert choices(TABLE, finished(results, TABLE, "small")) == f"Chosen for Dist1: PFA, {setting}{end}."
+
+
+def test_nothing_is_tried_beyond_a_best_setting_that_is_no_end(results):
+    further = Cell(TUNING, "pfa_beyond", "dist1", "small", 0)
+    assert further in required_cells(TABLE, "small"), "not known before the others are finished"
+    tune(results, "pfa", [70.0, 75.0, 70.0])
+    assert further not in required_cells(TABLE, "small")
+    write(results, further, held(accuracy=90.0))
+    assert chosen("pfa", "dist1", "small") == 0.2 and ("pfa_beyond", "dist1") not in finished(results, TABLE, "small")
 
 
 def test_a_cell_of_another_setting_than_the_chosen_one_is_missing(results):
@@ -68,7 +100,8 @@ def test_a_cell_of_another_setting_than_the_chosen_one_is_missing(results):
     write(results, cell, {**held(accuracy=78.0), "declared": declaration(cell)})
     table = ACCURACY.restricted(["dpfedavg"], ["dist1"], [0])
     assert missing_cells([cell], results) == [] and finished(results, table, "small")
-    tune(results, "dpfedavg", [76.0, 75.0, 70.0])
+    tune(results, "dpfedavg", [76.0, 77.0, 80.0])
+    write(results, Cell(TUNING, "dpfedavg_beyond", "dist1", "small", 0), held(accuracy=0.0))
     assert missing_cells([cell], results) == [cell] and not finished(results, table, "small")
 
 
@@ -110,7 +143,7 @@ def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(result
 
     def make(some, runner):
         for cell in some:
-            write(runner.results, cell, held(accuracy=50.0))
+            write(runner.results, cell, held(accuracy=60.0 if cell.row.endswith("_0.2") else 50.0))
         made.extend(some)
         return []
 
@@ -134,6 +167,8 @@ def test_the_tuning_sees_public_records_only_and_has_three_settings_a_row():
         ratios = [larger / smaller for smaller, larger in itertools.pairwise(settings)]
         assert all(ratio == pytest.approx(ratios[0]) and ratio > 1.9 for ratio in ratios), row
     for cell in required_cells(TABLE, "small"):
+        if cell.row.endswith("_beyond"):
+            continue  # the same options with another setting
         data, rounds = options(cell).data, options(cell).rounds
         assert data.use_public and data.public_records == 12_000 and data.test_per_client == 2000 and rounds == 10
         assert (data.groups is None) == (cell.column != "groups")
