@@ -10,14 +10,13 @@ from experiments.papers.cells import finished
 from experiments.papers.experiment import Cells, Experiment, NotNeeded, NotYet, Training
 from experiments.papers.registry import experiments
 
-
 BEYOND = "beyond"  # ends the name of a row whose setting follows from the others'
 
 
 def chosen(row: str, column: str, scale: str, table: str, columns: Mapping[str, str] | None = None) -> float:
     """The setting of a row in a column of another table; NotYet, with a command, if one of its cells is missing.
 
-    Where the best is the smallest or largest one, and the table has a row `..._beyond`, one beyond it is a candidate, too.
+    Where the best is the smallest or largest one, and the table has a row `..._beyond`, that is a candidate, too.
     `columns` is the beginning of a column's name -> the column of the tuning; None: the one whose name it begins with.
     """
     tuning = experiments()[table]
