@@ -23,11 +23,13 @@ class SignalEstimate:
         alignment: length of the common part of each update's signal / length of the update, `[C]`, in [0, 1).
         factors: loadings of the updates on all directions that clients share, `[C, r]`; the first is `alignment`, but
             negative for updates that go against the common part.
+        private: length of the signal that this client has alone / length of the update, as far as it is proven, `[C]`.
         length: lengths of the updates, each limited to the range of the others, `[C]`.
     """
 
     alignment: np.ndarray
     factors: np.ndarray
+    private: np.ndarray
     length: np.ndarray
 
     @property
@@ -37,12 +39,16 @@ class SignalEstimate:
 
     @property
     def noise_share(self) -> np.ndarray:
-        """Share of each update's squared length that is noise or concerns this client alone, `[C]`, in (0, 1]."""
-        return np.maximum(1 - np.square(self.factors).sum(axis=1), 1 - _MOST_ALIGNED**2)
+        """Share of each update's squared length that is noise, or a signal that is not proven, `[C]`, in (0, 1]."""
+        return np.maximum(1 - np.square(self.factors).sum(axis=1) - self.private**2, 1 - _MOST_ALIGNED**2)
 
 
 def estimate_signals(
-    cosines: np.ndarray, lengths: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray
+    cosines: np.ndarray,
+    lengths: np.ndarray,
+    models: Sequence[Sequence[int]],
+    precision: np.ndarray,
+    lasting: np.ndarray | None = None,
 ) -> list[SignalEstimate]:
     """Estimate how much of each update is signal that it shares with others of its model. Post-processing.
 
@@ -52,13 +58,15 @@ def estimate_signals(
     equal signals), over which the estimate averages. Clients differ from the law as far as cosines prove it (empirical
     Bayes). Further directions, which clients with one kind of data share, count if noise alone shows as much in one of
     1,000 rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged
-    without them.
+    without them. What an update has in common with the client's earlier ones, and not with other clients, is a signal
+    that this client has alone, because noises of different rounds are independent, too.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.
         lengths: of the updates, `[C]`, > 0.
         models: rows of the clients of each model.
         precision: number of parameters times number of rounds in which the cosine was seen, `[C, C]`.
+        lasting: lower bound on the cosine of each client's signals in two rounds times their shares, `[C]`; None is 0.
     """
     limited, known = lengths.copy(), lengths > 0
     limited[known] = within_others(lengths[known])
@@ -78,7 +86,9 @@ def estimate_signals(
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
         factors = np.column_stack([signed, _further(rest, seen, 1 - signed**2)])
-        estimates.append(SignalEstimate(alignment, factors, limited[rows]))
+        own = np.zeros(len(rows)) if lasting is None else np.minimum(lasting[rows], _MOST_ALIGNED**2)
+        private = np.sqrt(np.maximum(own - np.square(factors).sum(axis=1), 0.0))
+        estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
     return estimates
 
 
@@ -100,7 +110,8 @@ def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np
     """Return the clients whose updates clearly are the opposite of the others', `[C]`; less than half of each model.
 
     Each pair of updates has one bounded vote, so that no client decides. Clients who agree with each other more than
-    the opposite of the others would have data of another kind, and are not opposed.
+    the opposite of the others have data of another kind, and are not opposed. A single client may have such data, too,
+    unless its update is hardly more than the opposite of what the others share.
     """
     opposed = np.zeros(len(cosines), dtype=bool)
     for rows in map(list, models):
@@ -113,7 +124,8 @@ def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np
                 for pairs in (np.ix_(against, against), np.ix_(~against, ~against), np.ix_(against, ~against))
             )
             within -= 3 / max(known[np.ix_(against, against)].sum() / 2, 1e-300) ** 0.5
-            opposed[rows] = against & (between**2 >= _MIRRORED * max(within, 0.0) * max(rest, 0.0))
+            within = 1.0 if against.sum() == 1 else max(within, 0.0)  # nobody can confirm a single client
+            opposed[rows] = against & (between**2 >= _MIRRORED * within * max(rest, 0.0))
     return opposed
 
 
@@ -198,19 +210,20 @@ def contributions(signals: SignalEstimate, rounds: int, max_influence: float) ->
     """Return how long each client's part of the aggregate is, `[C]` >= 0 of sum 1, at most `max_influence` each.
 
     They minimise the expected squared error of the sum of `rounds` rounds as an estimate of the clients' mean signal:
-    `(c - t)' S (c - t) + c' V c / rounds`, with S the shared signals, V the noise, t the plain mean of signals that are
-    at most as long as the median one, so that no minority decides by its length. Noise averages out over rounds and a
-    bias does not. With one shared direction the ratio of signal to noise is largest.
+    `(c - t)' S (c - t) + c' V c / rounds`, with S the signals, V the noise, t the plain mean of signals that are at
+    most as long as the median one, so that no minority decides by its length. Noise averages out over rounds and a bias
+    does not. If all clients share one signal and have no other, the ratio of signal to noise is largest.
     """
     noise = signals.noise_share
-    if signals.factors.shape[1] == 1:
+    if signals.factors.shape[1] == 1 and not signals.private.any():
         share = signals.alignment / noise
     else:
-        signal = signals.shared * signals.length
+        loadings = np.vstack([signals.factors.T, np.diag(signals.private)])
+        signal = np.sqrt(np.square(loadings).sum(axis=0)) * signals.length
         target = signals.length * np.minimum(1.0, np.median(signal) / np.maximum(signal, 1e-300))
         target /= target.sum()
-        stacked = np.vstack([np.diag(np.sqrt(noise / rounds)), signals.factors.T])
-        share, _ = nnls(stacked, np.concatenate([np.zeros(len(noise)), signals.factors.T @ target]))
+        stacked = np.vstack([np.diag(np.sqrt(noise / rounds)), loadings])
+        share, _ = nnls(stacked, np.concatenate([np.zeros(len(noise)), loadings @ target]))
     return limited_shares(share, max_influence)
 
 

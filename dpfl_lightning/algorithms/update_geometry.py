@@ -38,6 +38,20 @@ def gram_and_width(deltas: Tensor) -> tuple[np.ndarray, int]:
 
 
 @torch.no_grad()
+def folded(rows: Tensor, width: int) -> Tensor:
+    """Return rows `[n, P]`, folded to at most `width` columns with public random signs: products are kept on average.
+
+    The error of the product of two rows has a standard deviation of about the product of their lengths / sqrt(width).
+    """
+    if rows.shape[1] <= max(width, 1):
+        return rows
+    folds = -(-rows.shape[1] // max(width, 1))
+    signs = 2 * torch.randint(2, (rows.shape[1],), generator=torch.Generator().manual_seed(0)) - 1
+    padded = torch.nn.functional.pad(rows * signs.to(rows), (0, folds * max(width, 1) - rows.shape[1]))
+    return padded.view(len(rows), folds, -1).sum(dim=1)
+
+
+@torch.no_grad()
 def centred_gram(deltas: Tensor) -> np.ndarray:
     """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs."""
     return gram_of(columns - columns.mean(dim=0) for columns in double_columns(deltas)).numpy()

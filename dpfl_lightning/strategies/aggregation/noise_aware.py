@@ -13,7 +13,7 @@ from dpfl_lightning.algorithms.signal_weights import (
     limited_shares,
     most_influence,
 )
-from dpfl_lightning.algorithms.update_geometry import gram_and_width
+from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -22,6 +22,8 @@ from dpfl_lightning.strategies.aggregation.estimated_weights import EstimatedWei
 _KEY = "strategies.noise_aware"
 MEMORY = 0.8  # weight of a round's cosines beside those of the next round: signals change while models learn
 _MOST_REMEMBERED = 1000  # most clients of a run whose cosines are remembered over rounds, `[N, N]`
+_KEPT = 1 << 22  # numbers of the clients' last updates that are kept, of all clients together
+_PROVEN = 3.09  # 99.9 % quantile of the normal distribution
 
 
 class NoiseAware(EstimatedWeights):
@@ -30,11 +32,13 @@ class NoiseAware(EstimatedWeights):
     It suits clients whose budgets or batch sizes differ. With equal noise `size_weighted` is as good.
 
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
-    that others share (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree
-    visibly, because their kinds of data differ, the weights trade noise against bias, where no signal counts for more
-    than the median one. The sum goes as far along the common signal as the median client's update. Updates of less
-    than half of the clients that clearly are the opposite of the others' count as nothing in these estimates. Clients
-    with another kind of data are not opposite, and several clients that send one false update look like such a kind.
+    that others share, and those between a client's own updates in different rounds how much it has alone
+    (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
+    kinds of data differ, the weights trade noise against bias, where no signal counts for more than the median one: a
+    single client with long updates and data like nobody else's has a small part. The sum goes as far along the common
+    signal as the median client's update. Updates of less than half of the clients that clearly are the opposite of the
+    others' count as nothing in these estimates. Several clients that send one false update look like another kind of
+    data.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
@@ -63,6 +67,8 @@ class NoiseAware(EstimatedWeights):
         require(in_range, f"{_KEY}.max_influence", "be in (0, 1] or null", max_influence)
         self._max_influence = max_influence
         self._cosines: Tensor | None = None  # fading sums of cosines, weights, squared weights: [3, N, N]
+        self._lasting: Tensor | None = None  # the same of cosines between a client's updates in two rounds: [3, N]
+        self._last: Tensor | None = None  # last updates of length 1, folded, 0 before the first: [N, w]
 
     def _estimated(
         self, updates: ClientUpdates, models: Sequence[list[int]], view: View
@@ -71,9 +77,14 @@ class NoiseAware(EstimatedWeights):
         gram, num_params = gram_and_width(updates.released.flatten(1))
         lengths = np.sqrt(np.diag(gram))
         seen = [kept for rows in models if (kept := [row for row in rows if lengths[row] > 0])]
-        cosines, rounds = self._remembered(gram, lengths, list(updates.clients), seen, view)
+        clients = list(updates.clients)
+        cosines, rounds = self._remembered(gram, lengths, clients, seen, view)
+        lasting = self._proven(
+            folded(updates.released.flatten(1), _KEPT // view.facts.num_clients), num_params, clients, view
+        )
         noise_var, influence, length, amplitude = np.zeros((4, len(lengths)))
-        for rows, signals in zip(seen, estimate_signals(cosines, lengths, seen, num_params * rounds), strict=True):
+        estimates = estimate_signals(cosines, lengths, seen, num_params * rounds, lasting)
+        for rows, signals in zip(seen, estimates, strict=True):
             noise_var[rows] = lengths[rows] ** 2 * signals.noise_share / max(num_params, 1)
             influence[rows] = contributions(signals, view.schedule.rounds, self._bound(len(rows)))
             length[rows] = np.maximum(lengths[rows], signals.length)  # short updates are not made longer
@@ -120,12 +131,29 @@ class NoiseAware(EstimatedWeights):
         total, weight, squares = latest
         return total / np.where(weight > 0, weight, 1.0), weight**2 / np.where(squares > 0, squares, 1.0)
 
+    def _proven(self, latest: Tensor, num_params: int, clients: list[int], view: View) -> np.ndarray:
+        """Return a lower bound on the mean cosine between each client's updates in two rounds, `[C]`, 0 if unknown."""
+        latest = torch.nn.functional.normalize(latest.float().cpu(), dim=1)
+        if self._last is None or self._lasting is None:
+            self._last = torch.zeros(view.facts.num_clients, latest.shape[1])
+            self._lasting = torch.zeros(3, view.facts.num_clients, dtype=torch.float64)
+        before = self._last[clients]
+        known = (before.any(dim=1) & latest.any(dim=1)).double()
+        self._lasting *= torch.tensor([[MEMORY], [MEMORY], [MEMORY**2]], dtype=torch.float64)
+        self._lasting[:, clients] += torch.stack([(before.double() * latest.double()).sum(dim=1), known, known])
+        self._last[clients] = latest
+        total, weight, squares = self._lasting[:, clients].clamp_min(1e-300).numpy()
+        error = np.sqrt(squares / max(min(num_params, latest.shape[1]), 1)) / weight
+        return np.where(weight > 1e-300, np.maximum(total / weight - _PROVEN * error, 0.0), 0.0)
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "cosines": self._cosines}
+        kept = {"cosines": self._cosines, "lasting": self._lasting, "last": self._last}
+        return {**super().state_dict(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._cosines = None if state["cosines"] is None else state["cosines"].cpu()
+        kept = (state[name] for name in ("cosines", "lasting", "last"))
+        self._cosines, self._lasting, self._last = (None if one is None else one.cpu() for one in kept)
 
 
 def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
