@@ -7,6 +7,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 _SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
+_EQUAL = 0.5  # prior probability of signals of equal length, for which weights by inverse variance are best
 _MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite
 _EDGE = 3.27  # 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _OPPOSED = -4.0  # sum of votes, in standard deviations of votes by noise, below which an update goes against others
@@ -144,7 +145,8 @@ def _law(
             scale = max((known * product * block).sum() / weight, 0.0) if weight > 0 else 0.0
             fits[number, rows] = np.sqrt(scale) * shape if scale > 0 else 1e-9 * shape
             misfits[number] += (known * (block - scale * product) ** 2).sum() / 2
-    share = np.exp(-(misfits - misfits.min()) / 2)
+    prior = np.append(np.full(len(_SLOPES) - 1, (1 - _EQUAL) / (len(_SLOPES) - 1)), _EQUAL)
+    share = prior * np.exp(-(misfits - misfits.min()) / 2)
     return np.minimum(share @ fits / share.sum(), 0.99)
 
 
