@@ -12,6 +12,7 @@ from fakes import Recorder
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.signal_weights import most_influence
+from dpfl_lightning.algorithms.update_geometry import folded
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -191,6 +192,30 @@ def test_cosines_of_all_rounds_are_remembered_and_resumed(view):
     resumed.load_state_dict(broken.state_dict())
     assert torch.equal(resumed.weigh(updates_of(rounds[3]), view), weights_of[3])
     assert not torch.equal(NoiseAware().weigh(updates_of(rounds[3]), view), weights_of[3])
+
+
+def test_a_signal_that_lasts_over_rounds_is_found_without_any_claim(view):
+    """The last of four clients sends the same signal in every round, which nobody shares; the others share one."""
+    draws = torch.Generator().manual_seed(0)
+    with_signal, share = NoiseAware(), []
+    for _ in range(6):
+        deltas = torch.randn(4, 2000, generator=draws) / 2000**0.5
+        deltas[:3, 0] += 1.0
+        deltas[3, 1] += 1.0
+        share.append(float(with_signal.weigh(updates_of(deltas), view)[3]))
+    assert share[0] < 0.03 and 0.15 < share[-1] <= 0.27
+    resumed = NoiseAware()
+    resumed.load_state_dict(with_signal.state_dict())
+    assert torch.equal(resumed.weigh(updates_of(deltas), view), with_signal.weigh(updates_of(deltas), view))
+
+
+def test_folded_updates_keep_their_products():
+    draws = torch.Generator().manual_seed(0)
+    one, noise = torch.randn(2, 100_003, generator=draws)
+    rows = torch.stack([one, one + noise])
+    assert folded(rows, 100_003) is rows
+    (first, product), (_, second) = (short := folded(rows, 4096)).double() @ short.double().T
+    assert short.shape == (2, 4096) and float(product / (first * second).sqrt()) == pytest.approx(0.5**0.5, abs=0.05)
 
 
 # ---- edges

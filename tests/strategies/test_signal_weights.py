@@ -73,7 +73,7 @@ def test_noise_alone_is_not_followed():
         powers.append(-np.polyfit(np.log(NOISE), np.log(weight), 1)[0])
         assert signals.factors.shape[1] == 1
     assert sum(0.9 < power < 2.1 for power in powers) >= 38
-    assert np.median(powers) == pytest.approx(1.4, abs=0.15)
+    assert np.median(powers) == pytest.approx(1.6, abs=0.15), "nearer to inverse variances than to equal shares"
 
 
 def test_without_any_signal_weights_lie_between_those_of_equal_signals_and_of_equal_shares():
@@ -213,3 +213,41 @@ def test_a_minority_cannot_turn_the_sum_by_long_opposite_updates(attackers):
     share = contributions(signals, 10, 0.25)
     combined = (share / lengths) @ deltas
     assert combined @ signal / np.linalg.norm(combined) / np.linalg.norm(signal) > 0.8
+
+
+def signals_of(deltas, lasting=None):
+    cosines, lengths = cosines_of(deltas)
+    precision = np.full(cosines.shape, float(deltas.shape[1]))
+    (signals,) = estimate_signals(cosines, lengths, [list(range(len(deltas)))], precision, lasting)
+    return signals
+
+
+def test_a_signal_that_a_client_has_alone_counts_as_far_as_it_is_proven():
+    """Ten clients share one signal and two pairs of them another one; the last has a third one for itself."""
+    deltas = drawn(np.full(11, 2.0), np.ones(11), directions=[0] * 8 + [1] * 2 + [2])
+    share = contributions(signals_of(deltas), 30, 0.25)
+    assert share[-1] < 0.001, "its cosines with others are those of noise"
+    lasting = np.zeros(11)
+    for proven, least, most in ((0.0, 0.0, 0.001), (0.2, 0.04, 0.1), (0.79, 0.08, 0.1)):
+        lasting[-1] = proven
+        signals = signals_of(deltas, lasting)
+        assert least <= contributions(signals, 30, 0.25)[-1] <= most, proven
+        assert not signals.private[:-1].any() and signals.noise_share[-1] == pytest.approx(1 - proven, abs=0.01)
+
+
+def test_what_a_client_shares_is_not_counted_twice():
+    deltas = drawn(np.full(8, 2.0), np.ones(8))
+    signals = signals_of(deltas, np.full(8, 0.8))
+    assert (signals.private**2 < 0.02).all() and (np.abs(contributions(signals, 30, 0.25) - 1 / 8) < 0.01).all()
+
+
+@pytest.mark.parametrize("count", [8, 20])
+@pytest.mark.parametrize(("cosine", "opposed"), [(-0.1, False), (-0.3, False), (-0.6, False), (-1.0, True)])
+def test_a_single_client_is_opposed_only_if_it_mirrors_the_others(count, cosine, opposed):
+    deltas = drawn(np.full(count, 3.0), np.ones(count))
+    deltas[0, 0] += 3.0 * (cosine - 1)
+    deltas[0, 1] += 3.0 * (1 - cosine**2) ** 0.5
+    lasting = np.append(0.89, np.zeros(count - 1))
+    signals = signals_of(deltas, lasting)
+    assert (signals.factors[0, 0] < -0.5) == opposed
+    assert (contributions(signals, 30, 0.5)[0] < 1e-3) == opposed

@@ -153,7 +153,7 @@ class NoiseAware(EstimatedWeights):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         kept = (state[name] for name in ("cosines", "lasting", "last"))
-        self._cosines, self._lasting, self._last = (None if one is None else one.cpu() for one in kept)
+        self._cosines, self._lasting, self._last = (None if one is None else one.cpu().clone() for one in kept)
 
 
 def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
