@@ -17,7 +17,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.fit import fit
-from experiments.papers.cells import circumstances
+from experiments.papers.cells import circumstances, code_version
 
 ROOT = Path(__file__).parents[1]
 LABELS = {
@@ -63,7 +63,7 @@ def _trained(overrides: Sequence[str]) -> dict[str, Any]:
             options, _ = load([*config, *overrides, *chosen])
             fit(options, more=[curves := Curves()])
         results["runs"][strategy] = vars(curves)
-    return {**results, **circumstances("cpu")}
+    return {**results, **circumstances("cpu", code_version())}
 
 
 def _draw(results: Mapping[str, Any], path: Path) -> None:

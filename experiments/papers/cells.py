@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import platform
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -198,11 +199,10 @@ def path_of(results: Path, cell: Cell) -> Path:
     return results / f"{cell.place}.json"
 
 
-def circumstances(device: str) -> dict[str, Any]:
-    """Date, kind of machine, versions and commit of the working directory; names neither machine nor user."""
+def circumstances(device: str, code: str) -> dict[str, Any]:
+    """Date, kind of machine, versions and the code that made a cell; names neither machine nor user."""
     import torch
 
-    from dpfl_lightning.reporting.mlflow.describe import commit
     from dpfl_lightning.runtime.threads import cores
 
     processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -210,9 +210,19 @@ def circumstances(device: str) -> dict[str, Any]:
     return {
         "machine": {"processor": processor, "cores": cores(), "device": device},
         "versions": {"dpfl_lightning": dpfl_lightning.__version__, "python": platform.python_version(), **libraries},
-        "commit": commit(),
+        "commit": code,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def code_version() -> str:
+    """The commit of the working directory, with `+` if code differs from it; empty without git or a repository."""
+    from dpfl_lightning.reporting.mlflow.describe import commit
+
+    if not (found := commit()):
+        return ""
+    code = ["git", "status", "--porcelain", "--", "dpfl_lightning", "experiments/*.py", "experiments/*.yaml", "conf"]
+    return found + "+" * bool(subprocess.run(code, capture_output=True, text=True, timeout=30).stdout)
 
 
 def _json(whole: Mapping[str, Any]) -> str:

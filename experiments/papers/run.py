@@ -24,7 +24,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
-from experiments.papers.cells import Cell, circumstances, declaration, path_of, read, write
+from experiments.papers.cells import Cell, circumstances, code_version, declaration, path_of, read, write
 from experiments.papers.declarations import merged
 from experiments.papers.experiment import Computation, NotYet, Training
 from experiments.papers.registry import experiments
@@ -217,7 +217,8 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
 
 
 def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
-    made_by, context, begun, made_with = spec(cell), CellContext(cell, runner), time.perf_counter(), declaration(cell)
+    made_by, context, made_with, code = spec(cell), CellContext(cell, runner), declaration(cell), code_version()
+    begun = time.perf_counter()
     content: Mapping[str, Any]
     if isinstance(made_by, Computation):
         content = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
@@ -236,7 +237,7 @@ def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
     return {
         **first,
         "seconds": seconds,
-        **circumstances(device),
+        **circumstances(device, code),
         "command": command_of(cell),
         **content,
         "declared": made_with,
