@@ -125,6 +125,16 @@ def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_
     assert [type(one) for one in named.strategies] == [SizeWeighted, BiasedSelection]
 
 
+def test_reweighted_selection_refuses_the_rules_whose_weights_it_would_ignore(make_loop):
+    assert isinstance(federation(make_loop, ReweightedSelection(COHORT)).strategies[0], Uniform)
+    planned(make_loop, Uniform(), ReweightedSelection(COHORT))
+    for name in ("size_weighted", "random_effects", "inverse_noise"):
+        built = strategies.build({name: {}, "reweighted_selection": {}})
+        words = f"hold no aggregation rule but Uniform beside ReweightedSelection, got '{type(built[0]).__name__}'"
+        with pytest.raises(UserError, match=words):
+            federation(make_loop, *built)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["noise_aware", "pfa", "epsilon_weighted", "inverse_noise"])
 @pytest.mark.parametrize("selection", ["biased_selection", "uniform_selection"])
