@@ -345,6 +345,7 @@ class Run:
             strategy_notes=self.strategy_notes,
             task=self.model.task_note,
             strategies=tuple(self.options.get("strategies") or (type(one).__name__ for one in self.strategies)),
+            replans=self.replans,
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
