@@ -146,8 +146,8 @@ class Run:
     def _ask(self, query: Query) -> Answers:
         question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
-        self.traffic.ask(question.only(released), self.state.models, released)
         self._answered.update(released)
+        released = self.traffic.ask(question.only(released), self.state.models, released, self.state.round + 1)
         return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:

@@ -124,6 +124,8 @@ class FeatureMeans(SetStrategy):
         if answers:
             clients = list(answers)
             self._released = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
+        else:
+            warn_user("strategy feature_means: no release arrived, so the images are noise")
         return plan.only(lambda client: False)
 
     def _nets(self, view: View) -> Tensor:
