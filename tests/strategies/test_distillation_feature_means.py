@@ -248,3 +248,14 @@ def test_an_answer_that_the_network_loses_is_charged_and_is_in_no_sum(make_loop)
         assert result.metrics["lost_updates"] == 2
     with pytest.warns(UserNotice, match="feature_means: no release arrived, so the images are noise"):
         run(make_loop, network=NetworkOptions(dropout=1.0))
+
+
+def test_a_step_to_images_that_diverge_is_left_out(make_loop):
+    strategy = FeatureMeans(**{**QUICK, "image_steps": 5})
+    strategy._options["image_learning_rate"] = 1e7
+    with pytest.warns(
+        UserNotice, match=r"step 1 of the images was skipped .*smaller .*feature_means\.image_learning"
+    ) as seen:
+        loop, result = run(make_loop, strategy)
+    assert len([one for one in seen if "skipped" in str(one.message)]) == 1
+    assert result.finished and float(DistilledSet.load(loop.output_dir).x.abs().max()) < 100

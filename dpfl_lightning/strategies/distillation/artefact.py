@@ -47,10 +47,13 @@ class DistilledSet(Dataset[tuple[Any, int]]):
     def records(self) -> tuple[Tensor, Tensor]:
         return self.x, self.y
 
-    def save(self, folder: str | Path) -> None:
-        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card)."""
+    def save(self, folder: str | Path, key: str = "") -> None:
+        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
+
+        `key` is that of the strategy's options, for an error.
+        """
         folder = Path(folder)
-        _require_finite(self.x, folder / TENSORS)
+        _require_finite(self.x, folder / TENSORS, key)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
         path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
         card = {**self.card, "sha256": _digest(path)}
@@ -101,9 +104,10 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         return torch.cat(lines, dim=1).clamp(0, 1).permute(1, 2, 0).cpu()
 
 
-def _require_finite(x: Tensor, path: Path) -> None:
+def _require_finite(x: Tensor, path: Path, key: str = "") -> None:
     broken = len(x) - int(x.isfinite().flatten(1).all(dim=1).sum())
-    advice = "A smaller strategies.distillation.image_learning_rate keeps images finite."
+    option = f"{key}.image_learning_rate" if key else "image_learning_rate of the strategy that makes them"
+    advice = f"A smaller {option} keeps images finite."
     require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not finite", advice)
 
 
