@@ -248,7 +248,11 @@ def test_runs_that_do_not_fit_are_refused(make_loop):
     noise = {"noise_multiplier": 2.0}
     for options, loop, words in (
         ({"warmup_rounds": ROUNDS}, {}, r"warmup_rounds` must be below the 12 rounds, got 12"),
-        ({}, {"clients": sampled}, r"plan one full batch a round.* got 'train: Gaussian noise of sampled batches'"),
+        (
+            {},
+            {"clients": sampled},
+            r"plan one full batch a round.* got 'train: Gaussian noise of sampled batches'. Set clients.batch_size: null",
+        ),
         ({}, {"laplace": True, "privacy": {"delta": 1e-3}}, r"with delta 0 if noise is Laplace"),
         ({}, {"privacy": noise}, r"`privacy\.noise_multiplier` must be null for strategy two_stage"),
     ):
