@@ -251,7 +251,7 @@ def test_runs_that_do_not_fit_are_refused(make_loop):
         (
             {},
             {"clients": sampled},
-            r"plan one full batch a round.* got 'train: Gaussian noise of sampled batches'. Set clients.batch_size: null",
+            r"plan one full batch a round.* got 'train: .* sampled batches'. Set clients.batch_size: null",
         ),
         ({}, {"laplace": True, "privacy": {"delta": 1e-3}}, r"with delta 0 if noise is Laplace"),
         ({}, {"privacy": noise}, r"`privacy\.noise_multiplier` must be null for strategy two_stage"),
