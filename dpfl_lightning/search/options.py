@@ -35,9 +35,9 @@ class SweepOptions:
             records. Models are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.
         set_share: (objective set, instead of distilled) share in (0, 0.999] of each client's epsilon for a distilled
-            set, which the command makes first. Its --final run gets what is left: both together, composed, cost each client
-            at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot be
-            searched then.
+            set, which the command makes first. Its --final run gets what is left: both together, composed, cost each
+            client at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot
+            be searched then.
         set_with: (with set_share) dotted key -> value of the run that makes the set, such as rounds or
             strategies.distillation.images_per_class; everything else is that of the run. For a set from one release:
             {rounds: 1, strategies: {feature_means: {}}}.
