@@ -120,8 +120,35 @@ def test_a_data_module_refuses_what_does_not_fit(tmp_path):
     flat = TensorDataset(torch.ones(2, 64), torch.ones(2).long())
     with pytest.raises(UserError, match=r"records of shape \(1, 8, 8\), as the images of the set, got \(64,\)"):
         DistilledDataModule(of_own_data, test=flat).test_dataloader()
-    with pytest.raises(UserError, match="`batch_size` must be >= 1, got 0"):
-        DistilledDataModule(of_own_data, batch_size=0)
+    for size in (0, "a", 1.5):
+        with pytest.raises(UserError, match=f"`batch_size` must be a whole number >= 1, got {size!r}"):
+            DistilledDataModule(of_own_data, batch_size=size)
+    none = TensorDataset(torch.ones(0, 1, 8, 8), torch.ones(0).long())
+    for made in (of_own_data, digits_set()):
+        with pytest.raises(UserError, match="`test` must hold at least one record, got 0"):
+            DistilledDataModule(made, test=none).test_dataloader()
+
+
+def test_a_card_of_other_content_is_one_sentence(tmp_path):
+    x, y = digits_set().records
+    for card in ({"origin": "digits"}, {"origin": {"name": "digits"}, "data": [1]}):
+        key = list(card)[-1]
+        with pytest.raises(UserError, match=rf"`card\.{key}` must be a mapping, got "):
+            DistilledDataModule(DistilledSet(x, y, card)).prepare_data()
+    for origin, data, key in (({"name": 5}, {}, "origin.name"), ({"name": "digits"}, {"folder": [1]}, "data.folder")):
+        with pytest.raises(UserError, match=rf"`card\.{key}` must be text or null, got "):
+            DistilledDataModule(DistilledSet(x, y, {"origin": origin, "data": data})).prepare_data()
+
+
+@pytest.mark.parametrize("change", [{"epsilon_max": 0.001}, {"guarantee": "none"}, {"rounds": None}])
+def test_a_changed_card_is_refused(change, tmp_path):
+    a_set().save(tmp_path)
+    card = json.loads((tmp_path / CARD).read_text())
+    (tmp_path / CARD).write_text(json.dumps({**dict(reversed(card.items())), "rounds": 5}))
+    assert DistilledSet.load(tmp_path).card == a_set().card, "the order of keys does not matter"
+    (tmp_path / CARD).write_text(json.dumps({**card, **change}))
+    with pytest.raises(UserError, match=r"distilled\.json` must be as it was written, got 'a changed card'. Copy"):
+        DistilledSet.load(tmp_path)
 
 
 def test_the_picture_has_a_row_for_each_class():
