@@ -202,7 +202,7 @@ def test_bad_options_are_one_sentence(make_loop):
         ("clients_per_round", 9, "at most the 8 clients, got 9"),
         ("sampler", "systematic", "one of .* Did you mean `quota_systematic`"),
         ("sampler", "with_replacement", "one of"),
-        ("dissimilarity", -1.0, ">= 0"),
+        ("dissimilarity", -1.0, r"in \[0, 1e6\]"),
         ("min_participation", -1, ">= 0"),
         ("min_participation", 4, "at most 3, the mean number of rounds"),
         ("max_effective_epsilon", 0.0, "above 0"),
