@@ -20,7 +20,7 @@ Transform = Callable[[Tensor], Any]
 def load_distilled(source: str | Path, uri: str | None = None, transform: Transform | None = None) -> DistilledSet:
     """Load a set from a folder, or from an MLflow run `runs:/<run id>` in the store `uri` (see `store_uri`).
 
-    Raises UserError if there is no set, it is damaged, or the store does not answer.
+    Raises UserError if there is no set or run, the set is damaged, or the store does not answer.
 
     **Privacy** Post-processing: the set's guarantee (`card["guarantee"]`) covers everything that is computed from it.
 
@@ -67,7 +67,7 @@ class DistilledDataModule(LightningDataModule):
         uri: str | None = None,
     ) -> None:
         super().__init__()
-        require(batch_size >= 1, "batch_size", "be >= 1", batch_size)
+        require(isinstance(batch_size, int) and batch_size >= 1, "batch_size", "be a whole number >= 1", batch_size)
         made = source if isinstance(source, DistilledSet) else load_distilled(source, uri)
         self.distilled = DistilledSet(made.x, made.y, made.card, transform or made.transform)
         self.batch_size, self._test = batch_size, test
@@ -79,20 +79,24 @@ class DistilledDataModule(LightningDataModule):
         return DataLoader(self.distilled, self.batch_size, shuffle=True)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        test, shape = self._test or self._official_test(), tuple(self.distilled.x.shape[1:])
+        test, shape = self._official_test() if self._test is None else self._test, tuple(self.distilled.x.shape[1:])
         advice = "Pass a Dataset of (x, y) as DistilledDataModule(..., test=...)."
         made_from = self.distilled.card.get("data", {}) or {}
         must = "be given for a set of your own data"
         require(test is not None, "test", must, made_from.get("class_path"), advice)
         assert test is not None  # for mypy
+        require(len(test) > 0, "test", "hold at least one record", 0)  # type: ignore[arg-type]
         got = tuple(test[0][0].shape)
         require(got == shape, "test", f"have records of shape {shape}, as the images of the set", got)
         return DataLoader(test, 256)
 
     def _official_test(self) -> Dataset[Any] | None:
-        name = self.distilled.card.get("origin", {}).get("name")
+        name = (self.distilled.card.get("origin") or {}).get("name")
         if name is None or self._test is not None:
             return None
         options = self.distilled.card.get("data") or {}
-        data = load(name, options.get("folder"), options.get("download", True))
+        folder = options.get("folder")
+        for key, text in (("origin.name", name), ("data.folder", folder)):
+            require(text is None or isinstance(text, str), f"card.{key}", "be text or null", text)
+        data = load(name, folder, options.get("download", True))
         return TensorDataset(data.test_x, data.test_y)

@@ -579,7 +579,7 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (shared(set_share=1.0), ["sweep.set_share", "(0, 1)", "1.0"]),
+        (shared(set_share=1.0), ["sweep.set_share", "(0, 0.999]", "1.0"]),
         (shared(distilled="runs/digits"), ["sweep.distilled", "be null with sweep.set_share"]),
         (shared(storage="sqlite:///other.db"), ["sweep.storage", "another set", "/set"]),
         (without(SHARED, "set_share"), ["sweep.set_with", "without sweep.set_share"]),
@@ -587,7 +587,9 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         (without(shared(space={"clients.batch_size": {"choices": [8, 16]}}, training={}), "training"),
          ["sweep.space.clients.batch_size", "known before the set is made"]),
         (shared(set_with={"privacy.epsilon": 3}), ["sweep.set_with.privacy.epsilon", "those of the run"]),
-        (shared(set_with={"clients.count": 3}), ["sweep.set_with.clients.count", "those of the run"]),
+        (shared(set_with={"clients.count": 3}), ["sweep.set_with.clients.count` must be left out", "those of the run"]),
+        (shared(set_with={"clients": {"count": 3}}), ["sweep.set_with.clients.count` must be left out", "got 3"]),
+        (shared(set_share=0.999999999), ["sweep.set_share` must be in (0, 0.999], got 0.999999999"]),
         (shared(set_with={"strategies": {"uniform": {}, "distillation": None}}), ["strategies"]),
         (shared(set_with={"strategies": {"uniform": {}}}), ["sweep.set_with.strategies", "one of distillation and fe"]),
         (shared(networks=11), ["sweep.networks", "the number of records of the rarest class"]),

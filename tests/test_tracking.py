@@ -194,8 +194,14 @@ def test_a_distilled_set_is_kept_shown_and_loaded_again(new_tracking, only_run, 
     assert "figures/distilled_images.png" in run.files("figures")
     loaded = load_distilled(f"runs:/{run.info.run_id}", uri=store)
     assert torch.equal(loaded.x, saved.x) and loaded.card == {"epsilon_max": 8.0}
-    with pytest.raises(UserError, match=r"tracking\.uri"):
+    with pytest.raises(UserError, match=r"`run 0123456789abcdef0123456789abcdef` must be a run of the MLflow store"):
         load_distilled("runs:/0123456789abcdef0123456789abcdef", uri=store)
+
+
+def test_reading_a_set_creates_no_store(tmp_path):
+    with pytest.raises(UserError, match=r"`run 0{32}` must be in an MLflow store that exists"):
+        load_distilled(f"runs:/{'0' * 32}", uri=f"sqlite:///{tmp_path}/none.db")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_report_is_a_finished_run_with_its_figure(store, only_run, request):

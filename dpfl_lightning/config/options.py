@@ -229,7 +229,7 @@ class NetworkOptions(_Section):
         up_megabits_per_second: bandwidth from a client to the server, > 0; null takes no time.
         latency_seconds: time for one exchange with a client, independent of its size, >= 0.
         dropout: probability that a client's update of a round is lost, in [0, 1]. The client is charged all the same,
-            and its release may have been seen.
+            and its release may have been seen. With `feature_means` the release of features is lost.
         compute_seconds: mean time in which a client trains in a round, >= 0. The time in each round is drawn from an
             exponential distribution.
         time_limit: seconds after which a client's update is lost in the same way, > 0; null waits. The time is that of

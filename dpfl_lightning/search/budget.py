@@ -57,7 +57,10 @@ class Rest:
             for client in loop.schedule.clients
         ]
         alone = loop.accountant.search([(client.events(), client.delta) for client in own])
-        left = [float(epsilon) or budget for epsilon, budget in zip(alone, budgets, strict=True)]  # 0: it never trains
+        trains = [any(client.releases) for client in own]
+        must = "leave an epsilon for every client of the final run"
+        require(all(alone[trains] > 0), "sweep.set_share", must, "nothing", "Set a smaller share.")
+        left = [float(epsilon) if one else budget for epsilon, budget, one in zip(alone, budgets, trains, strict=True)]
         for number in range(_MOST_PLANS):
             self.epsilon = tuple(map(_rounded_down, left))
             self._cost = self._cost_of(options)

@@ -1,7 +1,8 @@
 """The section `sweep` of a search: types, ranges and `--help` texts. Imports neither torch nor optuna."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
@@ -33,10 +34,10 @@ class SweepOptions:
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records. Models are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.
-        set_share: (objective set, instead of distilled) share in (0, 1) of each client's epsilon for a distilled set,
-            which the command makes first. Its --final run gets what is left: both together, composed, cost each client
-            at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot be
-            searched then.
+        set_share: (objective set, instead of distilled) share in (0, 0.999] of each client's epsilon for a distilled
+            set, which the command makes first. Its --final run gets what is left: both together, composed, cost each
+            client at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot
+            be searched then.
         set_with: (with set_share) dotted key -> value of the run that makes the set, such as rounds or
             strategies.distillation.images_per_class; everything else is that of the run. For a set from one release:
             {rounds: 1, strategies: {feature_means: {}}}.
@@ -59,7 +60,9 @@ class SweepOptions:
     space: dict = field(default_factory=dict)
     objective: Literal["set", "public", "private"] = "set"
     distilled: str | None = None
-    set_share: Annotated[float | None, Bound("be in (0, 1)", lambda share: share is None or 0 < share < 1)] = None
+    set_share: Annotated[float | None, Bound("be in (0, 0.999]", lambda share: share is None or 0 < share <= 0.999)] = (
+        None
+    )
     set_with: dict = field(default_factory=dict)
     networks: AtLeastOne = 1
     training: dict = field(default_factory=dict)
@@ -111,7 +114,16 @@ def _check_share(sweep: SweepOptions) -> None:
     advice = "Other machines can search on the finished set: --sweep.distilled FOLDER/set."
     must = "be null with sweep.set_share, because another machine would make, and charge, another set"
     require(sweep.storage is None, "sweep.storage", must, sweep.storage, advice)
+    why = "because records and budget of the set are those of the run"
     for key, value in sweep.set_with.items():
-        must = f"be a key of {', '.join(_OF_THE_SET)}, because records and budget of the set are those of the run"
-        fits = below(key, _OF_THE_SET) and not below(key, NEVER)
-        require(fits, f"sweep.set_with.{key}", must, value)
+        must = f"be a key of {', '.join(_OF_THE_SET)}, {why}"
+        require(below(key, _OF_THE_SET), f"sweep.set_with.{key}", must, value)
+        for one, inner in _keys(key, value):
+            require(not below(one, NEVER), f"sweep.set_with.{one}", f"be left out, {why}", inner)
+
+
+def _keys(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a dotted key and all keys below it, with their values."""
+    yield key, value
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _keys(f"{key}.{name}", inner)

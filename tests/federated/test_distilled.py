@@ -11,6 +11,7 @@ from dpfl_lightning.data import load
 from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
 
 
 def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:
@@ -119,8 +120,35 @@ def test_a_data_module_refuses_what_does_not_fit(tmp_path):
     flat = TensorDataset(torch.ones(2, 64), torch.ones(2).long())
     with pytest.raises(UserError, match=r"records of shape \(1, 8, 8\), as the images of the set, got \(64,\)"):
         DistilledDataModule(of_own_data, test=flat).test_dataloader()
-    with pytest.raises(UserError, match="`batch_size` must be >= 1, got 0"):
-        DistilledDataModule(of_own_data, batch_size=0)
+    for size in (0, "a", 1.5):
+        with pytest.raises(UserError, match=f"`batch_size` must be a whole number >= 1, got {size!r}"):
+            DistilledDataModule(of_own_data, batch_size=size)
+    none = TensorDataset(torch.ones(0, 1, 8, 8), torch.ones(0).long())
+    for made in (of_own_data, digits_set()):
+        with pytest.raises(UserError, match="`test` must hold at least one record, got 0"):
+            DistilledDataModule(made, test=none).test_dataloader()
+
+
+def test_a_card_of_other_content_is_one_sentence(tmp_path):
+    x, y = digits_set().records
+    for card in ({"origin": "digits"}, {"origin": {"name": "digits"}, "data": [1]}):
+        key = list(card)[-1]
+        with pytest.raises(UserError, match=rf"`card\.{key}` must be a mapping, got "):
+            DistilledDataModule(DistilledSet(x, y, card)).prepare_data()
+    for origin, data, key in (({"name": 5}, {}, "origin.name"), ({"name": "digits"}, {"folder": [1]}, "data.folder")):
+        with pytest.raises(UserError, match=rf"`card\.{key}` must be text or null, got "):
+            DistilledDataModule(DistilledSet(x, y, {"origin": origin, "data": data})).prepare_data()
+
+
+@pytest.mark.parametrize("change", [{"epsilon_max": 0.001}, {"guarantee": "none"}, {"rounds": None}])
+def test_a_changed_card_is_refused(change, tmp_path):
+    a_set().save(tmp_path)
+    card = json.loads((tmp_path / CARD).read_text())
+    (tmp_path / CARD).write_text(json.dumps({**dict(reversed(card.items())), "rounds": 5}))
+    assert DistilledSet.load(tmp_path).card == a_set().card, "the order of keys does not matter"
+    (tmp_path / CARD).write_text(json.dumps({**card, **change}))
+    with pytest.raises(UserError, match=r"distilled\.json` must be as it was written, got 'a changed card'. Copy"):
+        DistilledSet.load(tmp_path)
 
 
 def test_the_picture_has_a_row_for_each_class():
@@ -139,3 +167,10 @@ def test_what_is_no_image_has_no_picture():
         assert a_set(shape).grid() is None
     same = DistilledSet(torch.ones(2, 1, 3, 3), torch.tensor([0, 1]))
     assert same.grid().isfinite().all()
+
+
+def test_the_error_for_broken_images_names_the_option_of_their_strategy(tmp_path):
+    broken = a_set()
+    broken.x[0] = float("nan")
+    with pytest.raises(UserError, match=r"A smaller strategies\.feature_means\.image_learning_rate keeps"):
+        broken.save(tmp_path, FeatureMeans.key)

@@ -7,7 +7,7 @@ import torch
 from conftest import PowerCut, private
 from few_digits import CLASSES, EQUAL, UNEQUAL, a_net, digits, few
 
-from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
@@ -233,3 +233,29 @@ def test_what_does_not_fit_is_refused(make_loop):
     for other, words in ((FedProx(), "must not hold FedProx beside FeatureMeans"), (Distillation(), "base rule")):
         with pytest.raises(UserError, match=words):
             few(make_loop, FeatureMeans(**QUICK), other, rounds=1)
+
+
+def test_an_answer_that_the_network_loses_is_charged_and_is_in_no_sum(make_loop):
+    losses = {"dropout": NetworkOptions(dropout=[0.0, 1.0, 0.0, 1.0])}
+    losses["time_limit"] = NetworkOptions(time_limit=1.0, latency_seconds=[0.0, 2.0, 0.0, 2.0])
+    for network in losses.values():
+        loop, result = run(make_loop, network=network)
+        kept, _ = run(make_loop, network=NetworkOptions(dropout=0.0))
+        sums, whole = (one.strategies[0]._released[0] for one in (loop, kept))
+        counts = (sums[:, 0].sum() / COUNT_WEIGHT, whole[:, 0].sum() / COUNT_WEIGHT)
+        assert float(counts[0]) == pytest.approx(float(counts[1]) / 2)
+        assert [loop.clients.account(client).releases for client in range(4)] == [1, 1, 1, 1]
+        assert result.metrics["lost_updates"] == 2
+    with pytest.warns(UserNotice, match="feature_means: no release arrived, so the images are noise"):
+        run(make_loop, network=NetworkOptions(dropout=1.0))
+
+
+def test_a_step_to_images_that_diverge_is_left_out(make_loop):
+    strategy = FeatureMeans(**{**QUICK, "image_steps": 5})
+    strategy._options["image_learning_rate"] = 1e7
+    with pytest.warns(
+        UserNotice, match=r"step 1 of the images was skipped .*smaller .*feature_means\.image_learning"
+    ) as seen:
+        loop, result = run(make_loop, strategy)
+    assert len([one for one in seen if "skipped" in str(one.message)]) == 1
+    assert result.finished and float(DistilledSet.load(loop.output_dir).x.abs().max()) < 100

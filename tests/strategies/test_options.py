@@ -73,12 +73,14 @@ BAD = {
     "noise_floor": [("false_alarm", 0.0, r"in \(0, 1\)")],
     "norm_bound": [("factor", 0.0, "above 0")],
     "trimmed_mean": [("share", 0.5, "")],
+    "biased_selection": [("dissimilarity", value, r"in \[0, 1e6\]") for value in (-1.0, 1e308)],
     "two_stage_selection": [
         ("warmup_rounds", 1, ">= 2, got 1"),
-        ("ratio", -1.0, ">= 0"),
+        ("ratio", -1.0, r"in \[0, 1e6\]"),
+        ("ratio", 1e308, r"in \[0, 1e6\], got 1e\+308"),
         ("ratio", None, "a number with shrunken estimates"),
         ("loss_share", 1.0, r"in \(0, 1\)"),
-        ("loss_bound", 0.0, "above 0"),
+        ("loss_bound", 1e-300, r"in \[1e-6, 1e6\], got 1e-300"),
         ("estimates", "minimum", "one of shrunken, least_difference"),
         ("allow_unsound", True, "false with shrunken estimates"),
     ],
@@ -97,7 +99,8 @@ BAD = {
     "feature_means": [
         ("images_per_class", 0, ">= 1, got 0"),
         ("nets", 0, ">= 1"),
-        ("image_learning_rate", 0.0, "above 0"),
+        ("image_learning_rate", 0.0, r"in \(0, 10\]"),
+        ("image_learning_rate", 1e37, r"in \(0, 10\], got 1e\+37"),
         ("evaluation_epochs", 0, ">= 1"),
     ],
 }

@@ -139,3 +139,17 @@ def test_it_reports_and_resumes_what_it_has_found(make_loop):
     again = strategies.build({"random_effects": {}})[0]
     again.load_state_dict(strategy.state_dict())
     assert again._variance_between() == strategy._variance_between()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_by_default_the_updates_of_a_round_have_a_spread(count, make_loop):
+    """The variance between clients is estimated from rounds of at least two; a single client takes part alone."""
+    loop = make_loop(
+        parts=strategies.build({"random_effects": {}, "uniform_selection": {}}),
+        privacy=PrivacyOptions(epsilon=4.0, delta=DELTA, noise_key=FIXED_KEY),
+        clients=ClientOptions(count=count, batch_size=None, learning_rate=RATE),
+        population=blobs(num_clients=count),
+        rounds=8,
+    )
+    assert loop.run().finished
+    assert (loop.strategies[0]._precision > 0) == (count > 1)

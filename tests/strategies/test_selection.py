@@ -125,6 +125,16 @@ def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_
     assert [type(one) for one in named.strategies] == [SizeWeighted, BiasedSelection]
 
 
+def test_reweighted_selection_refuses_the_rules_whose_weights_it_would_ignore(make_loop):
+    assert isinstance(federation(make_loop, ReweightedSelection(COHORT)).strategies[0], Uniform)
+    planned(make_loop, Uniform(), ReweightedSelection(COHORT))
+    for name in ("size_weighted", "random_effects", "inverse_noise"):
+        built = strategies.build({name: {}, "reweighted_selection": {}})
+        words = f"hold no aggregation rule but Uniform beside ReweightedSelection, got '{type(built[0]).__name__}'"
+        with pytest.raises(UserError, match=words):
+            federation(make_loop, *built)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["noise_aware", "pfa", "epsilon_weighted", "inverse_noise"])
 @pytest.mark.parametrize("selection", ["biased_selection", "uniform_selection"])
@@ -192,7 +202,7 @@ def test_bad_options_are_one_sentence(make_loop):
         ("clients_per_round", 9, "at most the 8 clients, got 9"),
         ("sampler", "systematic", "one of .* Did you mean `quota_systematic`"),
         ("sampler", "with_replacement", "one of"),
-        ("dissimilarity", -1.0, ">= 0"),
+        ("dissimilarity", -1.0, r"in \[0, 1e6\]"),
         ("min_participation", -1, ">= 0"),
         ("min_participation", 4, "at most 3, the mean number of rounds"),
         ("max_effective_epsilon", 0.0, "above 0"),

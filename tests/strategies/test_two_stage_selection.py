@@ -18,6 +18,7 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, LossesAroundStep, MeanLoss, NoMechanism, event_of
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.plan import main as verify
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
@@ -25,6 +26,7 @@ from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
+from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 from dpfl_lightning.strategies.selection.two_stage_selection import FILTER, UNSOUND, TwoStageSelection
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -246,7 +248,11 @@ def test_runs_that_do_not_fit_are_refused(make_loop):
     noise = {"noise_multiplier": 2.0}
     for options, loop, words in (
         ({"warmup_rounds": ROUNDS}, {}, r"warmup_rounds` must be below the 12 rounds, got 12"),
-        ({}, {"clients": sampled}, r"plan one full batch a round.* got 'train: Gaussian noise of sampled batches'"),
+        (
+            {},
+            {"clients": sampled},
+            r"plan one full batch a round.* got 'train: .* sampled batches'. Set clients.batch_size: null",
+        ),
         ({}, {"laplace": True, "privacy": {"delta": 1e-3}}, r"with delta 0 if noise is Laplace"),
         ({}, {"privacy": noise}, r"`privacy\.noise_multiplier` must be null for strategy two_stage"),
     ):
@@ -350,3 +356,20 @@ def test_quotas_of_the_second_stage_are_optimal_for_what_is_left(make_loop):
         ROUNDS - WARMUP
     )
     assert strategy._quota.max() <= ROUNDS - WARMUP
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "laplace", "biased"])
+def test_the_start_of_a_run_names_the_accountant_of_its_end(accountant, make_loop):
+    """Also if the first client has quota 0, and where a privacy filter holds later."""
+
+    class Watching(Callback):
+        def on_fit_start(self, view):
+            self.promise = view.expected_guarantee()
+
+    watching, laplace = Watching(), accountant == "laplace"
+    strategy = BiasedSelection(COHORT, dissimilarity=0.0) if accountant == "biased" else two_stages()
+    privacy = {"accountant": "rdp"} if accountant == "rdp" else {}
+    loop = federation(make_loop, strategy, watching, laplace=laplace, privacy=privacy)
+    result = loop.run()
+    assert strategy._quota[0] == 0 or accountant != "biased"
+    assert f"accounted by {watching.promise.accountant}." in result.guarantee

@@ -13,10 +13,9 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
+from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
-from dpfl_lightning.privacy.ledger.results import FILTER
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -47,9 +47,13 @@ class Query:
             and the sample rate must be 1. `ExponentialMechanism` releases the index of the column with the largest
             noised sum; scores are clamped to [0, 1]. A row or score that is not finite counts as zero.
 
+    Attributes:
+        replaces_update: whether a simulated network loses answers as it loses updates.
+
     **Privacy** One `event(1)` of each asked client's mechanism, charged before the question is asked.
     """
 
+    replaces_update: ClassVar[bool] = False
     purpose: str
     mechanism_of: Mapping[int, AnswerMechanism]
 
@@ -180,6 +184,7 @@ class FeatureSums(Query):
     **Privacy** One step of the client's mechanism: a record has one label, and is in one of the sums.
     """
 
+    replaces_update: ClassVar[bool] = True
     nets: Tensor
     num_classes: int
     purpose: str = "features"

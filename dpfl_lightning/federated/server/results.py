@@ -55,6 +55,7 @@ class RunInfo:
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
         exact_times: whether times are reported as measured.
         task: of the model, in words.
+        replans: whether a strategy may change the schedule during the run.
     """
 
     output_dir: Path
@@ -74,6 +75,7 @@ class RunInfo:
     strategy_notes: tuple[str, ...] = ()
     task: str = ""
     strategies: tuple[str, ...] = ()
+    replans: bool = False
 
 
 @dataclass(frozen=True)

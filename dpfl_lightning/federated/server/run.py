@@ -146,8 +146,8 @@ class Run:
     def _ask(self, query: Query) -> Answers:
         question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
-        self.traffic.ask(question.only(released), self.state.models, released)
         self._answered.update(released)
+        released = self.traffic.ask(question.only(released), self.state.models, released, self.state.round + 1)
         return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
@@ -345,6 +345,7 @@ class Run:
             strategy_notes=self.strategy_notes,
             task=self.model.task_note,
             strategies=tuple(self.options.get("strategies") or (type(one).__name__ for one in self.strategies)),
+            replans=self.replans,
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:

@@ -31,6 +31,7 @@ class Strategy:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
             or "route" (`[K, C]`, replaces `model_of` in the aggregation).
         default_base: base rule that is added to a run that names none.
+        only_base: the only aggregation rule beside which it works; None: it works beside all.
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
@@ -43,6 +44,7 @@ class Strategy:
 
     role: str = "correction"
     default_base: type[Strategy] | None = None
+    only_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
     needs_training: bool = False
@@ -163,6 +165,13 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
             "Keep one; corrections and masks multiply onto it."
         )
+    for base, strategy in itertools.product(strategies, repeat=2):
+        if base.role == "base" and strategy.only_base is not None and not isinstance(base, strategy.only_base):
+            only, kind = strategy.only_base.__name__, type(strategy).__name__
+            advice = f"{kind} computes the weights itself. Remove {type(base).__name__}."
+            require(
+                False, "strategies", f"hold no aggregation rule but {only} beside {kind}", type(base).__name__, advice
+            )
     selecting = " and ".join(type(strategy).__name__ for strategy in strategies if strategy.selects)
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")

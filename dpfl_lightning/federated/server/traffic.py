@@ -92,29 +92,38 @@ class Traffic:
 
     def lost(self, plan: RoundPlan, view: View) -> frozenset[int]:
         """Return the clients whose updates of this round a simulated network loses, or receives too late."""
-        if self._network is None:
-            return frozenset()
-        times = self._network.training_times(plan.round, *self._sizes(plan, view))
-        dropped, late = self._network.dropped(plan.round, plan.clients), self._network.late(times)
-        if limits := self._network.time_limit:  # the server waits as long for a client that has dropped out
+        return frozenset() if self._network is None else self._lost(self._network, plan.round, *self._sizes(plan, view))
+
+    def _lost(self, network: Network, round: int, down: Mapping[int, int], up: int) -> frozenset[int]:
+        times = network.training_times(round, down, up)
+        dropped, late = network.dropped(round, down), network.late(times)
+        if limits := network.time_limit:  # the server waits as long for a client that has dropped out
             self._late = len(late - dropped)
             times |= {client: limits[client] for client in dropped | late}
         waited = (time for client, time in times.items() if limits or client not in dropped)
         self._seconds += max(waited, default=0.0)
         return dropped | late
 
-    def ask(self, query: ChargedQuery, models: Tensor, answers: Answers) -> None:
-        """Count the numbers of a query of the round and of its answers; `models` `[K, P]` are the server's."""
+    def ask(self, query: ChargedQuery, models: Tensor, answers: Answers, round: int) -> Answers:
+        """Count the numbers of a query of the round and of its answers, and return the answers that are not lost.
+
+        `models` `[K, P]` are the server's. Only answers that replace an update are lost.
+        """
         sent = [value for value in vars(query.question).values() if isinstance(value, Tensor)]
         numbers = sum(value.numel() for value in sent)
         self.asked += len(query.clients) * numbers
-        sizes = [answer.numel() if isinstance(answer, Tensor) else 1 for answer in answers.values()]
-        self._answered += sum(sizes)
+        sizes = {client: one.numel() if isinstance(one, Tensor) else 1 for client, one in answers.items()}
         if any(value is models for value in sent):
             self._have_all.update(query.clients)
-        if self._network is not None:
-            times = self._network.times(dict.fromkeys(query.clients, numbers), max(sizes, default=0))
-            self._seconds += max(times.values(), default=0.0)
+        down, up, lost = dict.fromkeys(query.clients, numbers), max(sizes.values(), default=0), frozenset[int]()
+        if self._network is not None and query.question.replaces_update:
+            lost = self._lost(self._network, round, down, up)
+            self.lost_updates = len(lost)
+        elif self._network is not None:
+            self._seconds += max(self._network.times(down, up).values(), default=0.0)
+        arrived = {client: answer for client, answer in answers.items() if client not in lost}
+        self._answered += sum(sizes[client] for client in arrived)
+        return arrived
 
     def metrics(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return how many numbers were sent to clients (`floats_down`) and back (`floats_up`) since the first round.

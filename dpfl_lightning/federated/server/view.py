@@ -14,9 +14,9 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import RunInfo
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
-from dpfl_lightning.privacy.accounting.accountant import EXACT, Pld
+from dpfl_lightning.privacy.accounting.accountant import EXACT, PURE, Pld
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, composed
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 
 
@@ -61,13 +61,20 @@ class View:
     optimizer: LocalOptimizer | None = PLAIN_SGD
 
     def expected_guarantee(self) -> Guarantee:
-        """The first client's guarantee, with the accountant of what is planned for it.
+        """The first client's guarantee, with the accountant of what is planned for the first client that releases.
 
         Epsilon is infinite if a `NonPrivateEvent` is planned for any client.
         """
-        now, first = self.guarantees()[0], self.schedule.clients[0]
-        if self.run.accountant == Pld.name and composed(first.events(), first.delta).full_batches:
-            now = dataclasses.replace(now, accountant=EXACT)
+        now, clients = self.guarantees()[0], self.schedule.clients
+        first = next((client for client in clients if any(client.releases)), clients[0])
+        releases, accountant = composed(first.events(), first.delta), now.accountant
+        if self.run.accountant == Pld.name and releases.full_batches:
+            accountant = EXACT
+        elif first.delta == 0 and 0 < releases.pure(1) < math.inf:
+            accountant = PURE
+        if self.run.replans and not accountant.endswith(FILTER):
+            accountant = f"{accountant}, {FILTER}"
+        now = dataclasses.replace(now, accountant=accountant)
         events = [event for client in self.schedule.clients for event in client.events()]
         planned = [event.words for event in events if isinstance(event, NonPrivateEvent)]
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))

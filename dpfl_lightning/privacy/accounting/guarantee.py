@@ -38,6 +38,9 @@ SIMULATED_NOISE = "simulated: it follows from privacy.noise_key"
 FRESH_NOISE = "AES-256 in counter mode, keyed afresh by the operating system for every release"
 GPU_NOISE = f"the GPU's generator (Philox), seeded for every release by {FRESH_NOISE}"
 
+#: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
+FILTER = "as a privacy filter: the whole budget is what holds"
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",

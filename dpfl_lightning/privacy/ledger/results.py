@@ -12,6 +12,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Event, NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import (
+    FILTER,
     FRESH_NOISE,
     GPU_NOISE,
     SIMULATED,
@@ -22,9 +23,6 @@ from dpfl_lightning.privacy.accounting.guarantee import (
 from dpfl_lightning.privacy.ledger.file import Head, Header, Verified, read_small
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.strict_json import parsed
-
-#: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
-FILTER = "as a privacy filter: the whole budget is what holds"
 
 RESULTS = ("result.json", "guarantees.json")
 #: fields of `result.json`, and of its clients, that are not compared with the ledger

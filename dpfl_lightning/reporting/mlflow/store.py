@@ -203,15 +203,27 @@ def metrics(values: Mapping[str, float | None], step: int, exact_times: bool = F
 
 @contextmanager
 def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
-    """Provide a temporary folder with the artifacts `names` of a run; UserError if there are none."""
-    uri = store_uri(uri)
+    """Provide a temporary folder with the artifacts `names` of a run; UserError if there are none.
+
+    An SQLite store that does not exist is not created.
+    """
+    uri, run = store_uri(uri), f"run {run_id}"
+    shown, advice = without_credentials(uri), "Is it the run of another store? Pass its address as uri."
+    file = _file_of(uri)
+    require(file is None or file.is_file(), run, "be in an MLflow store that exists", shown, advice)
     with tempfile.TemporaryDirectory() as folder:
         with reported(uri):
             client = MlflowClient(uri)
-            stored = sorted(artifact.path for artifact in client.list_artifacts(run_id))
+            try:
+                stored = sorted(artifact.path for artifact in client.list_artifacts(run_id))
+            except mlflow.MlflowException as error:
+                require(
+                    error.error_code != "RESOURCE_DOES_NOT_EXIST", run, "be a run of the MLflow store", shown, advice
+                )
+                raise
             for name in names:
                 must = f"have the artifact {name}"
-                require(name in stored, f"run {run_id}", must, stored or "none", "Was it finished?")
+                require(name in stored, run, must, stored or "none", "Was it finished?")
                 client.download_artifacts(run_id, name, folder)
         yield Path(folder)
 
@@ -257,10 +269,16 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
         return created.experiment_id
 
 
+def _file_of(uri: str) -> Path | None:
+    """Return the file of an SQLite store; None for a server or another database."""
+    database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
+    return Path(database[1]).resolve() if database else None
+
+
 def _folder_of(uri: str) -> Path | None:
     """Return the folder of an SQLite store; None for a server or another database."""
-    database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
-    return Path(database[1]).resolve().parent if database else None
+    file = _file_of(uri)
+    return file.parent if file else None
 
 
 @contextmanager

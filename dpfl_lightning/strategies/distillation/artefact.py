@@ -20,6 +20,8 @@ from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_t
 #: images and labels, the card for programs, and the data card for people
 TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
 
+_OF_CARD = "card_sha256"  # key of the digest of all other keys
+
 
 @dataclass(frozen=True, eq=False)
 class DistilledSet(Dataset[tuple[Any, int]]):
@@ -36,6 +38,11 @@ class DistilledSet(Dataset[tuple[Any, int]]):
     card: Mapping[str, Any] = field(default_factory=dict)
     transform: Callable[[Tensor], Any] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("origin", "data"):
+            value = self.card.get(name)
+            require(value is None or isinstance(value, Mapping), f"card.{name}", "be a mapping", value)
+
     def __len__(self) -> int:
         return len(self.y)
 
@@ -47,14 +54,17 @@ class DistilledSet(Dataset[tuple[Any, int]]):
     def records(self) -> tuple[Tensor, Tensor]:
         return self.x, self.y
 
-    def save(self, folder: str | Path) -> None:
-        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card)."""
+    def save(self, folder: str | Path, key: str = "") -> None:
+        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
+
+        `key` is that of the strategy's options, for an error.
+        """
         folder = Path(folder)
-        _require_finite(self.x, folder / TENSORS)
+        _require_finite(self.x, folder / TENSORS, key)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
         path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
-        card = {**self.card, "sha256": _digest(path)}
-        write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
+        card = {**json.loads(json.dumps(self.card)), "sha256": _digest(path)}
+        write_text(folder / CARD, json.dumps({**card, _OF_CARD: _card_digest(card)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path, transform: Callable[[Tensor], Any] | None = None) -> DistilledSet:
@@ -70,8 +80,11 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         again = f"Copy {TENSORS} and {CARD} of the run again."
         card = read_json(card_path, advice=again)
         require("sha256" in card, str(card_path), "be the card of a distilled set", "another file", again)
+        digest = card.pop(_OF_CARD, None)  # cards of older versions have none
+        unchanged = digest in (None, _card_digest(card))
         must = f"be the file that {CARD} describes"
         require(card.pop("sha256") == _digest(path), str(path), must, "a damaged file, or that of another set", again)
+        require(unchanged, str(card_path), "be as it was written", "a changed card", again)
         try:
             tensors = read_tensors(path, advice=again)
             x, y = tensors["x"], tensors["y"]
@@ -101,10 +114,15 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         return torch.cat(lines, dim=1).clamp(0, 1).permute(1, 2, 0).cpu()
 
 
-def _require_finite(x: Tensor, path: Path) -> None:
+def _require_finite(x: Tensor, path: Path, key: str = "") -> None:
     broken = len(x) - int(x.isfinite().flatten(1).all(dim=1).sum())
-    advice = "A smaller strategies.distillation.image_learning_rate keeps images finite."
+    option = f"{key}.image_learning_rate" if key else "image_learning_rate of the strategy that makes them"
+    advice = f"A smaller {option} keeps images finite."
     require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not finite", advice)
+
+
+def _card_digest(card: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

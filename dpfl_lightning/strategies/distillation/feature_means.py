@@ -27,6 +27,7 @@ PURPOSE = "features"
 KEY = "strategies.feature_means"
 _START_NOISE = 0.1  # standard deviation of what tells the images of a class apart at the start
 _NETS_OF_A_STEP = 2
+_LARGEST = 1e6  # value of an image that has not diverged
 
 
 class FeatureMeans(SetStrategy):
@@ -42,7 +43,7 @@ class FeatureMeans(SetStrategy):
         images_per_class: number of images of each class, >= 1.
         nets: number of random nets, >= 1. More describe records better, and share the same norm.
         image_steps: steps of Adam on the images, >= 1; they cost neither traffic nor privacy.
-        image_learning_rate: of Adam, > 0; it falls linearly to 0.
+        image_learning_rate: of Adam, in (0, 10]; it falls linearly to 0. A step moves a value by about this much.
         min_records_per_target: without noise, a class with fewer records has images of noise, >= 1.
         evaluation_epochs: epochs on the set with which the final model is trained, >= 1.
 
@@ -73,7 +74,7 @@ class FeatureMeans(SetStrategy):
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         for name in ("images_per_class", "nets", "image_steps", "min_records_per_target"):
             require(self._options[name] >= 1, f"{KEY}.{name}", "be >= 1", self._options[name])
-        require(0 < image_learning_rate < math.inf, f"{KEY}.image_learning_rate", "be above 0", image_learning_rate)
+        require(0 < image_learning_rate <= 10, f"{KEY}.image_learning_rate", "be in (0, 10]", image_learning_rate)
         super().__init__(evaluation_epochs)
         self._released: tuple[Tensor, float] | None = None  # sums `[G, k]`, and the standard deviation of their noise
         self._set: SyntheticSet | None = None
@@ -124,6 +125,8 @@ class FeatureMeans(SetStrategy):
         if answers:
             clients = list(answers)
             self._released = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
+        else:
+            warn_user("strategy feature_means: no release arrived, so the images are noise")
         return plan.only(lambda client: False)
 
     def _nets(self, view: View) -> Tensor:
@@ -160,8 +163,15 @@ class FeatureMeans(SetStrategy):
                     for part, target in zip(own, targets, strict=True)
                 ]
                 (slope,) = torch.autograd.grad(torch.stack(apart).sum() * count, images)
-            images.grad = slope
+            images.grad, before = slope, images.detach().clone()
             optimizer.step()
+            if not bool((images.detach().abs() <= _LARGEST).all()):
+                warn_user(
+                    f"strategy feature_means: step {step + 1} of the images was skipped and ended the steps, because a "
+                    f"value was not finite, or above {_LARGEST:g}. Set a smaller {KEY}.image_learning_rate."
+                )
+                images = before
+                break
         few = self._too_few(sums, noise_std).view(-1, *[1] * (images.dim() - 1))
         return SyntheticSet(torch.where(few, start.images, images.detach()), start.velocity)
 

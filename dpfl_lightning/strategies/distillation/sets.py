@@ -48,7 +48,7 @@ class SetStrategy(Strategy, Callback):
             card = costs.card(view, result, self.what, options, sampling)
             x, y = (one.cpu() for one in self._synthetic(view).records)
             made, folder = DistilledSet(x, y, card), view.run.output_dir
-            made.save(folder)
+            made.save(folder, self.key)
             write_text(folder / DATA_CARD, data_card(made, view.run.options))
 
     def _synthetic(self, view: View) -> SyntheticSet:

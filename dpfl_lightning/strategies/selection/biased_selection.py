@@ -19,6 +19,7 @@ from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSel
 Vector = NDArray[np.float64]
 
 _L1_SCALE = 0.25  # for the anchor: assumed ratio of a gradient's L2 norm to the L1 norm to which it is clipped
+_LARGEST = 1e6  # dissimilarity, at which quotas are equal
 _FITS = 2  # first around equal quotas, then around the quotas found
 _LEAST_GROWTH = 0.1  # of noise: exponent that quotas can still be allocated with
 _FAR = 2  # the growth of noise is fitted between half of a quota and twice the quota
@@ -91,7 +92,7 @@ class BiasedSelection(QuotaSelection):
 
     Args:
         dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm,
-            >= 0. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
+            in [0, 1e6]. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
         min_participation: minimum number of rounds in which every client takes part, >= 0.
         max_effective_epsilon: upper bound on the budgets used for the quotas, > 0: a client that claims more is not
             selected more often. null is no bound.
@@ -119,7 +120,7 @@ class BiasedSelection(QuotaSelection):
         max_effective_epsilon: float | None = None,
     ) -> None:
         super().__init__(clients_per_round, sampler, top_fraction)
-        require(0 <= dissimilarity < math.inf, f"{self.key}.dissimilarity", "be >= 0 and finite", dissimilarity)
+        require(0 <= dissimilarity <= _LARGEST, f"{self.key}.dissimilarity", "be in [0, 1e6]", dissimilarity)
         require(min_participation >= 0, f"{self.key}.min_participation", "be >= 0", min_participation)
         most = max_effective_epsilon
         require(most is None or most > 0, f"{self.key}.max_effective_epsilon", "be above 0", most)

@@ -71,8 +71,8 @@ class QuotaSelection(Strategy, Callback):
     Args:
         clients_per_round: number K of clients in each round, from 1 to N. The noise of a round's mean is ~ K^(z - 1) if
             that of an update is ~ T_n^z. So null is 2 for Laplace noise with delta 0 (z = 2). Otherwise it is a fifth
-            of the clients: with Gaussian noise of full batches (z = 1), K does not matter. In a short run it is as many
-            as it takes for every client to take part.
+            of the clients, and at least 2, whose updates can be compared: with Gaussian noise of full batches (z = 1),
+            K does not matter. In a short run it is as many as it takes for every client to take part.
         sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
             describes it).
         top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
@@ -113,7 +113,7 @@ class QuotaSelection(Strategy, Callback):
         self._horizon = int(upper.max())
         turns = math.ceil(count / max(self._horizon, 1))  # of which every client takes part once
         least_noise = (exact_exponent(schedule) or 1.0) > 1
-        usual = max(turns, _FEWEST if least_noise else round(count / _USUAL_SHARE))
+        usual = max(turns, _FEWEST, 0 if least_noise else round(count / _USUAL_SHARE))
         self._cohort_size = min(usual, count) if self._size is None else self._size
         must = f"be at most the {count} clients"
         require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)

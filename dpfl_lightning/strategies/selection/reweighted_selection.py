@@ -7,6 +7,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 
 
@@ -16,7 +17,8 @@ class ReweightedSelection(BiasedSelection):
     The expectation is the mean over all clients, so every client takes part, and cohorts are drawn by
     `quota_systematic`. With several models N is the number of clients of each model, by the model that they train now
     or trained last. With Gaussian noise the result has as much noise as with any other quotas: `biased_selection` has
-    less noise because of its bias. Client n trains in T_n of H rounds.
+    less noise because of its bias. Client n trains in T_n of H rounds. Beside it, `uniform` is the only possible
+    aggregation rule, because weights of others would be ignored.
 
     Args:
         dissimilarity, max_effective_epsilon: as in `biased_selection`.
@@ -25,6 +27,7 @@ class ReweightedSelection(BiasedSelection):
     **Privacy** As `biased_selection`: post-processing of public facts and released updates.
     """
 
+    only_base = Uniform
     key = "strategies.reweighted_selection"
 
     def __init__(

@@ -29,6 +29,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
+from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.selection import biased_selection
 from dpfl_lightning.strategies.selection.quotas import (
     LATER,
@@ -48,6 +49,7 @@ UNSOUND = (
     "record changes"
 )
 _LOSS = "loss"
+_LARGEST = 1e6  # of options that are multiplied
 _MARGIN = 1 + 1e-7  # factor on the noise, so that rounding cannot exceed the split of a budget
 
 Report = tuple[int, int, float, float]  # (round, client, loss before, loss after or NaN)
@@ -64,16 +66,16 @@ class TwoStageSelection(QuotaSelection):
     Args:
         warmup_rounds: number T_0 of rounds in which losses are reported, from 2 to one less than the rounds.
         ratio: cost of one unit of unlikeness (loss) in one participation, divided by the geometric mean of the clients'
-            noise factors, >= 0. null fits the paper's five constants to one number, which does not determine them: see
-            `fit_constants`.
+            noise factors, in [0, 1e6]. null fits the paper's five constants to one number, which does not determine
+            them: see `fit_constants`.
         loss_share: share of each participation's part of the budget that is spent on the loss, in (0, 1).
-        loss_bound: losses are clipped to [0, loss_bound], > 0; null is log(classes).
+        loss_bound: losses are clipped to [0, loss_bound], in [1e-6, 1e6]; null is log(classes).
         estimates: `shrunken` uses the mean noisy loss, shrunk towards the mean of all clients as far as noise explains
             the differences. `least_difference` (the paper's) uses the smallest difference between a client's losses
             before and after its noisy update, which costs a second report.
         allow_unsound: with `least_difference`, losses as the paper's clients report them: not clipped, and at the
-            client's own model before noise. Noise is added, but no bound on one record's influence is known, and every
-            epsilon is infinite. For comparison only.
+            client's own model before noise. Noise is added, but no bound on one record's influence is known, and the
+            epsilon of every client that reports is infinite. For comparison only.
 
     **Guarantees** Quotas are whole numbers in both stages, and no client exceeds its budget, whatever the losses are.
 
@@ -104,10 +106,10 @@ class TwoStageSelection(QuotaSelection):
     ) -> None:
         super().__init__(clients_per_round, sampler, top_fraction)
         require(warmup_rounds >= 2, f"{self.key}.warmup_rounds", "be >= 2", warmup_rounds)
-        require(ratio is None or 0 <= ratio < math.inf, f"{self.key}.ratio", "be >= 0 and finite", ratio)
+        require(ratio is None or 0 <= ratio <= _LARGEST, f"{self.key}.ratio", "be in [0, 1e6]", ratio)
         require(0 < loss_share < 1, f"{self.key}.loss_share", "be in (0, 1)", loss_share)
-        in_range = loss_bound is None or 0 < loss_bound < math.inf
-        require(in_range, f"{self.key}.loss_bound", "be above 0 and finite", loss_bound)
+        in_range = loss_bound is None or 1 / _LARGEST <= loss_bound <= _LARGEST
+        require(in_range, f"{self.key}.loss_bound", "be in [1e-6, 1e6]", loss_bound)
         require_one_of(("shrunken", "least_difference"), f"{self.key}.estimates", estimates)
         paper = estimates == "least_difference"
         advice = "The paper's constants can be fitted only with estimates least_difference."
@@ -128,8 +130,9 @@ class TwoStageSelection(QuotaSelection):
         biased_selection.check_free_noise(schedule, name, view.facts)
         must = f"be below the {schedule.rounds} rounds"
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
-        must = f"plan one full batch a round (clients.batch_size: null) beside {name}, with delta 0 if noise is Laplace"
-        require(exact_exponent(schedule) is not None, "strategies", must, schedule.clients[0].outline)
+        must = f"plan one full batch a round beside {name}, with delta 0 if noise is Laplace"
+        advice = "Set clients.batch_size: null, and with privacy.mechanism laplace privacy.delta: 0."
+        require(exact_exponent(schedule) is not None, "strategies", must, schedule.clients[0].outline, advice)
         self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
         advice = "Losses of a regression have no default bound."
         require(self._bound_now > 0, f"{self.key}.loss_bound", "be a number for a regression", self._bound, advice)
@@ -287,8 +290,9 @@ class TwoStageSelection(QuotaSelection):
         return metrics | self._constants
 
     def describe(self, view: View) -> tuple[str, ...]:
+        losses = self._losses_a_round
         words = (
-            f"In the first {self._warmup} rounds {self._losses_a_round} losses are reported with each update. These "
+            f"In the first {self._warmup} rounds each update comes with {counted(losses, 'report')} of a loss. These "
             "are the quotas of a whole run without a second stage; the quotas of the later rounds depend on the losses."
         )
         return (*super().describe(view), words)
