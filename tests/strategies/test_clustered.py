@@ -462,6 +462,13 @@ def test_first_updates_that_clipping_and_noise_rule_out(change, left, make_loop)
     assert [client for client in range(COUNT) if client not in kept.clients] == left
 
 
+def test_the_warning_of_a_group_that_is_too_small_says_so(start):
+    with pytest.warns(
+        UserNotice, match=r"3 groups .* is 0, as a group is smaller than min_cluster_size or .*, below 0\.9"
+    ):
+        start(Clustered(num_clusters=3, min_cluster_size=3), rounds=2).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [1, 2])
 def test_the_second_round_replaces_a_first_one_without_clients(start, absent):
