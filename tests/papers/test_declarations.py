@@ -314,6 +314,14 @@ def test_fewer_rounds_take_larger_steps():
     assert [run.clients.learning_rate for run in batches] == [0.05, 0.1, 0.4]
 
 
+def test_the_configuration_of_the_clustered_paper_has_the_settings_of_its_table():
+    run, _ = load(["--config", "conf/clustered_paper.yaml"])
+    table = options(Cell("clustered.table5", "paper", "eps5", "paper", 0))
+    assert run.privacy.clip_norm == table.privacy.clip_norm and run.rounds == table.rounds
+    assert run.clients.learning_rate == pytest.approx(table.clients.learning_rate, rel=1e-3)
+    assert run.strategies == table.strategies
+
+
 def test_learning_rates_are_of_the_papers_grids():
     fine = {1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2}
     grids = {"mnist": fine, "fashion_mnist": fine, "cifar10": fine | {5e-5}}  # the one that is not in its grid

@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from dpfl_lightning.privacy.accounting.accountant import Rdp, epsilon_text, get_accountant
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
@@ -12,7 +14,7 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
     repeated,
 )
-from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, _released, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, _released, guarantee, in_words
 
 RDP = get_accountant("rdp")
 ROUND, FULL = GaussianEvent(0.02, 1.5, 19), GaussianEvent(1.0, 5.0)
@@ -25,6 +27,13 @@ def test_a_small_epsilon_keeps_its_digits_and_none_is_shown_too_small():
         assert words.startswith(f"({shown}, 0.1)-differential privacy")
     for value in (1e-6, 3e-6, 7e-6, 1.2345e-5, 0.00099999, 0.001, 0.00123, 0.5, 2.00001, 0.0):
         assert value <= float(epsilon_text(value)) <= max(value * 1.01, value + 1e-4 * (value >= 0.001)), value
+
+
+@pytest.mark.parametrize("epsilon", [1.0, math.inf])
+def test_one_client_is_not_several(epsilon):
+    one = Guarantee(epsilon=epsilon, delta=0.1, sampling="full batches", accountant="RDP")
+    assert "the only client" in in_words([one]) and "clients" not in in_words([one]).partition(" Not covered")[0]
+    assert "2 clients" in in_words([one, one])
 
 
 def test_a_ledger_is_counted_release_by_release():

@@ -13,6 +13,7 @@ from fakes import Absent, Recorder
 from scipy.stats import chisquare
 from torch import nn
 
+from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.update_geometry import noise_that_separates
 from dpfl_lightning.algorithms.update_mixture import robust_mixture
 from dpfl_lightning.config.options import ClientOptions
@@ -30,7 +31,10 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.clustering.first_round import without_impossible
 from dpfl_lightning.strategies.clustering.ifca import Ifca
+from dpfl_lightning.strategies.clustering.kmeans_clusters import KMeansClusters
+from dpfl_lightning.strategies.clustering.local import Local
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
+from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
 from dpfl_lightning.strategies.clustering.oracle_clusters import OracleClusters
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 from dpfl_lightning.strategies.selection.reweighted_selection import ReweightedSelection
@@ -428,11 +432,27 @@ def first_updates(make_loop, num_params=20_000):
         (lambda deltas: deltas[4].zero_(), [4]),
         (lambda deltas: deltas[4].mul_(0.3), [4]),
         (lambda deltas: deltas[4].mul_(20), [4]),
-        (lambda deltas: deltas[4].copy_(deltas[1]), [1, 4]),
-        (lambda deltas: deltas[4].copy_(-deltas[1]), [1, 4]),
+        (lambda deltas: deltas[4].copy_(deltas[1]), [4]),
+        (lambda deltas: deltas[2:5].copy_(deltas[1].clone()), [2, 3, 4]),
+        (lambda deltas: deltas[4].copy_(-deltas[1]), [4]),
+        (lambda deltas: deltas[1].copy_(-deltas[4]), [1]),
         (lambda deltas: deltas[4].neg_(), []),
+        (lambda deltas: deltas[4].zero_()[:1].fill_(0.3), [4]),
+        (lambda deltas: (deltas[1:5:3, 1].add_(0.3), deltas[1].zero_()[:2].copy_(torch.tensor([0.25, 0.35]))), [1]),
     ],
-    ids=["honest", "zero", "short", "long", "a copy", "the opposite of another", "opposite"],
+    ids=[
+        "honest",
+        "zero",
+        "short",
+        "long",
+        "copy",
+        "copies",
+        "opposite",
+        "first opposite",
+        "own opposite",
+        "bare",
+        "two",
+    ],
 )
 def test_first_updates_that_clipping_and_noise_rule_out(change, left, make_loop):
     updates, view = first_updates(make_loop)
@@ -440,6 +460,13 @@ def test_first_updates_that_clipping_and_noise_rule_out(change, left, make_loop)
     with contextlib.nullcontext() if not left else pytest.warns(UserNotice, match="left out of the search for groups"):
         kept = without_impossible(updates, view)
     assert [client for client in range(COUNT) if client not in kept.clients] == left
+
+
+def test_the_warning_of_a_group_that_is_too_small_says_so(start):
+    with pytest.warns(
+        UserNotice, match=r"3 groups .* is 0, as a group is smaller than min_cluster_size or .*, below 0\.9"
+    ):
+        start(Clustered(num_clusters=3, min_cluster_size=3), rounds=2).run()
 
 
 @pytest.mark.slow
@@ -614,13 +641,26 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", sorted(strategies.STRATEGIES))
+def test_a_strategy_that_does_not_fit_beside_it_is_refused_before_any_charge(name, first, start):
+    """Each registered strategy, before and after it: the run is refused at once, or it starts and is not refused."""
+    options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 3}}
+    other, clustered = *strategies.build({name: options.get(name)}), Clustered()
+    try:
+        loop = start(*((clustered, other) if first else (other, clustered)), rounds=2)
+        loop.plan_schedule()
+    except UserError:
+        return
+    loop.run()
+
+
+@pytest.mark.slow
 def test_with_a_pull_and_a_noise_aware_base_rule(start):
     clustered = Clustered()
     result = start(NoiseAware(), clustered, FedProx(0.1)).run()
     assert clustered.confident and result.metrics["clustering_accuracy"] == 1.0
     assert min(client["accuracy"] for client in result.clients) > 0.75
-    with pytest.raises(UserError, match=r"strategies\.clustered` must be named before strategies that pull"):
-        start(FedProx(0.1), Clustered()).run()
 
 
 @pytest.mark.e2e
@@ -681,7 +721,16 @@ def test_a_run_resumed_in_any_stage_equals_the_unbroken_one(start, mixture, cut)
             {"privacy": private(epsilon=0.3)},
             r"the cost of first_round.* with the given noise",
         ),
-        ([Ifca(), Clustered()], {"new_net": lambda seed: nn.Linear(6, 3)}, r"only strategy that creates models, got 4"),
+        *(
+            ([*pair], {}, "`initialise` must be answered by one strategy, got .* and .*Remove one of them")
+            for other in (Ifca(), KMeansClusters(), Local(), MrMtl(), OracleClusters())
+            for pair in ((other, Clustered()), (Clustered(), other))
+        ),
+        (
+            [FedProx(0.1), Clustered()],
+            {},
+            "must name Clustered before strategies .*, got 'it after FedProx'",
+        ),
     ],
 )
 def test_runs_that_do_not_fit_are_refused(start, parts, options, words):

@@ -16,6 +16,7 @@ from dpfl_lightning.algorithms.update_geometry import Updates, overlap
 from dpfl_lightning.algorithms.update_groups import (
     GroupOptions,
     as_noisy_as_most,
+    as_noisy_as_seen,
     assigned,
     find_groups,
     rotated,
@@ -190,6 +191,21 @@ def test_quiet_clients_get_noise_up_to_the_median():
     noised = as_noisy_as_most(updates)
     assert noised.noise_std.tolist() == [1.0, 1.0, 1.0, 1.0, 5.0] and as_noisy_as_most(noised) is noised
     np.testing.assert_allclose(np.diag(noised.gram), 400 * (noised.noise_std**2 - noise**2), rtol=0.4)
+
+
+@pytest.mark.parametrize("announced", [0.1, 0.01])
+@pytest.mark.parametrize("true", [True, False])
+def test_a_client_that_announces_little_noise_changes_no_groups(announced, true):
+    """Seeds 0 and 1, groups at 4 P^(1/4). One of 21 clients announces a part of its noise, or really has so little."""
+    noise = np.r_[ONES[1:], announced]
+    for seed in range(2):
+        x = grouped(4 * CNN**0.25, CNN, seed)
+        x[20] -= (1 - announced) * true * grouped(0.0, CNN, seed)[20]
+        found = find_groups(updates_of(x, noise))
+        assert adjusted_rand_score(TRUE, found.labels) == 1 and found.probability > 0.9
+        seen = as_noisy_as_seen(updates_of(x, noise)).noise_std
+        assert seen[20] == pytest.approx(announced if true else 1.0, abs=0.02)
+        assert seen[:20].tolist() == [1.0] * 20, "at least the median"
 
 
 def test_few_clients_and_small_groups():

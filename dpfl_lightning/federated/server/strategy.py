@@ -39,6 +39,7 @@ class Strategy:
         selects: whether it limits how often each client trains. One strategy of a run may.
         pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
         refuses_pull: whether it cannot stand beside a strategy that pulls.
+        before_pulls: whether it must be named before strategies that pull, because it changes which models are trained.
         in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
 
@@ -52,6 +53,7 @@ class Strategy:
     selects: bool = False
     pulls: bool = False
     refuses_pull: bool = False
+    before_pulls: bool = False
     in_place_of_training: str = ""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
@@ -190,6 +192,9 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
         if " and " in names:
             raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
+    for first, second in itertools.combinations(strategies, 2):
+        kind, must = type(first).__name__, f"name {type(second).__name__} before strategies that pull to a model"
+        require(not (first.pulls and second.before_pulls), "strategies", must, f"it after {kind}", "Exchange them.")
     return strategies, callbacks
 
 

@@ -135,13 +135,12 @@ def guarantee(
 def in_words(guarantees: Sequence[Guarantee]) -> str:
     """Return the guarantee of the weakest client, and what holds for all clients."""
     weakest = max(guarantees, key=lambda guarantee: guarantee.epsilon)
-    bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
-    whose = (
-        f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, against "
-        "everyone who sees its updates."
-    )
+    count, bare = len(guarantees), sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
+    several = f"This is the largest epsilon; each of the {count} clients has its own, for its own records,"
+    one = "This is the epsilon of the only client, for its own records,"
+    whose = f"{several if count > 1 else one} against everyone who sees its updates."
     if bare:
-        whose = f"So it is for {bare} of {len(guarantees)} clients."
+        whose = f"So it is for {bare} of {count} clients." if count > 1 else "So it is for the only client."
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 

@@ -112,6 +112,7 @@ class Clustered(GroupingStrategy):
     """
 
     role = "mask"
+    before_pulls = True
 
     def __init__(
         self,
@@ -201,16 +202,14 @@ class Clustered(GroupingStrategy):
         # if groups overlap, clients may choose from round 2 on, so these choices must be in the plan
         return self._choice.plan_run(schedule, view, max(0, schedule.rounds - (self._last_drawn or 1)))
 
+    def initialise(self, state: ServerState, view: View) -> ServerState:
+        """Start from one model; as this hook is exclusive, no other strategy can create models."""
+        return state
+
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         if self._alone:
             return plan
-        if plan.anchors is not None:
-            raise UserError(
-                f"`{_KEY}` must be named before strategies that pull towards the round's model, got it after one."
-            )
         if self._looking(view):
-            one = len(view.state.models) == 1
-            require(one, _KEY, "be the only strategy that creates models", len(view.state.models))
             return view.plan(first_round.PURPOSE, plan.clients)
         models, memberships = view.state.models, self.responsibilities
         if memberships is None or len(models) == 1:
@@ -365,9 +364,11 @@ class Clustered(GroupingStrategy):
         if not mixture.confident:
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be wrong"
             found = "the clients are one group" if groups == 1 else f"these {groups} groups of clients are right"
+            why = ", as a group is smaller than min_cluster_size or not found again in simulated noise"
+            why = why if groups > 1 and mixture.probability == 0 else ""
             warn_user(
-                f"strategy clustered: the probability that {found} is {mixture.probability:.2g}, below {CONFIDENT:g} "
-                f"(separation {mixture.separation:.3g}): {then}."
+                f"strategy clustered: the probability that {found} is {mixture.probability:.2g}{why}, below "
+                f"{CONFIDENT:g} (separation {mixture.separation:.3g}): {then}."
             )
         return self.responsibilities
 

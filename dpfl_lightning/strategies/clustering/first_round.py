@@ -16,6 +16,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 PURPOSE = "first_round"
+_ROUNDING, _TINY = 1e-6, np.finfo(float).tiny
 
 
 def with_full_batches(
@@ -85,7 +86,14 @@ def without_impossible(updates: ClientUpdates, view: View) -> ClientUpdates:
     - Longer ones than twice the longest: a full batch takes each record once, so a step without noise is no longer than
       learning rate times clip norm, with momentum m divided by 1 - m.
     - Shorter ones than their noise alone.
-    - Two that are more alike, or opposite, than their signals can be, because noises are independent: one is a copy.
+    - Of two that are more alike, or opposite, than their signals can be, because noises are independent, one: a copy.
+
+    Such pairs are resolved one by one. Left out is the client in most of them, so that one false client cannot have a
+    group left out; of two that are in equally many, the one whose products with the other updates are closer to their
+    bounds, as of an update without its noise, then the one that opposes the others, then the later one. Nothing tells a
+    copy from its original, so one of them stays and counts once; if it is the copy, it has the content of the original,
+    whose client joins a group later. Several false clients, each alike to another part of an update, can have this one
+    update left out.
 
     What noise decides has six standard deviations of room. No update is left out if the optimiser makes its noise
     unknown, and none if all would be. **Privacy** Post-processing.
@@ -103,8 +111,11 @@ def without_impossible(updates: ClientUpdates, view: View) -> ClientUpdates:
     signal = np.sqrt(np.maximum(beyond_noise + room, 0)) + 6 * std
     crossed = np.outer(signal, std)
     most = np.outer(signal, signal) + 6 * (crossed + crossed.T + np.outer(std, std) * math.sqrt(width))
-    alike = (np.abs(gram - np.diag(square)) > most * (1 + 1e-6)) & np.outer(~wrong, ~wrong)
-    wrong |= alike.any(axis=1)
+    likeness = np.where(np.outer(~wrong, ~wrong), (gram - np.diag(square)) / np.maximum(most, _TINY), 0.0)
+    while (alike := np.abs(likeness) > 1 + _ROUNDING).any():
+        evidence = -likeness.sum(axis=1), np.abs(likeness).sum(axis=1), alike.sum(axis=1)
+        false_one = np.lexsort(np.round(evidence, 6))[-1]
+        wrong[false_one], likeness[false_one], likeness[:, false_one] = True, 0.0, 0.0
     false = frozenset(np.array(updates.clients)[wrong].tolist())
     if not false or len(false) == len(updates.clients):
         return updates
