@@ -56,11 +56,12 @@ def estimate_signals(
     Noise of different clients is independent, so the cosine of two updates of one model is the product of their
     alignments, give or take an error of variance 1 / `precision`. Where this shows too little, alignments follow a law:
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
-    equal signals), over which the estimate averages. Equal signals are assumed unless the evidence is against them. Clients differ from the law as far as cosines prove it (empirical
-    Bayes). Further directions, which clients with one kind of data share, count if noise alone shows as much in one of
-    1,000 rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged
-    without them. What an update has in common with the client's earlier ones, and not with other clients, is a signal
-    that this client has alone, because noises of different rounds are independent, too.
+    equal signals), over which the estimate averages. Equal signals are assumed unless the evidence is against them.
+    Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
+    kind of data share, count if noise alone shows as much in one of 1,000 rounds. Updates that clearly are the opposite
+    of the others' have no alignment, and the others are judged without them. What an update has in common with the
+    client's earlier ones, and not with other clients, is a signal that this client has alone, because noises of
+    different rounds are independent, too.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.
