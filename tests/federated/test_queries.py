@@ -353,7 +353,7 @@ class Live(Callback):
 def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, options, words, make_loop, capsys):
     (strategy,) = strategies.build({name: {**MORE.get(name, {}), **options}})
     live, paper = Live(), Console(file=io.StringIO(), width=200)
-    base = [] if strategy.role == "base" else [SizeWeighted()]
+    base = [] if strategy.role == "base" else [(strategy.only_base or SizeWeighted)()]
     full = name == "two_stage_selection"
     loop = make_loop(
         dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
