@@ -98,7 +98,7 @@ def find_groups(updates: Updates, options: GroupOptions | None = None, distance:
     `distance`, in units of the updates, is the least distance of groups that matter: the probability of one group takes
     into account whether such groups would have been found in the noise. It takes no account of groups within which
     clients differ about as much as groups do: with these the answer is one group, at a probability near 1. Nor does it
-    of clients between groups: one whose records mix two kinds can join their groups, at a reported 0.98.
+    of clients between groups: one whose records mix two kinds can join their groups, at a probability near 1.
 
     Reference: rotation tests, Langsrud (2005); significance of clusters, Liu, Hayes, Nobel and Marron (2008), Kimes et
     al. (2017); tails of simulated p-values, Knijnenburg et al. (2009); from p-values to probabilities, Sellke, Bayarri
