@@ -7,7 +7,6 @@ import numpy as np
 from scipy.optimize import nnls
 
 _SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
-_EQUAL = 0.95  # prior probability of signals of equal length, for which weights by inverse variance are best
 _MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite
 _EDGE = 3.27  # 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _OPPOSED = -4.0  # sum of votes, in standard deviations of votes by noise, below which an update goes against others
@@ -56,12 +55,11 @@ def estimate_signals(
     Noise of different clients is independent, so the cosine of two updates of one model is the product of their
     alignments, give or take an error of variance 1 / `precision`. Where this shows too little, alignments follow a law:
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
-    equal signals), over which the estimate averages. Equal signals are assumed unless the evidence is against them.
-    Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
-    kind of data share, count if noise alone shows as much in one of 1,000 rounds. Updates that clearly are the opposite
-    of the others' have no alignment, and the others are judged without them. What an update has in common with the
-    client's earlier ones, and not with other clients, is a signal that this client has alone, because noises of
-    different rounds are independent, too.
+    equal signals), over which the estimate averages. Clients differ from the law as far as cosines prove it (empirical
+    Bayes). Further directions, which clients with one kind of data share, count if noise alone shows as much in one of
+    1,000 rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged
+    without them. What an update has in common with the client's earlier ones, and not with other clients, is a signal
+    that this client has alone, because noises of different rounds are independent, too.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.
@@ -146,8 +144,7 @@ def _law(
             scale = max((known * product * block).sum() / weight, 0.0) if weight > 0 else 0.0
             fits[number, rows] = np.sqrt(scale) * shape if scale > 0 else 1e-9 * shape
             misfits[number] += (known * (block - scale * product) ** 2).sum() / 2
-    prior = np.append(np.full(len(_SLOPES) - 1, (1 - _EQUAL) / (len(_SLOPES) - 1)), _EQUAL)
-    share = prior * np.exp(-(misfits - misfits.min()) / 2)
+    share = np.exp(-(misfits - misfits.min()) / 2)
     return np.minimum(share @ fits / share.sum(), 0.99)
 
 

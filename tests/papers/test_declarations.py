@@ -129,6 +129,8 @@ def test_every_cell_is_one_that_fit_takes():
 
 
 def _noise_aware(cell: Cell, run: Options, small: bool) -> bool:
+    if cell.experiment == "noise_aware.unlike":
+        return (run.rounds, run.clients.count, run.privacy is None) == (20, 10, False)
     papers = cell.experiment.partition(".")[2] in ("tuning", "tuned", "falsified") or (
         run.rounds == (60 if small else 200)
         and (run.privacy is None or (run.privacy.clip_norm, run.privacy.delta) == (3.0, 1e-4))
@@ -172,7 +174,7 @@ def _distillation(cell: Cell, run: Options, small: bool) -> bool:
         special = {"tuning": 40, "published": 40 if cell.row == "tuned" else 1000 * images}
         varied = (private and name != "figure6") or name == "rounds"
         usual = usual and (varied or run.rounds == special.get(name, 100 if small else 500))
-    return usual and (name in ("nas", "hpo", "search_set") or run.model["width"] == (32 if small else 128))
+    return usual and (name in ("nas", "hpo", "search_set", "widths") or run.model["width"] == (32 if small else 128))
 
 
 def _leaderboard(cell: Cell, run: Options, small: bool) -> bool:
