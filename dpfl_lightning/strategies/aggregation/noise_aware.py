@@ -53,7 +53,8 @@ class NoiseAware(EstimatedWeights):
 
     In a round without a new estimate the server keeps no single update. If a client of such a round was not in the last
     estimate, or has another number of local steps, noise, batch size or group, the whole round is estimated anew.
-    In runs of more than 1,000 clients, cosines of earlier rounds are not remembered.
+    In runs of more than 1,000 clients, cosines of earlier rounds are not remembered. A sketch of each client's last
+    update is kept, of all clients together about four million numbers.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
