@@ -43,12 +43,12 @@ def folded(rows: Tensor, width: int) -> Tensor:
 
     The error of the product of two rows has a standard deviation of about the product of their lengths / sqrt(width).
     """
-    if rows.shape[1] <= max(width, 1):
+    columns, width = rows.shape[1], max(width, 1)
+    if columns <= width:
         return rows
-    folds = -(-rows.shape[1] // max(width, 1))
-    signs = 2 * torch.randint(2, (rows.shape[1],), generator=torch.Generator().manual_seed(0)) - 1
-    padded = torch.nn.functional.pad(rows * signs.to(rows), (0, folds * max(width, 1) - rows.shape[1]))
-    return padded.view(len(rows), folds, -1).sum(dim=1)
+    signs = 2 * torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0)) - 1
+    padded = torch.nn.functional.pad(rows * signs.to(rows), (0, -columns % width))
+    return padded.view(len(rows), -1, width).sum(dim=1)
 
 
 @torch.no_grad()

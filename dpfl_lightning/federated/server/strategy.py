@@ -168,12 +168,11 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             "Keep one; corrections and masks multiply onto it."
         )
     for base, strategy in itertools.product(strategies, repeat=2):
-        if base.role == "base" and strategy.only_base is not None and not isinstance(base, strategy.only_base):
-            only, kind = strategy.only_base.__name__, type(strategy).__name__
-            advice = f"{kind} computes the weights itself. Remove {type(base).__name__}."
-            require(
-                False, "strategies", f"hold no aggregation rule but {only} beside {kind}", type(base).__name__, advice
-            )
+        if base.role == "base" and (only := strategy.only_base) is not None:
+            kind, got = type(strategy).__name__, type(base).__name__
+            must = f"hold no aggregation rule but {only.__name__} beside {kind}"
+            advice = f"{kind} computes the weights itself. Remove {got}."
+            require(isinstance(base, only), "strategies", must, got, advice)
     selecting = " and ".join(type(strategy).__name__ for strategy in strategies if strategy.selects)
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")

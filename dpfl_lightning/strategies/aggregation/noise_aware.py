@@ -75,14 +75,13 @@ class NoiseAware(EstimatedWeights):
         self, updates: ClientUpdates, models: Sequence[list[int]], view: View
     ) -> tuple[Mapping[str, Tensor], Sequence[Sequence[int]]]:
         """Estimates: noise variance; share in the aggregate; length, as far as it counts; length of shared signal."""
-        gram, num_params = gram_and_width(updates.released.flatten(1))
+        deltas = updates.released.flatten(1)
+        gram, num_params = gram_and_width(deltas)
         lengths = np.sqrt(np.diag(gram))
         seen = [kept for rows in models if (kept := [row for row in rows if lengths[row] > 0])]
         clients = list(updates.clients)
         cosines, rounds = self._remembered(gram, lengths, clients, seen, view)
-        lasting = self._proven(
-            folded(updates.released.flatten(1), _KEPT // view.facts.num_clients), num_params, clients, view
-        )
+        lasting = self._proven(folded(deltas, _KEPT // view.facts.num_clients), num_params, clients, view)
         noise_var, influence, length, amplitude = np.zeros((4, len(lengths)))
         estimates = estimate_signals(cosines, lengths, seen, num_params * rounds, lasting)
         for rows, signals in zip(seen, estimates, strict=True):
