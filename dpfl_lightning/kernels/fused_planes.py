@@ -6,6 +6,7 @@ and their slopes. Here a plane is read once and stays in the L1 cache: see `plan
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,12 @@ def as_torch(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def _held_to_torch() -> None:
-    """Compile the loops, and check them on a small example."""
+    """Compile the loops, and check them on a small example, in another thread: this one may be inside `torch.func`."""
+    with ThreadPoolExecutor(1) as outside:
+        outside.submit(_check).result()
+
+
+def _check() -> None:
     generator = torch.Generator().manual_seed(0)
     y, scale, shift, along, slope = (
         torch.randn(shape, generator=generator) for shape in ((3, 5, 4), (3,), (3,), (3, 2, 2), (3, 5, 4))

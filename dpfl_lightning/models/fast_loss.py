@@ -26,15 +26,7 @@ class FastLoss:
 
     def __init__(self, module: Model, x: Inputs, y: Tensor) -> None:
         self.module = copy.deepcopy(module)
-        replaced = False
-        for part in [part for part in self.module.net.modules() if type(part) is nn.Sequential]:
-            layers = list(part)
-            for position, layer in enumerate(layers):
-                if isinstance(layer, nn.GroupNorm) and _can_be_fused(layer, layers[position + 1 : position + 3]):
-                    for index, new in enumerate((FusedPlanes(layer), nn.Identity(), nn.Identity()), start=position):
-                        part[index] = new
-                    replaced = True
-        if replaced and not _alike(self.module, module, x, y):
+        if fuse_planes(self.module.net) and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
         self._of_thread = threading.local()
 
@@ -42,6 +34,19 @@ class FastLoss:
         if not hasattr(self._of_thread, "module"):
             self._of_thread.module = copy.deepcopy(self.module)
         return self._of_thread.module.sample_loss(params, x, y)
+
+
+def fuse_planes(net: nn.Module) -> bool:
+    """Replace the sequences in sequential parts of the net that `FusedPlanes` can compute; return if there were any."""
+    replaced = False
+    for part in [part for part in net.modules() if type(part) is nn.Sequential]:
+        layers = list(part)
+        for position, layer in enumerate(layers):
+            if isinstance(layer, nn.GroupNorm) and _can_be_fused(layer, layers[position + 1 : position + 3]):
+                for index, new in enumerate((FusedPlanes(layer), nn.Identity(), nn.Identity()), start=position):
+                    part[index] = new
+                replaced = True
+    return replaced
 
 
 def _alike(fast: Model, original: Model, x: Inputs, y: Tensor) -> bool:

@@ -1,9 +1,13 @@
 """Random features of records: what nets with random parameters make of them, each record by itself."""
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dpfl_lightning.models.fast_loss import fuse_planes
 from dpfl_lightning.models.model import Model
 
 COUNT_WEIGHT = 0.2  # of the constant feature, whose sum counts records
@@ -15,7 +19,8 @@ def record_features(module: Model, nets: Tensor, x: Tensor) -> list[Tensor]:
     Each row has norm 1, or 0 if all its features are 0. Features are the inputs of the last layer of a net that is an
     `nn.Sequential` with a linear last layer, and otherwise the net's outputs.
     """
-    return [_normalised(x), *(_normalised(_features(module, net, x)) for net in nets)]
+    features = _features(module)
+    return [_normalised(x), *(_normalised(features(net, x)) for net in nets)]
 
 
 def feature_row(parts: list[Tensor]) -> Tensor:
@@ -29,12 +34,21 @@ def part_weight(parts: int) -> float:
     return float(((1 - COUNT_WEIGHT**2) / parts) ** 0.5)
 
 
-def _features(module: Model, net: Tensor, x: Tensor) -> Tensor:
-    params, layers = module.unflatten(net), module.net
-    if not (type(layers) is nn.Sequential and len(layers) > 1 and isinstance(layers[-1], nn.Linear)):
-        return module.output(params, x)
-    trained = {name: params[name] for name, _ in layers[:-1].named_parameters() if name in params}  # others are frozen
-    return functional_call(layers[:-1], trained, (x,))
+def _features(module: Model) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the features as a function of a net `[P]` and `x`."""
+    net = module.net
+    if not (type(net) is nn.Sequential and len(net) > 1 and isinstance(net[-1], nn.Linear)):
+        return lambda flat, x: module.output(module.unflatten(flat), x)
+    layers = net[:-1]
+    if not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers.modules()):
+        fuse_planes(layers := copy.deepcopy(layers))
+    names = [name for name, _ in layers.named_parameters()]
+
+    def of_layers(flat: Tensor, x: Tensor) -> Tensor:
+        params = module.unflatten(flat)
+        return functional_call(layers, {name: params[name] for name in names if name in params}, (x,))  # others frozen
+
+    return of_layers
 
 
 def _normalised(values: Tensor) -> Tensor:

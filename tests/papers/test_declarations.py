@@ -172,6 +172,8 @@ def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     if "distillation" in run.strategies:
         images = run.strategies["distillation"]["images_per_class"]
         special = {"tuning": 40, "published": 40 if cell.row == "tuned" else 1000 * images}
+        if small and cell.row in ("tuned", "centralised", "local", "sum", "paper_mean"):
+            special |= dict.fromkeys(("baselines", "sizes", "widths", "figure6"), 20)
         varied = (private and name != "figure6") or name == "rounds"
         usual = usual and (varied or run.rounds == special.get(name, 100 if small else 500))
     return usual and (name in ("nas", "hpo", "search_set", "widths") or run.model["width"] == (32 if small else 128))

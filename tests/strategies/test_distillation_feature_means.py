@@ -14,6 +14,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, FeatureSums
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.models.features import COUNT_WEIGHT, record_features
+from dpfl_lightning.models.nets import convnet
 from dpfl_lightning.privacy.accounting.accountant import EXACT
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -57,6 +58,20 @@ def test_a_client_releases_the_sums_of_each_class():
     x, y = records_of([4, 3, 0])
     torch.testing.assert_close(sums_of(x, y).float(), slow_sums(x, y), rtol=1e-4, atol=1e-5)
     assert (sums_of(x, y)[:, 0] / COUNT_WEIGHT).tolist() == pytest.approx([4, 3, 0])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_features_of_fused_layers_are_those_of_the_net_also_where_a_hook_changes_a_layer(hooked):
+    module = ClientModule(convnet((1, 8, 8), 3, width=4, depth=2))
+    if hooked:
+        module.net[1].register_forward_hook(lambda layer, inputs, output: output.square())
+    x, net = torch.randn(5, 1, 8, 8), module.flat.clone()
+    expected = torch.nn.functional.normalize(module.net[:-1](x).detach(), dim=1)
+    with torch.no_grad():
+        together = record_features(module, net[None], x)[1]
+        alone = torch.func.vmap(lambda record: record_features(module, net[None], record[None])[1][0])(x)
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_one_record_moves_one_class_by_at_most_one():

@@ -2,7 +2,6 @@
 
 import tempfile
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,10 +62,6 @@ def local_matching(
         has = torch.isin(images.y, population.y[rows].unique().to(images.y))
         sets.append(DistilledSet(images.x[has], images.y[has], images.card))
     return sets
-
-
-def pooled(sets: Sequence[DistilledSet]) -> tuple[Tensor, Tensor]:
-    return torch.cat([images.x for images in sets]), torch.cat([images.y for images in sets])
 
 
 def _matched(

@@ -4,7 +4,6 @@ Choices depend on the accuracy on the server's public records alone; test accura
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping
 from statistics import fmean
@@ -37,7 +36,6 @@ from experiments.papers.distillation.baselines import (
     ON_EVERYTHING,
     local_matching,
     noise_set,
-    pooled,
     random_subset,
     train_and_score,
     whole,
@@ -130,26 +128,12 @@ def local(context: CellContext) -> Content:
     options, population = context.options, population_of(context)
     some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[context.cell.scale]])
     build, training = new_net(options, population), _training(distillation_options(options))
-    sets = _of_clients(context, some)
+    common = {name: value for name, value in distillation_options(options).items() if name != "participation_fraction"}
+    sets = local_matching(some, build, options.rounds, options.seed, str(population.x.device), **common)
     scores = [train_and_score(build, population, one.records, training, 1, options.seed) for one in sets]
     means = [100 * score.mean for score in scores]
     values = {"test_accuracy": fmean(means), "test_accuracy_worst": min(means), "test_accuracy_best": max(means)}
     return {"values": values, "of_clients": means}
-
-
-def union(context: CellContext) -> Content:
-    """Nets trained on all clients' separate sets together, about as many images as one set in the other rows."""
-    population = population_of(context)
-    each = math.ceil(distillation_options(context.options)["images_per_class"] / population.num_clients)
-    return {"values": _of_nets(context, pooled(_of_clients(context, population, images_per_class=each)))}
-
-
-def _of_clients(context: CellContext, population: Population, **changed: Any) -> list[DistilledSet]:
-    """The set that each client of `population` makes alone, by the cell's options."""
-    options = context.options
-    common = {name: value for name, value in distillation_options(options).items() if name != "participation_fraction"}
-    build, device = new_net(options, population), str(population.x.device)
-    return local_matching(population, build, options.rounds, options.seed, device, **{**common, **changed})
 
 
 def _of_nets(context: CellContext, records: tuple[Tensor, Tensor]) -> dict[str, float]:

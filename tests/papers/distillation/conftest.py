@@ -9,8 +9,8 @@ from experiments.papers.run import RunnerOptions
 #: column -> the best rows of distillation.tuning and distillation.private_tuning
 BEST = {
     "public": ("lr1060_steps30",),
-    "eps1": ("distdd_rounds5_lr318", "dpfedavg_rounds20_lr0.25"),
-    "eps8": ("distdd_rounds20_lr1060", "dpfedavg_rounds10_lr0.05"),
+    "eps1": ("distdd_rounds5_lr318", "dpfedavg_lr0.25"),
+    "eps8": ("distdd_rounds20_lr318", "dpfedavg_lr0.05"),
 }
 
 

@@ -18,7 +18,6 @@ from experiments.papers.distillation.baselines import (
     centralised_matching,
     local_matching,
     noise_set,
-    pooled,
     random_subset,
     train_and_score,
     whole,
@@ -101,8 +100,6 @@ def test_local_matching_gives_each_client_the_classes_it_has(population):
     sets = local_matching(population, new_net, rounds=1, **OPTIONS)
     assert [own.y.tolist() for own in sets] == [[0, 0, 1, 1, 2, 2]] * 3 + [[0, 0, 1, 1]]
     assert [own.card["records"] for own in sets] == [26, 34, 40, 20]
-    x, y = pooled(sets)
-    assert y.bincount().tolist() == [8, 8, 6] and len(x) == 22
 
 
 def test_nets_learn_more_from_more(population):

@@ -109,19 +109,11 @@ def test_local_matching_is_of_some_clients(work):
     assert values["test_accuracy"] == pytest.approx(sum(content["of_clients"]) / 2)
 
 
-def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work, calls):
-    scored = calls("train_and_score")
-    made(work, "baselines", "union", "alpha1", {**QUICK, "rounds": "1", "strategies.distillation.image_steps": "2"})
-    ((_, population, (_, labels), *_),) = scored
-    classes = [population.y[rows].unique() for rows in population.train_of]
-    assert len(classes) == 10 and labels.bincount().tolist() == torch.cat(classes).bincount().tolist()
-
-
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
 def test_with_privacy_the_budget_holds(work):
     for row in ("tuned", "dpfedavg"):
         overrides = QUICK if row == "tuned" else {**DIGITS, "clients.batch_size": "16"}
-        content = made(work, "private", row, "eps8", overrides)
+        content = made(work, "one_shot", row, "eps8_ipc10", overrides)
         assert content["epsilon_max"] == pytest.approx(8, abs=0.01) and content["epsilon_max"] <= 8 + 1e-6
         assert "differential privacy" in content["guarantee"] and content["values"]["gigabytes"] > 0
 
