@@ -50,6 +50,8 @@ class DistilledDataModule(LightningDataModule):
         test: the test set, a Dataset of pairs (x, y) normalised as the set's images; required by `test_dataloader` if
             the set was made from your own data.
         uri: the MLflow store of `runs:/<run id>`.
+        folder: folder with the files of the official test set; None uses the system's package or the cache.
+        download: download missing files and verify their checksum.
 
     Attributes:
         distilled: the set, with its `card`.
@@ -65,12 +67,15 @@ class DistilledDataModule(LightningDataModule):
         transform: Transform | None = None,
         test: Dataset[Any] | None = None,
         uri: str | None = None,
+        folder: str | None = None,
+        download: bool = True,
     ) -> None:
         super().__init__()
-        require(isinstance(batch_size, int) and batch_size >= 1, "batch_size", "be a whole number >= 1", batch_size)
+        whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+        require(whole and batch_size >= 1, "batch_size", "be a whole number >= 1", batch_size)
         made = source if isinstance(source, DistilledSet) else load_distilled(source, uri)
         self.distilled = DistilledSet(made.x, made.y, made.card, transform or made.transform)
-        self.batch_size, self._test = batch_size, test
+        self.batch_size, self._test, self._files = batch_size, test, (folder, download)
 
     def prepare_data(self) -> None:
         self._official_test()  # fetches files once, before several processes read them
@@ -94,9 +99,6 @@ class DistilledDataModule(LightningDataModule):
         name = (self.distilled.card.get("origin") or {}).get("name")
         if name is None or self._test is not None:
             return None
-        options = self.distilled.card.get("data") or {}
-        folder = options.get("folder")
-        for key, text in (("origin.name", name), ("data.folder", folder)):
-            require(text is None or isinstance(text, str), f"card.{key}", "be text or null", text)
-        data = load(name, folder, options.get("download", True))
+        require(isinstance(name, str), "card.origin.name", "be text or null", name)
+        data = load(name, *self._files)
         return TensorDataset(data.test_x, data.test_y)

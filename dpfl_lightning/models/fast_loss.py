@@ -26,7 +26,8 @@ class FastLoss:
 
     def __init__(self, module: Model, x: Inputs, y: Tensor) -> None:
         self.module = copy.deepcopy(module)
-        if fuse_planes(self.module.net) and not _alike(self.module, module, x, y):
+        parts = [part for part in self.module.net.modules() if type(part) is nn.Sequential]
+        if any([fuse_planes(part) for part in parts]) and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
         self._of_thread = threading.local()
 
@@ -36,16 +37,14 @@ class FastLoss:
         return self._of_thread.module.sample_loss(params, x, y)
 
 
-def fuse_planes(net: nn.Module) -> bool:
-    """Replace the sequences in sequential parts of the net that `FusedPlanes` can compute; return if there were any."""
-    replaced = False
-    for part in [part for part in net.modules() if type(part) is nn.Sequential]:
-        layers = list(part)
-        for position, layer in enumerate(layers):
-            if isinstance(layer, nn.GroupNorm) and _can_be_fused(layer, layers[position + 1 : position + 3]):
-                for index, new in enumerate((FusedPlanes(layer), nn.Identity(), nn.Identity()), start=position):
-                    part[index] = new
-                replaced = True
+def fuse_planes(part: nn.Sequential) -> bool:
+    """Replace the layers, not those inside of them, that `FusedPlanes` can compute; return whether there were any."""
+    replaced, layers = False, list(part)
+    for position, layer in enumerate(layers):
+        if isinstance(layer, nn.GroupNorm) and _can_be_fused(layer, layers[position + 1 : position + 3]):
+            for index, new in enumerate((FusedPlanes(layer), nn.Identity(), nn.Identity()), start=position):
+                part[index] = new
+            replaced = True
     return replaced
 
 

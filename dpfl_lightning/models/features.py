@@ -41,7 +41,9 @@ def _features(module: Model) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda flat, x: module.output(module.unflatten(flat), x)
     layers = net[:-1]
     if not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers.modules()):
-        fuse_planes(layers := copy.deepcopy(layers))
+        layers = copy.deepcopy(layers)
+        assert isinstance(layers, nn.Sequential)  # for mypy
+        fuse_planes(layers)
     names = [name for name, _ in layers.named_parameters()]
 
     def of_layers(flat: Tensor, x: Tensor) -> Tensor:

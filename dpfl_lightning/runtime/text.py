@@ -144,6 +144,22 @@ def without_credentials(text: str) -> str:
     return re.sub(r"""(://[^/\s?'"][^\s?'"]*\?[^\s'"]*)""", lambda found: re.sub(r"=[^&]*", "=***", found[0]), without)
 
 
+_SECRET = re.compile(r"passw|secret|token|credential|api_?key", re.IGNORECASE)
+
+
+def without_secrets(value: Any) -> Any:
+    """Return options without credentials in addresses, and without the values of keys that name a secret.
+
+    >>> without_secrets({"init_args": {"url": "postgresql://me:x@db/a", "password": "x", "tables": ["t"]}})
+    {'init_args': {'url': 'postgresql://db/a', 'password': '***', 'tables': ['t']}}
+    """
+    if isinstance(value, Mapping):
+        return {name: "***" if _SECRET.search(str(name)) else without_secrets(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(one) for one in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
 def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return dotted name -> text, shortened to 6,000 characters; a list is one value.
 

@@ -113,12 +113,17 @@ class SharedBudget:
         require(all(map(math.isfinite, budgets)), "privacy.epsilon", must, epsilon)
         share = [sweep.set_share * budget for budget in budgets]
         values = {"strategies": {"distillation": {}}, **sweep.set_with, "privacy.epsilon": share}
+        if "feature_means" in (values["strategies"] or {}):
+            values = {"rounds": 1, **values}
         self.set_options = dataclasses.replace(with_values(options, values, "by the sweep"), output_dir=str(folder))
         strategies = self.set_options.strategies
         made = sum(name in strategies for name in _MAKE_SETS)
         require(made == 1, "sweep.set_with.strategies", f"contain one of {' and '.join(_MAKE_SETS)}", list(strategies))
-        loop = build_loop(self.set_options, (), self._population)
-        cost = _fixed_cost(loop)
+        try:
+            loop = build_loop(self.set_options, (), self._population)
+            cost = _fixed_cost(loop)
+        except UserError as error:
+            raise UserError(f"`sweep.set_with` must give a run that makes a set: there, {error}") from None
         self._largest_of_set = max(filter(None, cost.epsilon))
         self.rest = Rest(options, self._population, loop.schedule.clients, [cost])
 

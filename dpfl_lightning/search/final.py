@@ -13,6 +13,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 from dpfl_lightning.search.costs import Cost, planned_cost, summary
+from dpfl_lightning.strategies.distillation.artefact import data_of_card
 
 
 def begun_final(options: Options) -> tuple[bool, dict[str, Any] | None]:
@@ -39,7 +40,8 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options, ch
     """
     if source is None or (card.get("data") or {}).get("use_public"):
         return None
-    clients = json.loads(json.dumps(clients_of(final)))  # as the card has them
+    clients = clients_of(final)
+    clients = json.loads(json.dumps({**clients, "data": data_of_card(clients["data"])}))  # as the card has them
     why = f"the ledger in {Path(source)} belongs to another run"
     if {key: card.get(key) for key in clients} != clients:
         why = "the records of its clients were distributed differently (data, seed or clients.count differ)"

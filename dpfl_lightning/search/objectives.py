@@ -201,7 +201,7 @@ def folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
     counts = torch.bincount(y)
     fewest = int(counts[counts > 0].min())
     advice = "Make more images of each class, or set data.public_records, on which models are then scored."
-    require(fewest >= 2, "sweep.distilled", "have 2 records of each class, one of them to hold out", fewest, advice)
+    require(fewest >= 2, "the distilled set", "have 2 records of each class, one of them to hold out", fewest, advice)
     must = f"be at most {fewest}, the number of records of the rarest class, as each model is scored on other records"
     require(networks <= fewest, "sweep.networks", must, networks, advice)
     folds, fold_of = max(networks, _FEWEST_FOLDS), torch.empty_like(y)

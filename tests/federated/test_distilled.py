@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 import torch
@@ -10,13 +11,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpfl_lightning.data import load
 from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet, data_of_card
+from dpfl_lightning.strategies.distillation.data_card import _command
 from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
 
 
 def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:
     x = torch.randn(6, *shape, generator=torch.Generator().manual_seed(seed))
     return DistilledSet(x, torch.arange(3).repeat_interleave(2), {"rounds": 5, "epsilon_max": 8.0})
+
+
+def write_card(folder) -> None:
+    """A card that describes the tensors in the folder."""
+    card = {"sha256": hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()}
+    digest = hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
+    (folder / CARD).write_text(json.dumps({**card, "card_sha256": digest}))
 
 
 def test_it_comes_back_as_it_was(tmp_path):
@@ -47,8 +56,7 @@ def test_images_that_are_not_finite_are_neither_written_nor_read(number, tmp_pat
         broken.save(tmp_path)
     assert not any(tmp_path.iterdir())
     torch.save({"x": broken.x, "y": broken.y}, tmp_path / TENSORS)
-    digest = hashlib.sha256((tmp_path / TENSORS).read_bytes()).hexdigest()
-    (tmp_path / CARD).write_text(json.dumps({"sha256": digest}))
+    write_card(tmp_path)
     with pytest.raises(UserError, match=r"distilled\.pt` must hold finite images, got '1 of 6 .*image_learning_rate"):
         DistilledSet.load(tmp_path)
 
@@ -77,8 +85,7 @@ def test_files_of_other_content_are_named(tmp_path):
         (3, "got others"),
     ):
         torch.save({"x": torch.zeros(6, 4), "y": y}, tmp_path / TENSORS)
-        digest = hashlib.sha256((tmp_path / TENSORS).read_bytes()).hexdigest()
-        (tmp_path / CARD).write_text(json.dumps({"sha256": digest}))
+        write_card(tmp_path)
         with pytest.raises(UserError, match=words):
             DistilledSet.load(tmp_path)
 
@@ -90,6 +97,10 @@ def test_it_is_a_dataset_of_images_and_labels(tmp_path):
     assert len(made) == 6 and torch.equal(image, -a_set().x[3]) and label == 1
     x, y = next(iter(DataLoader(made, batch_size=6)))
     assert torch.equal(x, -a_set().x) and torch.equal(y, a_set().y) and torch.equal(made.x, a_set().x)
+
+
+def fashion_set() -> DistilledSet:
+    return DistilledSet(torch.zeros(2, 1, 28, 28), torch.arange(2), {"origin": {"name": "fashion_mnist"}})
 
 
 def digits_set() -> DistilledSet:
@@ -135,9 +146,31 @@ def test_a_card_of_other_content_is_one_sentence(tmp_path):
         key = list(card)[-1]
         with pytest.raises(UserError, match=rf"`card\.{key}` must be a mapping, got "):
             DistilledDataModule(DistilledSet(x, y, card)).prepare_data()
-    for origin, data, key in (({"name": 5}, {}, "origin.name"), ({"name": "digits"}, {"folder": [1]}, "data.folder")):
-        with pytest.raises(UserError, match=rf"`card\.{key}` must be text or null, got "):
-            DistilledDataModule(DistilledSet(x, y, {"origin": origin, "data": data})).prepare_data()
+    with pytest.raises(UserError, match=r"`card\.origin\.name` must be text or null, got "):
+        DistilledDataModule(DistilledSet(x, y, {"origin": {"name": 5}})).prepare_data()
+
+
+def test_a_card_names_no_secret_and_no_path_of_the_machine():
+    arguments = {"url": "postgresql://me:one@host/records", "password": "two", "tables": ["a"]}
+    data = {"class_path": "mine.Records", "folder": "/home/me", "download": False, "init_args": arguments}
+    expected = {"url": "postgresql://host/records", "password": "***", "tables": ["a"]}
+    assert data_of_card(data) == {"class_path": "mine.Records", "init_args": expected}
+    command = _command({"data": data, "strategies": {"feature_means": {}}})
+    assert "mine.Records" in command and not re.search("one@|two|/home", command)
+
+
+def test_every_image_has_a_label():
+    with pytest.raises(UserError, match="`y` must have a label for each of 6 images, got 3"):
+        DistilledSet(a_set().x, a_set().y[:3])
+
+
+def test_a_set_without_images_has_no_picture():
+    assert DistilledSet(torch.zeros(0, 1, 4, 4), torch.zeros(0).long()).grid() is None
+
+
+def test_files_of_the_test_set_may_be_elsewhere(tmp_path):
+    with pytest.raises(UserError, match="folder"):
+        DistilledDataModule(fashion_set(), folder=str(tmp_path), download=False).prepare_data()
 
 
 @pytest.mark.parametrize("change", [{"epsilon_max": 0.001}, {"guarantee": "none"}, {"rounds": None}])

@@ -1,6 +1,7 @@
 """One-shot sets: what a client releases, what it costs, how clients are weighted, and what the images teach."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.reporting.curves import HISTORY
 from dpfl_lightning.reporting.curves import read as read_curves
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
+from dpfl_lightning.strategies.distillation import feature_means
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import PURPOSE, FeatureMeans, pooled
@@ -58,6 +60,24 @@ def test_a_client_releases_the_sums_of_each_class():
     x, y = records_of([4, 3, 0])
     torch.testing.assert_close(sums_of(x, y).float(), slow_sums(x, y), rtol=1e-4, atol=1e-5)
     assert (sums_of(x, y)[:, 0] / COUNT_WEIGHT).tolist() == pytest.approx([4, 3, 0])
+
+
+class Sliced(torch.nn.Module):
+    """Uses its layers otherwise than one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.GroupNorm(4, 4), torch.nn.ReLU(), torch.nn.AvgPool2d(2))
+
+    def forward(self, x):
+        return self.body[0](x.expand(-1, 4, -1, -1)).abs()
+
+
+def test_features_of_a_net_that_slices_its_parts_are_the_inputs_of_its_last_layer():
+    module = ClientModule(torch.nn.Sequential(Sliced(), torch.nn.Flatten(), torch.nn.Linear(256, 3)))
+    x = torch.randn(5, 1, 8, 8)
+    expected = torch.nn.functional.normalize(module.net[:-1](x).detach(), dim=1)
+    torch.testing.assert_close(record_features(module, module.flat[None], x)[1].detach(), expected)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -261,8 +281,38 @@ def test_an_answer_that_the_network_loses_is_charged_and_is_in_no_sum(make_loop)
         assert float(counts[0]) == pytest.approx(float(counts[1]) / 2)
         assert [loop.clients.account(client).releases for client in range(4)] == [1, 1, 1, 1]
         assert result.metrics["lost_updates"] == 2
-    with pytest.warns(UserNotice, match="feature_means: no release arrived, so the images are noise"):
-        run(make_loop, network=NetworkOptions(dropout=1.0))
+    loop = few(make_loop, FeatureMeans(**QUICK), counts=EQUAL, rounds=1, network=NetworkOptions(dropout=1.0))
+    with pytest.raises(UserError, match=r"must get the release of at least one client.*reserve_rounds"):
+        loop.run()
+    assert not list(Path(loop.output_dir).glob("distilled*"))
+
+
+def test_without_a_release_that_the_budget_pays_for_nothing_begins(make_loop):
+    privacy = PrivacyOptions(epsilon=0.5, delta=1e-3, noise_multiplier=0.4)
+    with pytest.raises(UserError, match=r"privacy\.epsilon` must be a budget that pays for one release"):
+        few(make_loop, FeatureMeans(**QUICK), counts=EQUAL, rounds=1, privacy=privacy).run()
+
+
+def test_a_release_that_a_crash_lost_gives_no_set_when_the_run_is_resumed(make_loop, monkeypatch):
+    loop = few(make_loop, FeatureMeans(**QUICK), counts=EQUAL, rounds=1, privacy=private(noise_key=None))
+    monkeypatch.setattr(feature_means, "pooled", lambda *arguments: (_ for _ in ()).throw(PowerCut))
+    with pytest.raises(PowerCut):
+        loop.run()
+    monkeypatch.undo()
+    again = few(
+        make_loop,
+        FeatureMeans(**QUICK),
+        counts=EQUAL,
+        rounds=1,
+        privacy=private(noise_key=None),
+        output_dir=loop.output_dir,
+    )
+    with (
+        pytest.warns(UserNotice, match=r"round 1 was broken off, and without .* nothing is left to repeat"),
+        pytest.raises(UserError, match="must get the release of at least one client"),
+    ):
+        again.run(resume=True)
+    assert not list(Path(loop.output_dir).glob("distilled*"))
 
 
 def test_a_step_to_images_that_diverge_is_left_out(make_loop):

@@ -251,9 +251,13 @@ class Run:
         self.totals = RunTotals.of(saved)
         self.snapshot, self._lost_before = dict(saved), frozenset(saved["lost"])
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(state.round + 1):
-            none_left = ", and without privacy.reserve_rounds none is left for the last round"
-            words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise"
-            warn_user(words if self.schedule.reserve else words + none_left)
+            words, last = f"round {state.round + 1} was broken off", state.round + 1 == self.rounds
+            if self.schedule.reserve or not last:
+                words += ": it is charged again, with fresh noise"
+            if not self.schedule.reserve:
+                what = "to repeat it" if last else "for the last round"
+                words += f", and without privacy.reserve_rounds nothing is left {what}"
+            warn_user(words)
         self._replan(state)
         self.info = self._info(first_round=state.round + 1, measured=True)
         return state

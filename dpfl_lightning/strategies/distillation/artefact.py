@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
+from dpfl_lightning.runtime.text import without_secrets
 
 #: images and labels, the card for programs, and the data card for people
 TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
@@ -42,6 +43,7 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         for name in ("origin", "data"):
             value = self.card.get(name)
             require(value is None or isinstance(value, Mapping), f"card.{name}", "be a mapping", value)
+        require(len(self.x) == len(self.y), "y", f"have a label for each of {len(self.x)} images", len(self.y))
 
     def __len__(self) -> int:
         return len(self.y)
@@ -79,9 +81,9 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         require(not missing, "distilled", "be the folder of a distilled set", got, advice)
         again = f"Copy {TENSORS} and {CARD} of the run again."
         card = read_json(card_path, advice=again)
-        require("sha256" in card, str(card_path), "be the card of a distilled set", "another file", again)
-        digest = card.pop(_OF_CARD, None)  # cards of older versions have none
-        unchanged = digest in (None, _card_digest(card))
+        is_card = {"sha256", _OF_CARD} <= card.keys()
+        require(is_card, str(card_path), "be the card of a distilled set", "another file", again)
+        unchanged = card.pop(_OF_CARD) == _card_digest(card)
         must = f"be the file that {CARD} describes"
         require(card.pop("sha256") == _digest(path), str(path), must, "a damaged file, or that of another set", again)
         require(unchanged, str(card_path), "be as it was written", "a changed card", again)
@@ -99,9 +101,9 @@ class DistilledSet(Dataset[tuple[Any, int]]):
     def grid(self, most: int = 10) -> Tensor | None:
         """Return a picture `[height, width, 1 or 3]` in [0, 1], with a row of at most `most` images for each class.
 
-        None if there are not one or three channels.
+        None if there is no image, or not one or three channels.
         """
-        if self.x.dim() != 4 or self.x.shape[1] not in (1, 3):
+        if self.x.dim() != 4 or self.x.shape[1] not in (1, 3) or not len(self.x):
             return None
         rows = [self.x[self.y == label][:most] for label in self.y.unique()]
         low, high = torch.quantile(torch.cat(rows).flatten()[: 1 << 24], torch.tensor([0.01, 0.99]).to(self.x)).tolist()
@@ -112,6 +114,12 @@ class DistilledSet(Dataset[tuple[Any, int]]):
             blank = framed.new_ones(width - len(framed), *framed.shape[1:])
             lines.append(torch.cat([*framed, *blank], dim=2))
         return torch.cat(lines, dim=1).clamp(0, 1).permute(1, 2, 0).cpu()
+
+
+def data_of_card(data: Mapping[str, Any] | None) -> Any:
+    """Return the options of the data as the card has them, which is given away: without secrets and local paths."""
+    public = {name: one for name, one in (data or {}).items() if name not in ("folder", "download")}
+    return without_secrets(public) or None
 
 
 def _require_finite(x: Tensor, path: Path, key: str = "") -> None:

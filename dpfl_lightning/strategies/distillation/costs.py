@@ -10,6 +10,7 @@ from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.text import data_size
+from dpfl_lightning.strategies.distillation.artefact import data_of_card
 
 _OF_CLIENTS = ("name", "num_records", "epsilon_spent", "delta")
 
@@ -95,7 +96,7 @@ def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], s
         "shape": list(facts.input_shape),
         "options": dict(options),
         "sampling": sampling,
-        "data": run.get("data"),
+        "data": data_of_card(run.get("data")),
         "model": run.get("model"),
         "seed": view.seed,
         "rounds": result.rounds,

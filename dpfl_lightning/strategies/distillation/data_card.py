@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfl_lightning.config.yaml_text import dump
-from dpfl_lightning.runtime.text import markdown
+from dpfl_lightning.runtime.text import markdown, without_secrets
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 #: sections of a configuration that determine a set; paths, keys and tracking are left out
@@ -84,7 +84,7 @@ _SAMPLINGS = {
 def _command(options: Mapping[str, Any]) -> str:
     if not options:
         return "The run was built in Python, so there is no command that repeats it."
-    kept = {name: _plain(options[name]) for name in _SECTIONS if name in options}
+    kept = {name: without_secrets(_plain(options[name])) for name in _SECTIONS if name in options}
     return (
         "This command makes a set in the same way, with fresh noise, from a file `set.yaml` with this content:\n\n"
         f"```bash\npython -m dpfl_lightning.fit --config set.yaml\n```\n\n```yaml\n{dump(kept).rstrip()}\n```"

@@ -108,6 +108,9 @@ class FeatureMeans(SetStrategy):
 
     def describe(self, view: View) -> tuple[str, ...]:
         clients, model = view.facts.num_clients, view.module.num_params
+        releases = any(line.purpose == PURPOSE and line.count for one in view.schedule.clients for line in one.planned)
+        must = "be a budget that pays for one release of some client"
+        require(releases, "privacy.epsilon", must, "less", "Set more, or a larger privacy.noise_multiplier.")
         sent = costs.Sent(clients * self._options["nets"] * model, clients * self._numbers(view))
         return (costs.traffic_words(sent, costs.traffic(clients, model, model), clients),)
 
@@ -122,11 +125,10 @@ class FeatureMeans(SetStrategy):
         }
         nets = self._nets(view)
         answers = view.ask(FeatureSums(mechanism_of=mechanism_of, nets=nets, num_classes=view.facts.num_classes))
-        if answers:
-            clients = list(answers)
-            self._released = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
-        else:
-            warn_user("strategy feature_means: no release arrived, so the images are noise")
+        advice = "Budgets that it spent stay spent. Set privacy.reserve_rounds: 1 to be able to repeat a release."
+        require(bool(answers), KEY, "get the release of at least one client", "none", advice)
+        clients = list(answers)
+        self._released = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
         return plan.only(lambda client: False)
 
     def _nets(self, view: View) -> Tensor:

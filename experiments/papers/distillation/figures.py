@@ -133,6 +133,29 @@ def costs_of_tunings(experiment: Experiment, cells: Cells) -> list[Panel]:
     return panels
 
 
+def costs_of_sets(experiment: Experiment, cells: Cells) -> str:
+    """A table of what each row that asks clients costs: the largest epsilon and means of traffic and time."""
+    lines = []
+    for row, one in experiment.rows.items():
+        for name, column in experiment.columns.items():
+            made = [cell for cell in cells.get((row, name), ()) if "gigabytes" in cell["values"]]
+            if made:
+                megabytes = 1000 * fmean(cell["values"]["gigabytes"] for cell in made)
+                minutes = fmean(cell["values"]["run_seconds"] for cell in made) / 60
+                spent = epsilon_text(max(cell["epsilon_max"] for cell in made))
+                rounds = "/".join(sorted({str(cell["rounds"]) for cell in made}))
+                lines.append([one.title, column.title, spent, rounds, f"{megabytes:.0f}", f"{minutes:.0f}"])
+    head = [
+        "what clients are asked for",
+        "column",
+        "epsilon",
+        "rounds",
+        "MB of all clients",
+        "minutes, one core",
+    ]
+    return markdown(head, lines) if lines else ""
+
+
 def accuracy_by_epsilon(experiment: Experiment, cells: Cells) -> list[Panel]:
     """Figure 6, second panel: by the epsilon of the whole run."""
     series: dict[str, list[tuple]] = {}

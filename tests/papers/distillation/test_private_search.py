@@ -43,7 +43,8 @@ def test_the_default_row_is_dp_fedavg_of_the_private_tables_with_the_options_of_
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("tuned")
-def test_the_set_is_one_release_of_half_of_epsilon(work):
+def test_the_set_is_one_release_of_half_of_epsilon(work, monkeypatch):
+    monkeypatch.setitem(private_search._ON_PUBLIC, "epochs", 10)  # of so few records
     overrides = {"data.name": "digits", "data.public_records": "200", "model.width": "4", "model.depth": "2"}
     overrides |= {"privacy.delta": "0.001", "clients.batch_size": "16", "data.partition": "{name: iid}", "rounds": "1"}
     cell = Cell(TABLE.name, "set", "eps8", "small", 0, tuple(sorted(overrides.items())))

@@ -83,8 +83,8 @@ def test_private_rows_have_the_rounds_and_rates_that_their_tuning_chooses():
         ("tuned", "eps0.5_ipc10", (5, 318, 1)),
         ("tuned", "eps1_ipc50", (5, 318, 1)),
         ("tuned", "eps4_ipc10", (20, 318, 5)),
-        ("dpfedavg", "eps2_ipc10", (20, 0.25, None)),
-        ("dpfedavg", "eps8_ipc50", (20, 0.05, None)),
+        ("dpfedavg", "eps2_ipc10", (5, 0.25, None)),
+        ("dpfedavg", "eps8_ipc50", (5, 0.05, None)),
     ):
         run = options(source(TABLES["distillation.one_shot"], row, column, "small"))
         found = run.strategies.get("distillation")
