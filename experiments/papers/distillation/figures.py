@@ -1,7 +1,7 @@
 """Figures and summaries of the distillation paper: searches, noise, and costs."""
 
 import math
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text
@@ -134,25 +134,17 @@ def costs_of_tunings(experiment: Experiment, cells: Cells) -> list[Panel]:
 
 
 def costs_of_sets(experiment: Experiment, cells: Cells) -> str:
-    """A table of what each row that asks clients costs: the largest epsilon and means of traffic and time."""
+    """A table of what each row that asks clients costs: rounds, traffic, and the median of minutes over cells."""
     lines = []
     for row, one in experiment.rows.items():
-        for name, column in experiment.columns.items():
-            made = [cell for cell in cells.get((row, name), ()) if "gigabytes" in cell["values"]]
-            if made:
-                megabytes = 1000 * fmean(cell["values"]["gigabytes"] for cell in made)
-                minutes = fmean(cell["values"]["run_seconds"] for cell in made) / 60
-                spent = epsilon_text(max(cell["epsilon_max"] for cell in made))
-                rounds = "/".join(sorted({str(cell["rounds"]) for cell in made}))
-                lines.append([one.title, column.title, spent, rounds, f"{megabytes:.0f}", f"{minutes:.0f}"])
-    head = [
-        "what clients are asked for",
-        "column",
-        "epsilon",
-        "rounds",
-        "MB of all clients",
-        "minutes, one core",
-    ]
+        made = [cell for column in experiment.columns for cell in cells.get((row, column), ())]
+        made = [cell for cell in made if "gigabytes" in cell["values"]]
+        if made:
+            rounds = ", ".join(map(str, sorted({cell["rounds"] for cell in made})))
+            megabytes = max(1000 * cell["values"]["gigabytes"] for cell in made)
+            minutes = median(cell["values"]["run_seconds"] for cell in made) / 60
+            lines.append([one.title, rounds, f"{megabytes:.0f}", f"{minutes:.0f}"])
+    head = ["what clients are asked for", "rounds", "MB sent to and by all clients", "minutes, on one core"]
     return markdown(head, lines) if lines else ""
 
 
