@@ -540,7 +540,7 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
 @pytest.mark.e2e
 def test_a_set_from_one_release_leaves_the_rest_of_the_budget(search, tmp_path):
     few = {"images_per_class": 4, "nets": 2, "image_steps": 2, "evaluation_epochs": 1}
-    search(shared(trials=1, set_with={"rounds": 1, "strategies": {"feature_means": few}}), "--final")
+    search(shared(trials=1, set_with={"strategies": {"feature_means": few}}), "--final")
     both = read([tmp_path / "out" / "set" / "ledger.jsonl", tmp_path / "out" / "final" / "ledger.jsonl"])
     assert [dict(account.releases) for account in both.accounts] == [{"features": 1, "train": 2}] * 5
     for account, budget in zip(both.accounts, BUDGETS, strict=True):
@@ -592,6 +592,8 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         (shared(set_share=0.999999999), ["sweep.set_share` must be in (0, 0.999], got 0.999999999"]),
         (shared(set_with={"strategies": {"uniform": {}, "distillation": None}}), ["strategies"]),
         (shared(set_with={"strategies": {"uniform": {}}}), ["sweep.set_with.strategies", "one of distillation and fe"]),
+        (shared(set_with={"rounds": 3, "strategies": {"feature_means": {}}}),
+         ["sweep.set_with` must give", "rounds` must be 1"]),
         (shared(networks=11), ["sweep.networks", "the number of records of the rarest class"]),
         (shared(space={"model.width": {"choices": [8]}}), ["sweep.space.model.width", "it has none"]),
         (shared(sampler={"name": "grid"}), ["sweep.space.clients.learning_rate", "sampler grid"]),
