@@ -27,7 +27,8 @@ class FastLoss:
     def __init__(self, module: Model, x: Inputs, y: Tensor) -> None:
         self.module = copy.deepcopy(module)
         parts = [part for part in self.module.net.modules() if type(part) is nn.Sequential]
-        if any([fuse_planes(part) for part in parts]) and not _alike(self.module, module, x, y):
+        replaced = [fuse_planes(part) for part in parts]
+        if any(replaced) and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
         self._of_thread = threading.local()
 

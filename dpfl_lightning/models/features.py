@@ -44,11 +44,11 @@ def _features(module: Model) -> Callable[[Tensor, Tensor], Tensor]:
         layers = copy.deepcopy(layers)
         assert isinstance(layers, nn.Sequential)  # for mypy
         fuse_planes(layers)
-    names = [name for name, _ in layers.named_parameters()]
 
     def of_layers(flat: Tensor, x: Tensor) -> Tensor:
         params = module.unflatten(flat)
-        return functional_call(layers, {name: params[name] for name in names if name in params}, (x,))  # others frozen
+        trained = {name: params[name] for name, _ in layers.named_parameters() if name in params}  # others are frozen
+        return functional_call(layers, trained, (x,))
 
     return of_layers
 
