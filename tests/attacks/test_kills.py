@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 import ranked_runs
@@ -106,32 +107,37 @@ KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of ranks
 @pytest.mark.e2e
 @pytest.mark.usefixtures("in_the_repository")
 def test_a_killed_run_of_two_ranks_is_the_unbroken_one(tmp_path):
-    """One of them is killed at a random moment; the other one ends by itself, and one process goes on."""
+    """One of them is killed at a random moment after the start; the other one ends by itself, one process goes on."""
     moments = random.Random(time.time_ns())
     argv = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY, "--rounds", "20"]
     unbroken = tmp_path / "unbroken"
+    ranks = _ranks(argv, unbroken)
     begun = time.monotonic()
-    assert [one.wait() for one in _ranks([*argv, "--output_dir", str(unbroken)])] == [0, 0]
+    assert [one.wait() for one in ranks] == [0, 0]
     seconds = time.monotonic() - begun
     for number in range(KILLS_OF_COMMANDS):
         broken = tmp_path / f"broken {number}"
-        ranks = _ranks([*argv, "--output_dir", str(broken)])
-        time.sleep(moments.uniform(0.2 * seconds, seconds))
+        ranks = _ranks(argv, broken)
+        time.sleep(moments.uniform(0.0, seconds))
         ranks[moments.randrange(2)].kill()
         for one in ranks:
             one.wait(timeout=60)
         if not (broken / "result.json").is_file():
-            again = ["--resume", str(broken)] if (broken / "options.yaml").exists() else [*argv, "--output_dir", broken]
-            assert fit(list(map(str, again))) == 0
+            assert fit(["--resume", str(broken)]) == 0
         ours, theirs = (torch.load(folder / "model.pt") for folder in (broken, unbroken))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"kill {number}"
         assert read_ledger(broken / "ledger.jsonl") == read_ledger(unbroken / "ledger.jsonl")
 
 
-def _ranks(argv: list[str]) -> list[warm.Process]:
-    port = ranked_runs.free_port()
+def _ranks(argv: list[str], folder: Path) -> list[warm.Process]:
+    """Two that have found each other: rank 0 has written its options."""
+    port, argv = ranked_runs.free_port(), [*argv, "--output_dir", str(folder)]
     environments = [{**os.environ, **ranked_runs.slurm(rank, 1, 2, port), "OMP_NUM_THREADS": "1"} for rank in (0, 1)]
-    return [warm.Process("-m", "dpfl_lightning.fit", *argv, env=environment) for environment in environments]
+    ranks = [warm.Process("-m", "dpfl_lightning.fit", *argv, env=environment) for environment in environments]
+    while not (folder / "options.yaml").exists():
+        assert [one.poll() for one in ranks] == [None, None]
+        time.sleep(0.05)
+    return ranks
 
 
 @pytest.mark.e2e

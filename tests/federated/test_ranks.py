@@ -231,6 +231,24 @@ def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
     assert (status, out, err) == (1, "", "rank 1: rank 0 has stopped, so this rank stops, too\n")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_peer_never_starts_ends_with_a_sentence(rank, tmp_path):
+    """The timeout, of minutes, is shortened; without one of ours, torch waits for half an hour."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import datetime, sys\n"
+        "from dpfl_lightning import fit\n"
+        "from dpfl_lightning.federated.transport import ranks\n"
+        "ranks._JOINING = datetime.timedelta(seconds=2)\n"
+        "sys.exit(fit.main(sys.argv[1:]))\n"
+    )
+    environment = {**os.environ, **ranked_runs.slurm(rank, 1, 2, ranked_runs.free_port())}
+    process = warm.Process(str(script), *DIGITS, "--output_dir", str(tmp_path / "run"), env=environment)
+    assert process.wait(timeout=60) == 2
+    assert f"`ranks` must all find each other, got on rank {rank} of 2" in process.communicate()[1]
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_mistake_is_told_once_and_is_status_2_on_every_rank(srun):
     ended = [_ended(process) for process in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rouns", "3")]
     assert [status for status, _, _ in ended] == [2, 2]
@@ -244,7 +262,7 @@ def test_help_and_what_rank_0_alone_finds_wrong_are_told_once(srun, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     ended = [_ended(one) for one in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--output_dir", str(tmp_path))]
     assert [status for status, _, _ in ended] == [2, 2] and ended[1][1:] == ("", "")
-    assert ended[0][2].count("error: ") == 1 and "another run or other files" in ended[0][2]
+    assert ended[0][2].count("error: ") == 1 and "which holds other files" in ended[0][2]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from dpfl_lightning.runtime.launcher import Launch, launched
 
 T = TypeVar("T")
 
+_JOINING = timedelta(minutes=5)  # timeout of the start: the longest time between the first rank and the last one
 _PATIENCE = timedelta(weeks=1)  # timeout of a message: a round may be long, and a rank that dies closes its socket
 _FAREWELL = 10.0  # seconds to wait for the end of the other ranks
 _MESSAGE, _END = 0, 1  # kind of a header: a message of so many bytes, or the end of the run with an exit status
@@ -118,7 +119,7 @@ class Ranks:
         self._sending = True
         try:
             self._header(rank, _MESSAGE, len(data))
-            dist.send(data, rank)
+            _sent(data, rank)
         except RuntimeError:
             self._gone(rank)
         finally:
@@ -184,7 +185,7 @@ class Ranks:
                 self._header(rank, _END, status)
 
     def _header(self, rank: int, kind: int, number: int) -> None:
-        dist.send(torch.tensor([kind, number]), rank)
+        _sent(torch.tensor([kind, number]), rank)
 
     def _gone(self, rank: int) -> NoReturn:
         if self.rank > 0:
@@ -226,7 +227,7 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         environment = TorchElasticEnvironment() if by_torchrun else SLURMEnvironment(auto_requeue=False)
         # gloo (between CPUs): messages are few, contain arbitrary objects, and must fail when a peer dies. Tensors on a
         # GPU stay there until the end of a client's round.
-        strategy = DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+        strategy = DDPStrategy(cluster_environment=environment, process_group_backend="gloo", timeout=_JOINING)
         hosts = launch.size // launch.local_size
         fabric = Fabric(accelerator=device, devices=launch.local_size, num_nodes=hosts, strategy=strategy)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
@@ -235,9 +236,10 @@ def _fabric(device: str, launch: Launch) -> Fabric:
     try:
         fabric.launch()
     except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"`ranks` must all find each other, got on rank {launch.rank} of {launch.size}: {_first(error)}"
-        ) from None
+        words = f"`ranks` must all find each other, got on rank {launch.rank} of {launch.size}: {_first(error)}"
+        if launch.local_rank > 0:
+            print(f"error: {words}", file=sys.stderr, flush=True)  # the rank that prints for all may never have started
+        raise UserError(words) from None
     finally:
         logging.disable(logging.NOTSET)
     return fabric
@@ -247,9 +249,15 @@ def _first(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
+def _sent(data: Tensor, rank: int) -> None:
+    work = dist.isend(data, rank)
+    assert work is not None  # for mypy: this process belongs to the group
+    work.wait(_PATIENCE)
+
+
 def _received(buffer: Tensor, rank: int) -> Tensor:
     work = dist.irecv(buffer, rank)
-    assert work is not None  # for mypy: this process belongs to the group
+    assert work is not None
     work.wait(_PATIENCE)
     return buffer
 
