@@ -7,10 +7,13 @@ import numpy as np
 from scipy.optimize import nnls
 
 _SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
+_EQUAL = 0.95  # how probable the last of them is before any evidence; the others are equally probable
 _MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite
 _EDGE = 3.27  # 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _OPPOSED = -4.0  # sum of votes, in standard deviations of votes by noise, below which an update goes against others
 _VOTE = 3.0  # bound of one vote, in standard deviations of a cosine of noise
+_PROVEN = 3.09  # 99.9 % quantile of the normal distribution
+_MOST_ALONE = 3.0  # bound of the ratio of two squared lengths: of the signal of one client alone, and of its shared one
 # least squared cosine between two sides / product of the cosines within them, for one to be the other's opposite
 _MIRRORED = 2 / 3
 
@@ -23,7 +26,7 @@ class SignalEstimate:
         alignment: length of the common part of each update's signal / length of the update, `[C]`, in [0, 1).
         factors: loadings of the updates on all directions that clients share, `[C, r]`; the first is `alignment`, but
             negative for updates that go against the common part.
-        private: length of the signal that this client has alone / length of the update, as far as it is proven, `[C]`.
+        private: length of the signal that this client has alone / length of the update, `[C]`.
         length: lengths of the updates, each limited to the range of the others, `[C]`.
     """
 
@@ -33,13 +36,8 @@ class SignalEstimate:
     length: np.ndarray
 
     @property
-    def shared(self) -> np.ndarray:
-        """Length of the signal that each update shares with others / length of the update, `[C]`."""
-        return np.sqrt(np.square(self.factors).sum(axis=1))
-
-    @property
     def noise_share(self) -> np.ndarray:
-        """Share of each update's squared length that is noise, or a signal that is not proven, `[C]`, in (0, 1]."""
+        """Share of each update's squared length that is noise, or a signal that is not seen, `[C]`, in (0, 1]."""
         return np.maximum(1 - np.square(self.factors).sum(axis=1) - self.private**2, 1 - _MOST_ALIGNED**2)
 
 
@@ -48,25 +46,27 @@ def estimate_signals(
     lengths: np.ndarray,
     models: Sequence[Sequence[int]],
     precision: np.ndarray,
-    lasting: np.ndarray | None = None,
+    lasting: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> list[SignalEstimate]:
     """Estimate how much of each update is signal that it shares with others of its model. Post-processing.
 
     Noise of different clients is independent, so the cosine of two updates of one model is the product of their
     alignments, give or take an error of variance 1 / `precision`. Where this shows too little, alignments follow a law:
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
-    equal signals), over which the estimate averages. Clients differ from the law as far as cosines prove it (empirical
-    Bayes). Further directions, which clients with one kind of data share, count if noise alone shows as much in one of
-    1,000 rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged
-    without them. What an update has in common with the client's earlier ones, and not with other clients, is a signal
-    that this client has alone, because noises of different rounds are independent, too.
+    equal signals), over which the estimate averages; equal signals are assumed unless the cosines are against them.
+    Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
+    kind of data share, count if noise alone shows as much in one of 1,000 rounds. Updates that clearly are the opposite
+    of the others' have no alignment, and the others are judged without them. What an update has in common with the
+    client's earlier ones, and not with other clients, is a signal that this client has alone, because noises of
+    different rounds are independent, too.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.
         lengths: of the updates, `[C]`, > 0.
         models: rows of the clients of each model.
         precision: number of parameters times number of rounds in which the cosine was seen, `[C, C]`.
-        lasting: lower bound on the cosine of each client's signals in two rounds times their shares, `[C]`; None is 0.
+        lasting: mean cosine between each client's updates in two rounds, `[C]`, and its standard error, `[C]` > 0,
+            infinite if unknown; None if all are.
     """
     limited, known = lengths.copy(), lengths > 0
     limited[known] = within_others(lengths[known])
@@ -86,8 +86,9 @@ def estimate_signals(
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
         factors = np.column_stack([signed, _further(rest, seen, 1 - signed**2)])
-        own = np.zeros(len(rows)) if lasting is None else np.minimum(lasting[rows], _MOST_ALIGNED**2)
-        private = np.sqrt(np.maximum(own - np.square(factors).sum(axis=1), 0.0))
+        private = np.zeros(len(rows))
+        if lasting is not None:
+            private = _alone(np.square(factors).sum(axis=1), *(one[rows] for one in lasting))
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
     return estimates
 
@@ -145,6 +146,8 @@ def _law(
             fits[number, rows] = np.sqrt(scale) * shape if scale > 0 else 1e-9 * shape
             misfits[number] += (known * (block - scale * product) ** 2).sum() / 2
     share = np.exp(-(misfits - misfits.min()) / 2)
+    share[:-1] *= (1 - _EQUAL) / (len(_SLOPES) - 1)
+    share[-1] *= _EQUAL
     return np.minimum(share @ fits / share.sum(), 0.99)
 
 
@@ -204,6 +207,20 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.nd
             break
     length = np.square(loadings).sum(axis=1)
     return loadings * np.sqrt(np.where(length > 0, diagonal / np.where(length > 0, length, 1.0), 0.0))[:, None]
+
+
+def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Return the length of the signal that each client has alone / length of the update, from squares `[C]` of those.
+
+    It is what is proven for this client, and at least what all clients together show: one ratio to the shared signal,
+    less its standard error. The ratio of each client counts as at most 3, so that no client decides.
+    """
+    beyond, weight = lasting - shared, (shared / error) ** 2
+    ratios = np.clip(beyond / np.maximum(shared, 1e-300), -_MOST_ALONE, _MOST_ALONE)
+    information = max(float(weight.sum()), 1e-300)
+    ratio = float(weight @ ratios) / information - information**-0.5
+    proven = beyond - _PROVEN * np.where(np.isfinite(error), error, 0.0)
+    return np.sqrt(np.clip(np.maximum(proven, ratio * shared), 0.0, np.maximum(_MOST_ALIGNED**2 - shared, 0.0)))
 
 
 def contributions(signals: SignalEstimate, rounds: int, max_influence: float) -> np.ndarray:

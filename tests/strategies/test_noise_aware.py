@@ -41,20 +41,6 @@ def run(make_loop, *others, rounds=5, **options):
     return loop, strategy, seen
 
 
-# ---- the length of the step
-
-
-def test_the_sum_goes_as_far_as_the_median_client(make_loop):
-    strategy, seen = NoiseAware(), Recorder(updates=True)
-    loop = make_loop(parts=[strategy, seen], clients=UNEQUAL, rounds=2)
-    loop.run()
-    (before,), (after,) = seen.models
-    share, updates, length = seen.reports[-1].weights[0], seen.updates[-1], strategy._known.estimates["amplitude"]
-    scale = float(length.quantile(0.5) / (share @ length))
-    moved = (scale * share @ updates.deltas.double()).float()
-    torch.testing.assert_close(after - before, moved, rtol=1e-4, atol=1e-6)
-
-
 # ---- when
 
 
@@ -159,8 +145,8 @@ def test_a_resumed_run_gives_the_same_bits(every, make_loop):
 
 @pytest.mark.parametrize("rule", [NoiseAware, RobustHdp])
 def test_false_claims_of_budget_records_batch_and_steps_change_no_bit(rule, view):
-    """The same updates, announced otherwise; both the weights and the length of the step are equal."""
-    deltas, scaled, shares = some_deltas(8, 500), [], []
+    """The same updates, announced otherwise."""
+    deltas, shares = some_deltas(8, 500), []
     facts = view.facts
     lies = dataclasses.replace(
         facts,
@@ -176,10 +162,7 @@ def test_false_claims_of_budget_records_batch_and_steps_change_no_bit(rule, view
         strategy, seen = rule(), dataclasses.replace(view, facts=known)
         for _ in range(2):
             shares.append(strategy.weigh(updates, seen))
-            scaled.append(strategy.scale(deltas[:1], updates, shares[-1][None] / shares[-1].sum(), seen))
     assert torch.equal(shares[0], shares[2]) and torch.equal(shares[1], shares[3])
-    assert torch.equal(scaled[0], scaled[2]) and torch.equal(scaled[1], scaled[3])
-    assert rule is RobustHdp or float(scaled[0].norm()) != float(deltas[0].norm()), "the length was chosen"
 
 
 def test_cosines_of_all_rounds_are_remembered_and_resumed(view):
@@ -265,7 +248,7 @@ def test_a_newcomer_that_is_lost_leaves_the_others_their_variances(make_loop):
 
 
 @pytest.mark.parametrize("against", [False, True])
-def test_an_update_gains_nothing_by_its_length_and_does_not_change_that_of_the_step(against, view):
+def test_an_update_gains_nothing_by_its_length_and_hardly_changes_that_of_the_step(against, view):
     """One client sends noise, or an update against the others, of any length: tiny ones have less than usual ones."""
     deltas, of_all = some_deltas(20, 2000), dataclasses.replace(view, facts=_of(view.facts, 20))
     deltas[0] = -deltas[1:].mean(dim=0) if against else some_deltas(1, 2000, seed=9)[0]
@@ -276,7 +259,7 @@ def test_an_update_gains_nothing_by_its_length_and_does_not_change_that_of_the_s
         strategy = NoiseAware()
         share = strategy.weigh(updates_of(changed), of_all)
         share = share / share.sum()
-        moved = strategy.scale((share.float() @ changed)[None], updates_of(changed), share[None], of_all)[0]
+        moved = share.float() @ changed
         parts.append(float((share[0] * changed[0].norm()) / (share * changed.norm(dim=1)).sum()))
         steps.append(float(moved.norm()))
     assert max(parts[3:]) <= 1.2 * parts[2] and max(parts) < 0.12
@@ -314,7 +297,7 @@ def test_no_client_has_more_than_its_bound_or_changes_the_length_of_the_step(att
         share = strategy.weigh(updates, of_all)
         share = share / share.sum()
         parts = share * deltas.double().norm(dim=1)
-        step = strategy.scale((share @ deltas.double()).float()[None], updates, share[None], of_all)[0]
+        step = share @ deltas.double()
         assert bool(step.isfinite().all())
         assert float(strategy._known.estimates["influence"][:count].max()) <= most_influence(count) * (1 + 1e-9)
         assert count == 2 or float(parts[:attackers].max()) <= float(parts[attackers:].sum()) * (1 + 1e-6)

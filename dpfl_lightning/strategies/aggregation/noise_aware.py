@@ -23,7 +23,6 @@ _KEY = "strategies.noise_aware"
 MEMORY = 0.8  # weight of a round's cosines beside those of the next round: signals change while models learn
 _MOST_REMEMBERED = 1000  # most clients of a run whose cosines are remembered over rounds, `[N, N]`
 _KEPT = 1 << 22  # numbers of the clients' last updates that are kept, of all clients together
-_PROVEN = 3.09  # 99.9 % quantile of the normal distribution
 
 
 class NoiseAware(EstimatedWeights):
@@ -35,10 +34,9 @@ class NoiseAware(EstimatedWeights):
     that others share, and those between a client's own updates in different rounds how much it has alone
     (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
     kinds of data differ, the weights trade noise against bias, where no signal counts for more than the median one: a
-    single client with long updates and data like nobody else's has a small part. The sum goes as far along the common
-    signal as the median client's update. Updates of less than half of the clients that clearly are the opposite of the
-    others' count as nothing in these estimates. Several clients that send one false update look like another kind of
-    data.
+    single client with long updates and data like nobody else's has a small part. Updates of less than half of the
+    clients that clearly are the opposite of the others' count as nothing in these estimates. Several clients that send
+    one false update look like another kind of data.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
@@ -74,22 +72,21 @@ class NoiseAware(EstimatedWeights):
     def _estimated(
         self, updates: ClientUpdates, models: Sequence[list[int]], view: View
     ) -> tuple[Mapping[str, Tensor], Sequence[Sequence[int]]]:
-        """Estimates: noise variance; share in the aggregate; length, as far as it counts; length of shared signal."""
+        """Estimates: noise variance; share in the aggregate; length, as far as it counts."""
         deltas = updates.released.flatten(1)
         gram, num_params = gram_and_width(deltas)
         lengths = np.sqrt(np.diag(gram))
         seen = [kept for rows in models if (kept := [row for row in rows if lengths[row] > 0])]
         clients = list(updates.clients)
         cosines, rounds = self._remembered(gram, lengths, clients, seen, view)
-        lasting = self._proven(folded(deltas, _KEPT // view.facts.num_clients), num_params, clients, view)
-        noise_var, influence, length, amplitude = np.zeros((4, len(lengths)))
+        lasting = self._lasting_cosines(folded(deltas, _KEPT // view.facts.num_clients), num_params, clients, view)
+        noise_var, influence, length = np.zeros((3, len(lengths)))
         estimates = estimate_signals(cosines, lengths, seen, num_params * rounds, lasting)
         for rows, signals in zip(seen, estimates, strict=True):
             noise_var[rows] = lengths[rows] ** 2 * signals.noise_share / max(num_params, 1)
             influence[rows] = contributions(signals, view.schedule.rounds, self._bound(len(rows)))
             length[rows] = np.maximum(lengths[rows], signals.length)  # short updates are not made longer
-            amplitude[rows] = signals.shared * np.minimum(lengths[rows], signals.length)
-        found = {"noise_var": noise_var, "influence": influence, "length": length, "amplitude": amplitude}
+        found = {"noise_var": noise_var, "influence": influence, "length": length}
         return {name: torch.from_numpy(values) for name, values in found.items()}, models
 
     def _share(self, estimates: Mapping[str, Tensor], clients: list[int], view: View) -> Tensor:
@@ -103,13 +100,6 @@ class NoiseAware(EstimatedWeights):
 
     def _bound(self, num_clients: int) -> float:
         return self._max_influence or most_influence(num_clients)
-
-    def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-        if self._known is None:
-            return combined
-        amplitude = self._known.estimates["amplitude"][list(updates.clients)].nan_to_num(0.0).numpy()
-        factors = [_length_factor(row, amplitude) for row in weights.double().cpu().numpy()]
-        return combined * torch.tensor(factors).to(combined).view(-1, *[1] * (combined.ndim - 1))
 
     def _remembered(
         self, gram: np.ndarray, lengths: np.ndarray, clients: list[int], models: Sequence[list[int]], view: View
@@ -131,8 +121,10 @@ class NoiseAware(EstimatedWeights):
         total, weight, squares = latest
         return total / np.where(weight > 0, weight, 1.0), weight**2 / np.where(squares > 0, squares, 1.0)
 
-    def _proven(self, latest: Tensor, num_params: int, clients: list[int], view: View) -> np.ndarray:
-        """Return a lower bound on the mean cosine between each client's updates in two rounds, `[C]`, 0 if unknown."""
+    def _lasting_cosines(
+        self, latest: Tensor, num_params: int, clients: list[int], view: View
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean cosine between each client's updates in two rounds, and its standard error: two `[C]`."""
         latest = torch.nn.functional.normalize(latest.float().cpu(), dim=1)
         if self._last is None or self._lasting is None:
             self._last = torch.zeros(view.facts.num_clients, latest.shape[1])
@@ -142,9 +134,10 @@ class NoiseAware(EstimatedWeights):
         self._lasting *= torch.tensor([[MEMORY], [MEMORY], [MEMORY**2]], dtype=torch.float64)
         self._lasting[:, clients] += torch.stack([(before.double() * latest.double()).sum(dim=1), known, known])
         self._last[clients] = latest
-        total, weight, squares = self._lasting[:, clients].clamp_min(1e-300).numpy()
-        error = np.sqrt(squares / max(min(num_params, latest.shape[1]), 1)) / weight
-        return np.where(weight > 1e-300, np.maximum(total / weight - _PROVEN * error, 0.0), 0.0)
+        total, weight, squares = self._lasting[:, clients].numpy()
+        seen = weight > 0
+        error = np.sqrt(squares / max(min(num_params, latest.shape[1]), 1)) / np.where(seen, weight, 1.0)
+        return total / np.where(seen, weight, 1.0), np.where(seen, error, np.inf)
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"cosines": self._cosines, "lasting": self._lasting, "last": self._last}
@@ -154,9 +147,3 @@ class NoiseAware(EstimatedWeights):
         super().load_state_dict(state)
         kept = (state[name] for name in ("cosines", "lasting", "last"))
         self._cosines, self._lasting, self._last = (None if one is None else one.cpu().clone() for one in kept)
-
-
-def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
-    """Return the median length of the signals of clients with a share / that of the sum; both arguments are `[C]`."""
-    length = float(share @ amplitude)
-    return float(np.median(amplitude[share > 0])) / length if length > 0 else 1.0
