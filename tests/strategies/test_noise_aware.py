@@ -41,6 +41,36 @@ def run(make_loop, *others, rounds=5, **options):
     return loop, strategy, seen
 
 
+# ---- the length of the step
+
+
+def test_each_update_is_scaled_to_the_median_length_by_shares(make_loop):
+    strategy, seen = NoiseAware(), Recorder(updates=True)
+    loop = make_loop(parts=[strategy, seen], clients=UNEQUAL, rounds=2)
+    loop.run()
+    (before,), (after,) = seen.models
+    updates, known = seen.updates[-1], strategy._known.estimates
+    length, share = known["length"], known["influence"] / known["influence"].sum()
+    in_order = length.argsort()
+    assert share.max() < 0.5, "none of four counts for more than two"
+    median = length[in_order][share[in_order].cumsum(dim=0) >= 0.5][0]
+    moved = (median * (share / length) @ updates.deltas.double()).float()
+    torch.testing.assert_close(after - before, moved, rtol=1e-4, atol=1e-6)
+
+
+def test_some_tiny_updates_do_not_stop_the_training(view):
+    of_all = dataclasses.replace(view, facts=_of(view.facts, 20))
+    for tiny in (1, 2, 4):
+        strategy = NoiseAware()
+        for seed in range(5):
+            deltas = some_deltas(20, 2000, seed)
+            deltas[:tiny] *= 0.01
+            share = strategy.weigh(updates_of(deltas), of_all)
+            share = share / share.sum()
+            moved = strategy.scale((share.float() @ deltas)[None], updates_of(deltas), share[None], of_all)[0]
+        assert float(moved.norm()) > 0.4 * float(deltas[tiny:].mean(dim=0).norm()), tiny
+
+
 # ---- when
 
 
@@ -145,8 +175,8 @@ def test_a_resumed_run_gives_the_same_bits(every, make_loop):
 
 @pytest.mark.parametrize("rule", [NoiseAware, RobustHdp])
 def test_false_claims_of_budget_records_batch_and_steps_change_no_bit(rule, view):
-    """The same updates, announced otherwise."""
-    deltas, shares = some_deltas(8, 500), []
+    """The same updates, announced otherwise; both the weights and the length of the step are equal."""
+    deltas, scaled, shares = some_deltas(8, 500), [], []
     facts = view.facts
     lies = dataclasses.replace(
         facts,
@@ -162,7 +192,9 @@ def test_false_claims_of_budget_records_batch_and_steps_change_no_bit(rule, view
         strategy, seen = rule(), dataclasses.replace(view, facts=known)
         for _ in range(2):
             shares.append(strategy.weigh(updates, seen))
+            scaled.append(strategy.scale(deltas[:1], updates, shares[-1][None] / shares[-1].sum(), seen))
     assert torch.equal(shares[0], shares[2]) and torch.equal(shares[1], shares[3])
+    assert torch.equal(scaled[0], scaled[2]) and torch.equal(scaled[1], scaled[3])
 
 
 def test_cosines_of_all_rounds_are_remembered_and_resumed(view):
@@ -259,7 +291,7 @@ def test_an_update_gains_nothing_by_its_length_and_hardly_changes_that_of_the_st
         strategy = NoiseAware()
         share = strategy.weigh(updates_of(changed), of_all)
         share = share / share.sum()
-        moved = share.float() @ changed
+        moved = strategy.scale((share.float() @ changed)[None], updates_of(changed), share[None], of_all)[0]
         parts.append(float((share[0] * changed[0].norm()) / (share * changed.norm(dim=1)).sum()))
         steps.append(float(moved.norm()))
     assert max(parts[3:]) <= 1.2 * parts[2] and max(parts) < 0.12
@@ -297,7 +329,7 @@ def test_no_client_has_more_than_its_bound_or_changes_the_length_of_the_step(att
         share = strategy.weigh(updates, of_all)
         share = share / share.sum()
         parts = share * deltas.double().norm(dim=1)
-        step = share @ deltas.double()
+        step = strategy.scale((share @ deltas.double()).float()[None], updates, share[None], of_all)[0]
         assert bool(step.isfinite().all())
         assert float(strategy._known.estimates["influence"][:count].max()) <= most_influence(count) * (1 + 1e-9)
         assert count == 2 or float(parts[:attackers].max()) <= float(parts[attackers:].sum()) * (1 + 1e-6)

@@ -36,7 +36,8 @@ class NoiseAware(EstimatedWeights):
     kinds of data differ, the weights trade noise against bias, where no signal counts for more than the median one: a
     single client with long updates and data like nobody else's has a small part. Updates of less than half of the
     clients that clearly are the opposite of the others' count as nothing in these estimates. Several clients that send
-    one false update look like another kind of data.
+    one false update look like another kind of data. The weights of a model have nearly the sum 1: each update is scaled
+    to the median length of all, in which clients count by their shares, so that short updates do not shorten the step.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
@@ -101,6 +102,13 @@ class NoiseAware(EstimatedWeights):
     def _bound(self, num_clients: int) -> float:
         return self._max_influence or most_influence(num_clients)
 
+    def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
+        if self._known is None:
+            return combined
+        length = self._known.estimates["length"][list(updates.clients)].nan_to_num(0.0).numpy()
+        factors = [_length_factor(row, length) for row in weights.double().cpu().numpy()]
+        return combined * torch.tensor(factors).to(combined).view(-1, *[1] * (combined.ndim - 1))
+
     def _remembered(
         self, gram: np.ndarray, lengths: np.ndarray, clients: list[int], models: Sequence[list[int]], view: View
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -147,3 +155,18 @@ class NoiseAware(EstimatedWeights):
         super().load_state_dict(state)
         kept = (state[name] for name in ("cosines", "lasting", "last"))
         self._cosines, self._lasting, self._last = (None if one is None else one.cpu().clone() for one in kept)
+
+
+def _length_factor(weight: np.ndarray, length: np.ndarray) -> float:
+    """Return the length to which each update is scaled / the mean length of updates by weight; arguments are `[C]`.
+
+    It is the median by weight times length, in which no client counts for more than two, so that few short updates do
+    not decide, and at most the median of clients, so that long ones do not.
+    """
+    part = (weight * length)[order := np.argsort(length)]
+    if not (total := float(part.sum())) > 0:
+        return 1.0
+    counted, part = length[order][part > 0], part[part > 0]
+    below = np.cumsum(limited_shares(part, 2 / len(part)))
+    by_share = counted[np.searchsorted(below, 0.5 - 1e-9)]
+    return float(min(by_share, counted[(len(counted) - 1) // 2]) * weight.sum() / total)
