@@ -249,16 +249,19 @@ def test_what_all_clients_have_alone_is_seen_though_it_is_proven_for_none(ratio)
     assert np.mean(found) == pytest.approx(ratio * 0.8, abs=0.15)
 
 
-def test_one_client_does_not_decide_what_all_have_alone():
-    """It sends the same update in every round: cosine 1."""
-    deltas = drawn(np.full(12, 0.3), np.ones(12))
-    lasting = np.full(12, 0.3**2)
-    honest = signals_of(deltas, lasting, error=0.02)
-    lasting[3] = 1.0
-    signals = signals_of(deltas, lasting, error=0.02)
+@pytest.mark.parametrize("signal", [0.3, 1.0])
+def test_one_client_does_not_decide_what_all_have_alone(signal):
+    """Without noise it sends a part of the common signal and a direction of its own, the same in every round."""
+    deltas = drawn(np.full(12, signal), NOISE)
+    deltas[3] = 0.0
+    deltas[3, [0, 1]] = np.median(NOISE) * np.array([0.6, 0.8])
+    lengths = np.linalg.norm(deltas, axis=1)
+    lasting = np.where(np.arange(12) == 3, 1.0, (signal / lengths) ** 2)
+    share = contributions(signals_of(deltas, lasting, error=0.004), 30, 0.25)
     rest = np.arange(12) != 3
-    assert (signals.private[rest] ** 2 <= honest.private[rest] ** 2 + 0.3 * 0.3**2).all()
-    assert contributions(signals, 30, 0.25)[3] < 0.11
+    weight = share[rest] / lengths[rest]
+    found = (weight.sum() * signal) ** 2 / (weight**2 @ NOISE[rest] ** 2)
+    assert found / best_ratio(np.full(11, signal), NOISE[rest] ** 2, 0.25) > 0.9
 
 
 def test_what_a_client_shares_is_not_counted_twice():

@@ -36,8 +36,8 @@ class NoiseAware(EstimatedWeights):
     kinds of data differ, the weights trade noise against bias, where no signal counts for more than the median one: a
     single client with long updates and data like nobody else's has a small part. Updates of less than half of the
     clients that clearly are the opposite of the others' count as nothing in these estimates. Several clients that send
-    one false update look like another kind of data. The weights of a model have nearly the sum 1: each update is scaled
-    to the median length of all, in which clients count by their shares, so that short updates do not shorten the step.
+    one false update look like another kind of data. The sum goes as far along the common signal as the median client's
+    update: where signals are equally long, weights have the sum 1, and short updates do not shorten the step.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
@@ -73,7 +73,7 @@ class NoiseAware(EstimatedWeights):
     def _estimated(
         self, updates: ClientUpdates, models: Sequence[list[int]], view: View
     ) -> tuple[Mapping[str, Tensor], Sequence[Sequence[int]]]:
-        """Estimates: noise variance; share in the aggregate; length, as far as it counts."""
+        """Estimates: noise variance; share in the aggregate; length, as far as it counts; length of shared signal."""
         deltas = updates.released.flatten(1)
         gram, num_params = gram_and_width(deltas)
         lengths = np.sqrt(np.diag(gram))
@@ -81,13 +81,14 @@ class NoiseAware(EstimatedWeights):
         clients = list(updates.clients)
         cosines, rounds = self._remembered(gram, lengths, clients, seen, view)
         lasting = self._lasting_cosines(folded(deltas, _KEPT // view.facts.num_clients), num_params, clients, view)
-        noise_var, influence, length = np.zeros((3, len(lengths)))
+        noise_var, influence, length, amplitude = np.zeros((4, len(lengths)))
         estimates = estimate_signals(cosines, lengths, seen, num_params * rounds, lasting)
         for rows, signals in zip(seen, estimates, strict=True):
             noise_var[rows] = lengths[rows] ** 2 * signals.noise_share / max(num_params, 1)
             influence[rows] = contributions(signals, view.schedule.rounds, self._bound(len(rows)))
             length[rows] = np.maximum(lengths[rows], signals.length)  # short updates are not made longer
-        found = {"noise_var": noise_var, "influence": influence, "length": length}
+            amplitude[rows] = signals.shared * np.minimum(lengths[rows], signals.length)
+        found = {"noise_var": noise_var, "influence": influence, "length": length, "amplitude": amplitude}
         return {name: torch.from_numpy(values) for name, values in found.items()}, models
 
     def _share(self, estimates: Mapping[str, Tensor], clients: list[int], view: View) -> Tensor:
@@ -105,8 +106,8 @@ class NoiseAware(EstimatedWeights):
     def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
         if self._known is None:
             return combined
-        length = self._known.estimates["length"][list(updates.clients)].nan_to_num(0.0).numpy()
-        factors = [_length_factor(row, length) for row in weights.double().cpu().numpy()]
+        amplitude = self._known.estimates["amplitude"][list(updates.clients)].nan_to_num(0.0).numpy()
+        factors = [_length_factor(row, amplitude) for row in weights.double().cpu().numpy()]
         return combined * torch.tensor(factors).to(combined).view(-1, *[1] * (combined.ndim - 1))
 
     def _remembered(
@@ -149,7 +150,7 @@ class NoiseAware(EstimatedWeights):
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"cosines": self._cosines, "lasting": self._lasting, "last": self._last}
-        return {**super().state_dict(), **kept}
+        return {**super().state_dict(), **{name: None if one is None else one.clone() for name, one in kept.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -157,16 +158,7 @@ class NoiseAware(EstimatedWeights):
         self._cosines, self._lasting, self._last = (None if one is None else one.cpu().clone() for one in kept)
 
 
-def _length_factor(weight: np.ndarray, length: np.ndarray) -> float:
-    """Return the length to which each update is scaled / the mean length of updates by weight; arguments are `[C]`.
-
-    It is the median by weight times length, in which no client counts for more than two, so that few short updates do
-    not decide, and at most the median of clients, so that long ones do not.
-    """
-    part = (weight * length)[order := np.argsort(length)]
-    if not (total := float(part.sum())) > 0:
-        return 1.0
-    counted, part = length[order][part > 0], part[part > 0]
-    below = np.cumsum(limited_shares(part, 2 / len(part)))
-    by_share = counted[np.searchsorted(below, 0.5 - 1e-9)]
-    return float(min(by_share, counted[(len(counted) - 1) // 2]) * weight.sum() / total)
+def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
+    """Return the median length of the signals of clients with a share / that of the sum; both arguments are `[C]`."""
+    length = float(share @ amplitude)
+    return float(np.median(amplitude[share > 0])) / length if length > 0 else 1.0
