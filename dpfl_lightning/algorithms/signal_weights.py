@@ -203,7 +203,8 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.nd
     count = len(rest)
     if count < 4 or not (precision + np.eye(count) > 0).all():
         return np.zeros((count, 0))
-    edge = float(precision[precision > 0].mean()) ** -0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6))
+    mean = float(precision[precision > 0].mean())
+    edge = mean**-0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6)) + count / mean  # of a matrix of noise alone
     shared = rest.copy()
     for _ in range(100):
         values, vectors = np.linalg.eigh(shared)

@@ -77,6 +77,17 @@ def test_noise_alone_is_not_followed():
     assert np.median(powers) == pytest.approx(2.0, abs=0.15)
 
 
+@pytest.mark.parametrize(("clients", "params"), [(100, 2000), (200, 7850)])
+def test_noise_of_many_clients_shows_no_direction(clients, params):
+    """The matrix of cosines of noise has an edge that grows with clients / parameters, too."""
+    rows = list(range(clients))
+    for seed in range(5):
+        deltas = np.random.default_rng(seed).standard_normal((clients, params))
+        cosines, lengths = cosines_of(deltas)
+        (signals,) = estimate_signals(cosines, lengths, [rows], np.full(cosines.shape, float(params)))
+        assert signals.factors.shape[1] == 1
+
+
 def test_without_any_signal_weights_lie_between_those_of_equal_signals_and_of_equal_shares():
     _, weight = shares(drawn(np.zeros(12), NOISE, seed=3), bound=1.0)
     assert np.all(np.diff(weight) < 0)

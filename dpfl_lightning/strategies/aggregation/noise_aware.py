@@ -34,10 +34,12 @@ class NoiseAware(EstimatedWeights):
     that others share, and those between a client's own updates in different rounds how much it has alone
     (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
     kinds of data differ, the weights trade noise against bias, where no signal counts for more than the median one: a
-    single client with long updates and data like nobody else's has a small part. Updates of less than half of the
-    clients that clearly are the opposite of the others' count as nothing in these estimates. Several clients that send
-    one false update look like another kind of data. The sum goes as far along the common signal as the median client's
-    update: where signals are equally long, weights have the sum 1, and short updates do not shorten the step.
+    single client with long updates and data like nobody else's has a small part, unless what the others share is lost
+    in noise. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing in
+    these estimates. Several clients that send one false update look like another kind of data; where what the others
+    share is lost in noise, 1 / `max_influence` of them can have all the weight. The sum goes as far along the common
+    signal as the median client's update: where signals are equally long, weights have the sum 1, and short updates do
+    not shorten the step. Of two clients, one can stop the training by short updates.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
