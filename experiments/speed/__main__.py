@@ -119,8 +119,9 @@ def _saved(path: str) -> dict[str, Any]:
         results = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"`--load` must be a file that --save wrote, got {path!r}: {error}.") from None
-    ours = isinstance(results, dict) and isinstance(results.get("machine"), dict)
-    require(ours, "--load", "be a file that --save wrote", path, "It has no `machine`.")
+    machine = results.get("machine") if isinstance(results, dict) else None
+    ours = isinstance(machine, dict) and "load_before" in machine
+    require(ours, "--load", "be a file that --save wrote", path, "It has no load of a `machine` before the run.")
     return results
 
 
