@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 _SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
-# how probable the last of them is before any evidence, the others being equally probable: chosen on made-up updates,
+# how probable the last of them is before any evidence, the others being equally probable: chosen on simulated updates,
 # where 0.8 loses most with four models of weak equal signals, and 0.999 with signals that follow unequal steps
 _EQUAL = 0.95
 _MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite

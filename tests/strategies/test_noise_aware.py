@@ -44,11 +44,10 @@ def run(make_loop, *others, rounds=5, **options):
 # ---- the length of the step
 
 
-def step_of(deltas, view, rounds=1):
-    """The server's step after some rounds of these updates."""
+def step_of(deltas, view):
+    """The server's step by these updates in a first round."""
     strategy = NoiseAware()
-    for _ in range(rounds):
-        share = strategy.weigh(updates_of(deltas), view)
+    share = strategy.weigh(updates_of(deltas), view)
     share = share / share.sum()
     return strategy.scale((share.float() @ deltas)[None], updates_of(deltas), share[None], view)[0]
 
@@ -222,6 +221,7 @@ def test_false_claims_of_budget_records_batch_and_steps_change_no_bit(rule, view
             scaled.append(strategy.scale(deltas[:1], updates, shares[-1][None] / shares[-1].sum(), seen))
     assert torch.equal(shares[0], shares[2]) and torch.equal(shares[1], shares[3])
     assert torch.equal(scaled[0], scaled[2]) and torch.equal(scaled[1], scaled[3])
+    assert rule is RobustHdp or float(scaled[0].norm()) != float(deltas[0].norm()), "the length was chosen"
 
 
 def test_cosines_of_all_rounds_are_remembered_and_resumed(view):
