@@ -106,7 +106,7 @@ def test_json_is_the_last_line_and_the_page_is_filled(bench, page, tmp_path, mon
         ("--peers --peers_python no/python", ["--peers_python", "no/python"]),
         ("--peers --device auto", ["--device", "cpu", "auto"]),
         ("--load nowhere.json", ["--load", "nowhere.json"]),
-        ("--load experiments/results/picture.json", ["--load", "picture.json"]),
+        ("--load experiments/results/flower.json", ["--load", "flower.json"]),
         ("--save no/folder/bench.json", ["--save", "no/folder"]),
         ("--page README.md", ["--page", "README.md", "marks"]),
         ("--device cuda", ["--device", "cuda", "torch finds no CUDA"]),

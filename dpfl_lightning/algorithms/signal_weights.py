@@ -78,6 +78,7 @@ def estimate_signals(
     """
     limited, known = lengths.copy(), lengths > 0
     limited[known] = within_others(lengths[known])
+    lasting = lasting or (np.zeros(len(lengths)), np.full(len(lengths), np.inf))
     opposed = _opposed(cosines, models, precision)
     together = precision * np.outer(~opposed, ~opposed)
     prior = _law(cosines, limited, models, together)
@@ -93,10 +94,10 @@ def estimate_signals(
         signed = np.where(against, opposite, alignment)
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
-        factors = np.column_stack([signed, _further(rest, seen, 1 - signed**2)])
-        private = np.zeros(len(rows))
-        if lasting is not None:
-            private = _alone(np.square(factors).sum(axis=1), *(one[rows] for one in lasting))
+        cosine, error = (one[rows] for one in lasting)
+        whole = _whole(cosine, error, limited[rows])
+        factors = np.column_stack([signed, _further(rest, seen, np.maximum(whole - signed**2, 0.0))])
+        private = _alone(np.square(factors).sum(axis=1), cosine, error, whole)
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
     return estimates
 
@@ -219,22 +220,41 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.nd
     return loadings * np.sqrt(np.where(length > 0, diagonal / np.where(length > 0, length, 1.0), 0.0))[:, None]
 
 
-def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray) -> np.ndarray:
+def _whole(lasting: np.ndarray, error: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return the share of each update's squared length that lasts over rounds, so is signal, `[C]`; 1 if unknown.
+
+    Squared signals are taken to have the model's median, give or take once that median, as far as their errors leave it
+    open (empirical Bayes): so a signal that is hidden in noise counts as a usual one.
+    """
+    known = np.isfinite(error)
+    if not known.any():
+        return np.ones(len(lasting))
+    squared, spread = lasting * length**2, np.where(known, error * length**2, np.inf)
+    usual = max(_weighted_median(squared[known], spread[known] ** -2.0)[0], 0.0)
+    trust = usual**2 / (usual**2 + spread**2)
+    return (trust * squared + (1 - trust) * usual) / length**2
+
+
+def _weighted_median(values: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Return the median of values `[C]`, C >= 1, with weights of at most the median weight, and the sum of weights."""
+    weight = np.minimum(weight, np.median(weight))
+    order, total = np.argsort(values), float(weight.sum())
+    middle = int(np.searchsorted(np.cumsum(weight[order]), total / 2))
+    return float(values[order][min(middle, len(values) - 1)]), total
+
+
+def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """Return the length of the signal that each client has alone / length of the update, from squares `[C]` of those.
 
     It is what is proven for this client, and at least what all clients of the model together show: the weighted median
-    of the ratios to the shared signal, less its standard error. No client counts by more than the median precision.
+    of the ratios to the shared signal, less its standard error, as a share of the client's whole signal.
     """
-    beyond, weight = lasting - shared, (shared / error) ** 2
-    weight = np.minimum(weight, np.median(weight))
-    ratio = 0.0
-    if (information := float(weight.sum())) > 0:
-        ratios = beyond / np.maximum(shared, 1e-300)
-        order = np.argsort(ratios)
-        middle = np.searchsorted(np.cumsum(weight[order]), information / 2)
-        ratio = float(ratios[order[middle]]) - _OF_MEDIAN / information**0.5
+    beyond = lasting - shared
+    ratio, information = _weighted_median(beyond / np.maximum(shared, 1e-300), (shared / error) ** 2)
+    ratio = max(ratio - _OF_MEDIAN / information**0.5, 0.0) if information > 0 else 0.0
     proven = beyond - _PROVEN * np.where(np.isfinite(error), error, 0.0)
-    return np.sqrt(np.clip(np.maximum(proven, ratio * shared), 0.0, np.maximum(_MOST_ALIGNED**2 - shared, 0.0)))
+    alone = np.maximum(proven, ratio / (1 + ratio) * whole)
+    return np.sqrt(np.clip(alone, 0.0, np.maximum(_MOST_ALIGNED**2 - shared, 0.0)))
 
 
 def contributions(signals: SignalEstimate, rounds: int, max_influence: float) -> np.ndarray:
@@ -242,8 +262,8 @@ def contributions(signals: SignalEstimate, rounds: int, max_influence: float) ->
 
     They minimise the expected squared error of the sum of `rounds` rounds as an estimate of the clients' mean signal:
     `(c - t)' S (c - t) + c' V c / rounds`, with S the signals, V the noise, t the plain mean of signals that are at
-    most as long as the median one, so that no minority decides by its length. Noise averages out over rounds and a bias
-    does not. If all clients share one signal and have no other, the ratio of signal to noise is largest.
+    most twice as long as the median one, so that no minority decides by its length. Noise averages out over rounds and
+    a bias does not. If all clients share one signal and have no other, the ratio of signal to noise is largest.
     """
     noise = signals.noise_share
     if signals.factors.shape[1] == 1 and not signals.private.any():
@@ -251,7 +271,7 @@ def contributions(signals: SignalEstimate, rounds: int, max_influence: float) ->
     else:
         loadings = np.vstack([signals.factors.T, np.diag(signals.private)])
         signal = np.sqrt(np.square(loadings).sum(axis=0)) * signals.length
-        target = signals.length * np.minimum(1.0, np.median(signal) / np.maximum(signal, 1e-300))
+        target = signals.length * np.minimum(1.0, 2 * np.median(signal) / np.maximum(signal, 1e-300))
         target /= target.sum()
         stacked = np.vstack([np.diag(np.sqrt(noise / rounds)), loadings])
         share, _ = nnls(stacked, np.concatenate([np.zeros(len(noise)), loadings @ target]))

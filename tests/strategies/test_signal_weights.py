@@ -36,8 +36,7 @@ def shares(deltas, bound=0.25, models=None, rounds=30):
 def drawn(signal, noise_std, directions=None, seed=0):
     """Updates `[C, P]`: a direction for each client, with the signal's length, and noise of these total lengths."""
     rng = np.random.default_rng(seed)
-    common = np.zeros((3, NUM_PARAMS))
-    common[range(3), range(3)] = 1.0
+    common = np.eye(max(3, len(signal)), NUM_PARAMS)
     rows = np.zeros(len(signal), dtype=int) if directions is None else np.asarray(directions)
     noise = rng.standard_normal((len(signal), NUM_PARAMS)) * np.asarray(noise_std)[:, None] / NUM_PARAMS**0.5
     return np.asarray(signal)[:, None] * common[rows] + noise
@@ -242,7 +241,7 @@ def test_a_signal_that_a_client_has_alone_counts_as_far_as_it_is_proven():
     share = contributions(signals_of(deltas), 30, 0.25)
     assert share[-1] < 0.001, "its cosines with others are those of noise"
     lasting = np.zeros(11)
-    for proven, least, most in ((0.0, 0.0, 0.001), (0.2, 0.04, 0.1), (0.79, 0.08, 0.1)):
+    for proven, least, most in ((0.0, 0.0, 0.001), (0.2, 0.04, 0.1), (0.79, 0.08, 0.12)):
         lasting[-1] = proven
         signals = signals_of(deltas, lasting)
         assert least <= contributions(signals, 30, 0.25)[-1] <= most, proven
@@ -273,6 +272,30 @@ def test_one_client_does_not_decide_what_all_have_alone(signal):
     weight = share[rest] / lengths[rest]
     found = (weight.sum() * signal) ** 2 / (weight**2 @ NOISE[rest] ** 2)
     assert found / best_ratio(np.full(11, signal), NOISE[rest] ** 2, 0.25) > 0.9
+
+
+def test_further_directions_are_no_longer_than_what_lasts():
+    deltas = drawn(np.full(12, 1.5), np.ones(12), directions=[0] * 6 + [1] * 6)
+    further = [np.square(signals_of(deltas, lasting).factors[:, 1:]).sum() for lasting in (None, np.full(12, 0.1))]
+    assert further[0] > 2 and further[1] < 0.1
+
+
+def test_a_signal_alone_that_is_hidden_in_noise_counts_as_usual():
+    """All signals have length 1; that of six clients is half shared, and the noisier six have nothing in common."""
+    noise = np.array([2.0] * 6 + [4.0] * 6)
+    for seed in range(5):
+        deltas = drawn([0.7] * 6 + [0.0] * 6, noise, seed=seed)
+        deltas += drawn([0.7] * 6 + [1.0] * 6, np.zeros(12), directions=range(12))
+        lasting = 1 / (1 + noise**2) + 0.02 * np.random.default_rng(seed).standard_normal(12)
+        weight = contributions(signals_of(deltas, lasting, error=0.02), 1000, 0.25) / np.linalg.norm(deltas, axis=1)
+        assert weight[6:].min() > 0.7 * weight[:6].mean(), seed
+
+
+@pytest.mark.parametrize("length", [2.0, 10.0])
+def test_long_signals_count_as_twice_the_median_at_most(length):
+    deltas = drawn([1.0] * 9 + [length] * 3, np.full(12, 0.1), directions=range(12))
+    share = contributions(signals_of(deltas, np.full(12, 0.98)), 30, 0.5)
+    assert share[-1] == pytest.approx(2 * share[0], rel=0.1)
 
 
 def test_what_a_client_shares_is_not_counted_twice():

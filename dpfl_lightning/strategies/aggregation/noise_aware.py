@@ -33,13 +33,13 @@ class NoiseAware(EstimatedWeights):
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
     that others share, and those between a client's own updates in different rounds how much it has alone
     (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
-    kinds of data differ, the weights trade noise against bias, where no signal counts for more than the median one: a
-    single client with long updates and data like nobody else's has a small part, unless what the others share is lost
-    in noise. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing in
-    these estimates. Several clients that send one false update look like another kind of data; where what the others
-    share is lost in noise, 1 / `max_influence` of them can have all the weight. The sum goes as far along the common
-    signal as the median client's update: where signals are equally long, weights have the sum 1, and short updates do
-    not shorten the step. Of two clients, one can stop the training by short updates.
+    kinds of data differ, the weights trade noise against bias, where no signal counts for more than twice the median
+    one: a single client with long updates and data like nobody else's has a small part, unless what the others share is
+    lost in noise. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing
+    in these estimates. Several clients that send one false update look like another kind of data; where what the others
+    share is lost in noise, 1 / `max_influence` of them can have all the weight. The sum is scaled by the length of the
+    median client's signal / the weighted mean length: where signals are equally long, weights have the sum 1, and short
+    updates do not shorten the step. Of two clients, one can stop the training by short updates.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
@@ -89,7 +89,7 @@ class NoiseAware(EstimatedWeights):
             noise_var[rows] = lengths[rows] ** 2 * signals.noise_share / max(num_params, 1)
             influence[rows] = contributions(signals, view.schedule.rounds, self._bound(len(rows)))
             length[rows] = np.maximum(lengths[rows], signals.length)  # short updates are not made longer
-            amplitude[rows] = signals.shared * np.minimum(lengths[rows], signals.length)
+            amplitude[rows] = np.hypot(signals.shared, signals.private) * np.minimum(lengths[rows], signals.length)
         found = {"noise_var": noise_var, "influence": influence, "length": length, "amplitude": amplitude}
         return {name: torch.from_numpy(values) for name, values in found.items()}, models
 
@@ -161,6 +161,11 @@ class NoiseAware(EstimatedWeights):
 
 
 def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
-    """Return the median length of the signals of clients with a share / that of the sum; both arguments are `[C]`."""
+    """Return the median length of the signals of clients with a share / that of the sum; both arguments are `[C]`.
+
+    The longest signal counts as the second longest, so that no client alone shortens the step.
+    """
+    share, amplitude = share[share > 0], amplitude[share > 0]
+    amplitude = np.minimum(amplitude, np.sort(amplitude)[-2:].min(initial=np.inf))
     length = float(share @ amplitude)
-    return float(np.median(amplitude[share > 0])) / length if length > 0 else 1.0
+    return float(np.median(amplitude)) / length if length > 0 else 1.0
