@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -213,6 +214,15 @@ def circumstances(device: str, code: str) -> dict[str, Any]:
         "commit": code,
         "date": datetime.date.today().isoformat(),
     }
+
+
+@functools.cache
+def package_digest() -> str:
+    """SHA-256 of the Python files of the package, as they were at the first call."""
+    digest, folder = hashlib.sha256(), Path(dpfl_lightning.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def code_version() -> str:

@@ -24,7 +24,16 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
-from experiments.papers.cells import Cell, circumstances, code_version, declaration, path_of, read, write
+from experiments.papers.cells import (
+    Cell,
+    circumstances,
+    code_version,
+    declaration,
+    package_digest,
+    path_of,
+    read,
+    write,
+)
 from experiments.papers.declarations import merged
 from experiments.papers.experiment import Computation, NotYet, Training
 from experiments.papers.registry import experiments
@@ -76,6 +85,9 @@ class CellContext:
     def run(self, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of the cell, resumed if it was interrupted."""
         folder, resume = run_folder(self.cell, self.runner)
+        if not resume:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _code_of(folder).write_text(package_digest())
         try:
             return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
         finally:
@@ -247,7 +259,8 @@ def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
 def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
     """The folder of its run, and whether to resume the run in it, even a finished one, as its cell may be missing.
 
-    Runs of other options, and cells that are made again, have a new folder beside it: no ledger is ever deleted.
+    Runs of other options or other code of the package, and cells that are made again, have a new folder beside it: no
+    ledger is ever deleted.
     """
     folder, number = runner.runs / cell.place, 2
     while (following := folder.with_name(f"{(runner.runs / cell.place).name}.{number}")).exists():
@@ -256,9 +269,15 @@ def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
         return folder, False
     finished = (folder / "result.json").is_file()
     again = runner.again or path_of(runner.results, cell).is_file()  # a cell of another declaration
-    if (folder / "checkpoint.pt").is_file() and not (finished and again) and _same(cell, runner, folder):
+    same_code = _code_of(folder).is_file() and _code_of(folder).read_text() == package_digest()
+    if same_code and (folder / "checkpoint.pt").is_file() and not (finished and again) and _same(cell, runner, folder):
         return folder, True
     return following, False
+
+
+def _code_of(folder: Path) -> Path:
+    """The file beside a run's folder with the digest of the code that began the run."""
+    return folder.with_name(f"{folder.name}.code")
 
 
 def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:

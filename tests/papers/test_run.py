@@ -111,6 +111,12 @@ def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_anoth
     assert run_folder(CELL, work) == (beside(work), False), "the file was made with another declaration"
     path_of(work.results, CELL).unlink()
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
+    code = work.runs / f"{CELL.place}.code"
+    digest = code.read_text()
+    for other in ("of older code", None):
+        code.unlink() if other is None else code.write_text(other)
+        assert run_folder(CELL, work) == (beside(work), False), "a run of other code is no cell of this one"
+    code.write_text(digest)
     other_rounds = dataclasses.replace(work, free=(*QUIET, "--rounds=3"))
     assert run_folder(CELL, other_rounds) == (beside(work), False)
     again = dataclasses.replace(work, again=True)
