@@ -96,7 +96,11 @@ def estimate_signals(
         np.fill_diagonal(rest, 0.0)
         cosine, error = (one[rows] for one in lasting)
         whole = _whole(cosine, error, limited[rows])
-        factors = np.column_stack([signed, _further(rest, seen, np.maximum(whole - signed**2, 0.0))])
+        further = _further(rest, seen, 1 - signed**2)
+        room = _room(whole, signed**2 + np.square(further).sum(axis=1)) - signed**2
+        if (np.square(further).sum(axis=1) > room).any():
+            further = _further(rest, seen, np.clip(room, 0.0, 1 - signed**2))
+        factors = np.column_stack([signed, further])
         private = _alone(np.square(factors).sum(axis=1), cosine, error, whole)
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
     return estimates
@@ -229,18 +233,23 @@ def _whole(lasting: np.ndarray, error: np.ndarray, length: np.ndarray) -> np.nda
     known = np.isfinite(error)
     if not known.any():
         return np.ones(len(lasting))
-    squared, spread = lasting * length**2, np.where(known, error * length**2, np.inf)
+    squared, spread = lasting * length**2, error * length**2
     usual = max(_weighted_median(squared[known], spread[known] ** -2.0)[0], 0.0)
     trust = usual**2 / (usual**2 + spread**2)
-    return (trust * squared + (1 - trust) * usual) / length**2
+    return np.clip((trust * squared + (1 - trust) * usual) / length**2, 0.0, 1.0)
+
+
+def _room(whole: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """Return the most that can be shared signal, `[C]`: what lasts, or more where shared signals do not last."""
+    usual = float(np.median(whole))
+    return whole * max(1.0, float(np.median(shared)) / usual) if usual > 0 else np.ones(len(whole))
 
 
 def _weighted_median(values: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     """Return the median of values `[C]`, C >= 1, with weights of at most the median weight, and the sum of weights."""
     weight = np.minimum(weight, np.median(weight))
     order, total = np.argsort(values), float(weight.sum())
-    middle = int(np.searchsorted(np.cumsum(weight[order]), total / 2))
-    return float(values[order][min(middle, len(values) - 1)]), total
+    return float(values[order][np.searchsorted(np.cumsum(weight[order]), total / 2)]), total
 
 
 def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray, whole: np.ndarray) -> np.ndarray:
@@ -252,8 +261,7 @@ def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray, whole: np
     beyond = lasting - shared
     ratio, information = _weighted_median(beyond / np.maximum(shared, 1e-300), (shared / error) ** 2)
     ratio = max(ratio - _OF_MEDIAN / information**0.5, 0.0) if information > 0 else 0.0
-    proven = beyond - _PROVEN * np.where(np.isfinite(error), error, 0.0)
-    alone = np.maximum(proven, ratio / (1 + ratio) * whole)
+    alone = np.maximum(beyond - _PROVEN * error, ratio / (1 + ratio) * whole)
     return np.sqrt(np.clip(alone, 0.0, np.maximum(_MOST_ALIGNED**2 - shared, 0.0)))
 
 

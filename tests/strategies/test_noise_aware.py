@@ -86,6 +86,38 @@ def test_some_tiny_updates_do_not_stop_the_training(tiny, view):
     assert float(step_of(deltas, of_all)[0]) > 0.15
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_two_clients_with_signals_of_their_own_do_not_stop_the_training(replayed, view):
+    """The signals of the other 18 are hidden in noise."""
+    of_all = dataclasses.replace(view, facts=_of(view.facts, 20))
+    for seed in (2, 4, 5):
+        strategy, draws = NoiseAware(), torch.Generator().manual_seed(seed)
+        for number in range(8):
+            deltas = torch.randn(20, 2000, generator=draws) / 2000**0.5
+            deltas[:, 50] += 0.03
+            own = torch.eye(2, 2000)
+            deltas[:2] = own if replayed else 0.3 * deltas[:2] + 0.3 * own - 0.1 * own.flip(0)
+            share = strategy.weigh(updates_of(deltas), of_all)
+            share = share / share.sum()
+            step = strategy.scale((share.float() @ deltas)[None], updates_of(deltas), share[None], of_all)
+            plain = float((share.float() @ deltas).norm())
+            assert 0.49 * plain < float(step.norm()) < 2 * plain, (seed, number)
+
+
+@pytest.mark.parametrize("noise", [1.0, 4.0])
+def test_signals_that_clients_have_alone_count_in_the_length_of_the_step(noise, view):
+    """Half of the clients share a signal, and all signals are equally long."""
+    of_all, strategy = dataclasses.replace(view, facts=_of(view.facts, 12)), NoiseAware()
+    for number in range(8):
+        deltas = noise * torch.randn(12, 5000, generator=torch.Generator().manual_seed(number)) / 5000**0.5
+        deltas[:6, 0] += 1.0
+        deltas[range(6, 12), range(6, 12)] += 1.0
+        share = strategy.weigh(updates_of(deltas), of_all)
+        share = share / share.sum()
+    factor = float(strategy.scale(torch.ones(1, 1), updates_of(deltas), share[None], of_all))
+    assert factor == pytest.approx(1.0, abs=0.15)
+
+
 # ---- when
 
 

@@ -274,10 +274,18 @@ def test_one_client_does_not_decide_what_all_have_alone(signal):
     assert found / best_ratio(np.full(11, signal), NOISE[rest] ** 2, 0.25) > 0.9
 
 
-def test_further_directions_are_no_longer_than_what_lasts():
-    deltas = drawn(np.full(12, 1.5), np.ones(12), directions=[0] * 6 + [1] * 6)
-    further = [np.square(signals_of(deltas, lasting).factors[:, 1:]).sum() for lasting in (None, np.full(12, 0.1))]
-    assert further[0] > 2 and further[1] < 0.1
+def test_a_further_direction_of_a_client_is_no_longer_than_what_lasts():
+    deltas, share = drawn(np.full(12, 1.5), np.ones(12), directions=[0] * 6 + [1] * 6), 1.5**2 / (1.5**2 + 1)
+    lasting = np.append(np.full(11, share), 0.1)
+    further = np.square(signals_of(deltas, lasting).factors[:, 1:]).sum(axis=1)
+    assert further[6:11].min() > 0.3 and further[11] < 0.11
+
+
+@pytest.mark.parametrize("turning", [0.0, -0.69], ids=["turning", "alternating"])
+def test_a_kind_of_data_is_kept_though_its_signal_does_not_last(turning):
+    deltas = drawn(np.full(12, 1.5), np.ones(12), directions=[0] * 7 + [1] * 5)
+    share = contributions(signals_of(deltas, np.full(12, turning), error=0.01), 30, 0.25)
+    assert share[7:].sum() == pytest.approx(5 / 12, abs=0.05)
 
 
 def test_a_signal_alone_that_is_hidden_in_noise_counts_as_usual():
@@ -286,8 +294,8 @@ def test_a_signal_alone_that_is_hidden_in_noise_counts_as_usual():
     for seed in range(5):
         deltas = drawn([0.7] * 6 + [0.0] * 6, noise, seed=seed)
         deltas += drawn([0.7] * 6 + [1.0] * 6, np.zeros(12), directions=range(12))
-        lasting = 1 / (1 + noise**2) + 0.02 * np.random.default_rng(seed).standard_normal(12)
-        weight = contributions(signals_of(deltas, lasting, error=0.02), 1000, 0.25) / np.linalg.norm(deltas, axis=1)
+        lasting = 1 / (1 + noise**2) + 0.03 * np.random.default_rng(seed).standard_normal(12)
+        weight = contributions(signals_of(deltas, lasting, error=0.03), 1000, 0.25) / np.linalg.norm(deltas, axis=1)
         assert weight[6:].min() > 0.7 * weight[:6].mean(), seed
 
 

@@ -163,9 +163,8 @@ class NoiseAware(EstimatedWeights):
 def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
     """Return the median length of the signals of clients with a share / that of the sum; both arguments are `[C]`.
 
-    The longest signal counts as the second longest, so that no client alone shortens the step.
+    No signal counts for more than twice the median one, so that a minority does not shorten the step to less than half.
     """
     share, amplitude = share[share > 0], amplitude[share > 0]
-    amplitude = np.minimum(amplitude, np.sort(amplitude)[-2:].min(initial=np.inf))
-    length = float(share @ amplitude)
-    return float(np.median(amplitude)) / length if length > 0 else 1.0
+    usual = float(np.quantile(amplitude, 0.5, method="lower")) if len(amplitude) else 0.0
+    return usual / float(share @ np.minimum(amplitude, 2 * usual)) if usual > 0 else 1.0
