@@ -76,8 +76,10 @@ def estimate_signals(
         lasting: mean cosine between each client's updates in two rounds, `[C]`, and its standard error, `[C]` > 0,
             infinite if unknown; None if all are.
     """
-    limited, known = lengths.copy(), lengths > 0
-    limited[known] = within_others(lengths[known])
+    limited, everybody = lengths.copy(), _limits(lengths[lengths > 0])
+    for rows in map(list, models):
+        (low, high), (low_here, high_here) = everybody, _limits(lengths[rows])
+        limited[rows] = np.clip(lengths[rows], min(low, low_here), max(high, high_here))
     lasting = lasting or (np.zeros(len(lengths)), np.full(len(lengths), np.inf))
     opposed = _opposed(cosines, models, precision)
     together = precision * np.outer(~opposed, ~opposed)
@@ -115,10 +117,14 @@ def within_others(values: np.ndarray) -> np.ndarray:
     >>> within_others(np.array([0.001, 1.0, 2.0, 3.0])).tolist()
     [0.5, 1.0, 2.0, 2.0]
     """
+    return np.clip(values, *_limits(values))
+
+
+def _limits(values: np.ndarray) -> tuple[float, float]:
     if len(values) < 2:
-        return values
+        return 0.0, np.inf
     ordered, median = np.sort(values), float(np.median(values))
-    return np.clip(values, max(ordered[1] / 2, median / 30), min(ordered[-2], 30 * median))
+    return max(ordered[1] / 2, median / 30), min(ordered[-2], 30 * median)
 
 
 def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray) -> np.ndarray:
@@ -208,7 +214,7 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.nd
     count = len(rest)
     if count < 4 or not (precision + np.eye(count) > 0).all():
         return np.zeros((count, 0))
-    mean = float(precision[precision > 0].mean())
+    mean = 1 / float((1 / precision[precision > 0]).mean())  # of pairs that were seen in few rounds, too
     edge = mean**-0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6)) + count / mean  # of a matrix of noise alone
     shared = rest.copy()
     for _ in range(100):

@@ -104,6 +104,18 @@ def test_two_clients_with_signals_of_their_own_do_not_stop_the_training(replayed
             assert 0.49 * plain < float(step.norm()) < 2 * plain, (seed, number)
 
 
+def test_what_a_client_sends_for_personal_parameters_changes_no_weight(view):
+    class Module:
+        personal, personal_mask = ("head",), torch.arange(4000) >= 2000
+
+    of_all = dataclasses.replace(view, facts=_of(view.facts, 8), module=Module())
+    deltas = torch.zeros(8, 4000)
+    deltas[:, :2000] = torch.randn(8, 2000, generator=torch.Generator().manual_seed(0)) / 2000**0.5
+    honest = NoiseAware().weigh(updates_of(deltas), of_all)
+    deltas[0, 2000:] = 1e-6
+    assert torch.equal(NoiseAware().weigh(updates_of(deltas), of_all), honest)
+
+
 @pytest.mark.parametrize("noise", [1.0, 4.0])
 def test_signals_that_clients_have_alone_count_in_the_length_of_the_step(noise, view):
     """Half of the clients share a signal, and all signals are equally long."""

@@ -87,10 +87,30 @@ def test_noise_of_many_clients_shows_no_direction(clients, params):
         assert signals.factors.shape[1] == 1
 
 
+def test_pairs_that_were_seen_in_fewer_rounds_show_no_direction():
+    """Half of 100 clients took part in three earlier rounds, too."""
+    old = np.arange(100) < 50
+    rounds = 1 + 3.0 * np.outer(old, old)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        total = cosines_of(rng.standard_normal((100, 2000)))[0]
+        for _ in range(3):
+            total[:50, :50] += cosines_of(rng.standard_normal((50, 2000)))[0]
+        (signals,) = estimate_signals(total / rounds, np.ones(100), [list(range(100))], 2000 * rounds)
+        assert signals.factors.shape[1] == 1, seed
+
+
 def test_without_any_signal_weights_lie_between_those_of_equal_signals_and_of_equal_shares():
     _, weight = shares(drawn(np.zeros(12), NOISE, seed=3), bound=1.0)
     assert np.all(np.diff(weight) < 0)
     assert 1.0 < np.log(weight[0] / weight[-1]) / np.log(NOISE[-1] / NOISE[0]) < 2.0
+
+
+def test_the_lengths_of_another_model_limit_none():
+    signal, noise = np.full(20, 0.1), np.append(np.full(14, 200.0), np.geomspace(1, 10, 6))
+    _, weight = shares(drawn(signal, noise), models=[list(range(14)), list(range(14, 20))], bound=0.5)
+    found = (weight[14:] @ signal[14:]) ** 2 / (weight[14:] ** 2 @ noise[14:] ** 2)
+    assert found / best_ratio(signal[14:], noise[14:] ** 2, 0.5) > 0.9
 
 
 def test_models_are_estimated_apart_and_share_only_the_law():

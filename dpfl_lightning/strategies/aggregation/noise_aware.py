@@ -36,10 +36,14 @@ class NoiseAware(EstimatedWeights):
     kinds of data differ, the weights trade noise against bias, where no signal counts for more than twice the median
     one: a single client with long updates and data like nobody else's has a small part, unless what the others share is
     lost in noise. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing
-    in these estimates. Several clients that send one false update look like another kind of data; where what the others
-    share is lost in noise, 1 / `max_influence` of them can have all the weight. The sum is scaled by the length of the
-    median client's signal / the weighted mean length: where signals are equally long, weights have the sum 1, and short
-    updates do not shorten the step. Of two clients, one can stop the training by short updates.
+    in these estimates. With little noise this can be an honest minority with one other kind of data, whose gradients
+    mirror the others' once the model fits the mean of both: use `size_weighted` or groups there. Several clients that
+    send one false update look like another kind of data. Where what the others share is lost in noise, 1 /
+    `max_influence` of them can have all the weight, and several very short updates without signal nearly all. The sum
+    is scaled by the length of the median client's signal / the weighted mean length: where signals are equally long,
+    weights have the sum 1, and one short update does not shorten the step. Of two clients, one can stop the training by
+    short updates. Cosines say little if there are fewer than about 1,000 parameters: weights may then be far from the
+    best.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
@@ -77,6 +81,8 @@ class NoiseAware(EstimatedWeights):
     ) -> tuple[Mapping[str, Tensor], Sequence[Sequence[int]]]:
         """Estimates: noise variance; share in the aggregate; length, as far as it counts; length of shared signal."""
         deltas = updates.released.flatten(1)
+        if view.module.personal:  # what a false update has there shall not count
+            deltas = deltas[:, ~view.module.personal_mask]
         gram, num_params = gram_and_width(deltas)
         lengths = np.sqrt(np.diag(gram))
         seen = [kept for rows in models if (kept := [row for row in rows if lengths[row] > 0])]
