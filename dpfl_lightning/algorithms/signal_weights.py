@@ -108,23 +108,19 @@ def estimate_signals(
     return estimates
 
 
-def within_others(values: np.ndarray) -> np.ndarray:
-    """Limit values `[C]` > 0 to at least half of the smallest, and at most the largest one of the others.
-
-    No limit is beyond 30 times the median. Of two values both become the smaller one. An honest client with far less
-    noise than all others loses by this.
-
-    >>> within_others(np.array([0.001, 1.0, 2.0, 3.0])).tolist()
-    [0.5, 1.0, 2.0, 2.0]
-    """
-    return np.clip(values, *_limits(values))
-
-
 def _limits(values: np.ndarray) -> tuple[float, float]:
+    """Return limits of values `[C]` > 0: half of the second smallest, and the second largest one.
+
+    No limit is beyond 30 times the median, so no value alone moves them. Of two values both become the smaller one. An
+    honest client with far less noise than all others loses by this.
+
+    >>> _limits(np.array([0.001, 1.0, 2.0, 3.0]))
+    (0.5, 2.0)
+    """
     if len(values) < 2:
         return 0.0, np.inf
     ordered, median = np.sort(values), float(np.median(values))
-    return max(ordered[1] / 2, median / 30), min(ordered[-2], 30 * median)
+    return max(float(ordered[1]) / 2, median / 30), min(float(ordered[-2]), 30 * median)
 
 
 def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray) -> np.ndarray:
