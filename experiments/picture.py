@@ -4,20 +4,20 @@
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from dpfl_lightning.errors import command
 from experiments.papers.cells import finished
 from experiments.papers.drawing import save_svg
+from experiments.papers.experiment import Cells, Experiment
 from experiments.papers.registry import experiments
 
 ROOT = Path(__file__).parents[1]
-_COLUMNS = {"dist1": "Dist1", "dist5": "Dist5", "dist9": "Dist9"}
+_COLUMNS = ("dist1", "dist5", "dist9")
 _LEFT_OUT = {"fedavg", "uniform", "groups"}  # no budget; equal to DPFedAvg; for clients in groups
 _SEEDS = 3
 
@@ -30,21 +30,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = parser.parse_args(argv)
     table = experiments()["leaderboard.accuracy"]
     cells = finished(known.results, table, "small")
-    rows = {name: row.title for name, row in table.rows.items() if name not in _LEFT_OUT}
-    save_svg(_figure(rows, {place: made for place, made in cells.items() if len(made) == _SEEDS}), known.picture)
+    save_svg(_figure(table, {place: made for place, made in cells.items() if len(made) == _SEEDS}), known.picture)
     return 0
 
 
-def _figure(rows: Mapping[str, str], cells: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> Figure:
+def _figure(table: Experiment, cells: Cells) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    rows = [row for row in table.rows if row not in _LEFT_OUT]
     shown = [row for row in rows if any((row, column) in cells for column in _COLUMNS)]
-    for column, title in _COLUMNS.items():
+    for column in _COLUMNS:
         places = [place for place, row in enumerate(shown) if (row, column) in cells]
         seeds = [[run["values"]["accuracy"] for run in cells[shown[place], column]] for place in places]
         means, errors = (list(map(of, seeds)) for of in (fmean, _standard_error))
-        left.errorbar(means, places, xerr=errors, fmt="o", markersize=5, elinewidth=1.5, label=title)
-    left.set_yticks(range(len(shown)), [rows[row] for row in shown], fontsize=9)
+        left.errorbar(
+            means, places, xerr=errors, fmt="o", markersize=5, elinewidth=1.5, label=table.columns[column].title
+        )
+    left.set_yticks(range(len(shown)), [table.rows[row].title for row in shown], fontsize=9)
     left.invert_yaxis()
     left.set(title="Accuracy on the test set", xlabel="percent")
     figure.legend(loc="outside upper center", ncols=len(_COLUMNS), fontsize=9, frameon=False)

@@ -99,9 +99,10 @@ def estimate_signals(
         cosine, error = (one[rows] for one in lasting)
         whole = _whole(cosine, error, limited[rows])
         further = _further(rest, seen, 1 - signed**2)
-        room = _room(whole, signed**2 + np.square(further).sum(axis=1)) - signed**2
-        if (np.square(further).sum(axis=1) > room).any():
-            further = _further(rest, seen, np.clip(room, 0.0, 1 - signed**2))
+        squared = np.square(further).sum(axis=1)
+        room = np.clip(_room(whole, signed**2 + squared) - signed**2, 0.0, 1 - signed**2)
+        if (squared > room).any():
+            further = _further(rest, seen, room)
         factors = np.column_stack([signed, further])
         private = _alone(np.square(factors).sum(axis=1), cosine, error, whole)
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
