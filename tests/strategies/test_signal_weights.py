@@ -59,7 +59,7 @@ def test_the_sum_has_nearly_the_best_ratio_of_signal_to_noise(power, ratio):
 @pytest.mark.parametrize("models", [1, 4])
 def test_simulated_updates_of_the_paper_reach_nearly_the_best_from_the_first_round(models, signal):
     found = signal_to_noise(models, signal, 0.1)
-    assert found["first"] > 0.969 and found["tenth"] > 0.985
+    assert found["first"] > 0.96 and found["tenth"] > 0.97 and found["lasting"] > 0.97
 
 
 def test_noise_alone_is_not_followed():

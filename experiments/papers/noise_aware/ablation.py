@@ -1,6 +1,10 @@
 """Estimators of noise, and weights, on simulated updates as the common signal grows."""
 
+import math
+from collections.abc import Sequence
 from statistics import fmean
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -9,12 +13,15 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.algorithms.signal_weights import contributions, estimate_signals, most_influence
+from dpfl_lightning.algorithms.signal_weights import most_influence
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
-from dpfl_lightning.strategies.aggregation.noise_aware import MEMORY
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from experiments.papers.noise_aware.formulas import CLIENTS, NUM_PARAMS, RECORDS, noise_vars, of_sum, oracle_weights
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2)  # of `excess_noise`
+DRAWS = range(10)  # of `signal_to_noise`
 #: row -> estimator
 _ESTIMATORS = {name: EstimatorOptions(name) for name in ("hetero_pca", "raw_norm", "mean_residual")} | {
     "rpca": EstimatorOptions("rpca", rows=None),
@@ -23,13 +30,20 @@ _ESTIMATORS = {name: EstimatorOptions(name) for name in ("hetero_pca", "raw_norm
 
 
 def updates(
-    signal: str, ratio: float, seed: int, accountant: str = "rdp", models: int = 1, rounds: int = 1
+    signal: str,
+    ratio: float,
+    seed: int,
+    accountant: str = "rdp",
+    models: int = 1,
+    rounds: int = 1,
+    lasting: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Simulated updates `[20, 28938]` of the clients of Dist1 in each round, their lengths of signal, and variances.
 
     The signal is one direction, common to the clients of a model (client modulo `models`), with a separate one of each
     client a tenth as long: `equal` for all, or in proportion to local `steps`. `ratio` is the length of the quietest
-    client's signal / length of its noise. Variances are summed over coordinates.
+    client's signal / length of its noise. Directions are drawn anew in each round, unless they are `lasting`. Variances
+    are summed over coordinates.
     """
     sizes = BATCH_SIZES[CLIENTS]
     variances = NUM_PARAMS * torch.tensor(noise_vars(EPSILONS["dist1"][CLIENTS], sizes, accountant=accountant))
@@ -42,12 +56,14 @@ def updates(
         drawn = torch.randn(count, NUM_PARAMS, generator=generator)
         return drawn / drawn.norm(dim=1, keepdim=True)
 
-    def one_round() -> Tensor:
-        common = directions(models)[torch.arange(CLIENTS) % models]
-        noise = torch.randn(CLIENTS, NUM_PARAMS, generator=generator) * (variances[:, None] / NUM_PARAMS) ** 0.5
-        return length[:, None] * (common + 0.1 * directions(CLIENTS)) + noise
+    def signals() -> Tensor:
+        return length[:, None] * (directions(models)[torch.arange(CLIENTS) % models] + 0.1 * directions(CLIENTS))
 
-    return [one_round() for _ in range(rounds)], length, variances
+    def noise() -> Tensor:
+        return torch.randn(CLIENTS, NUM_PARAMS, generator=generator) * (variances[:, None] / NUM_PARAMS) ** 0.5
+
+    same = signals() if lasting else None
+    return [(signals() if same is None else same) + noise() for _ in range(rounds)], length, variances
 
 
 def excess_noise(signal: str, ratio: float, accountant: str = "rdp") -> dict[str, float]:
@@ -64,36 +80,40 @@ def excess_noise(signal: str, ratio: float, accountant: str = "rdp") -> dict[str
 
 
 def signal_to_noise(models: int, signal: str, ratio: float, accountant: str = "rdp") -> dict[str, float]:
-    """Squared ratio of signal to noise of the weighted sum / the best one; mean over models and `SEEDS`.
+    """Squared ratio of signal to noise of the weighted sum / the best one; mean over models and `DRAWS`.
 
     The best weights know signals and noise. For our default, after its first and its tenth round, they have the same
     bound on one client's influence; for weights of least noise, by robust PCA, and uniform ones they have none.
+    `lasting` is the tenth round where all directions last, of which our weights take the clients' own for signal.
     """
     shares: dict[str, list[float]] = {}
     rows_of = [list(range(model, CLIENTS, models)) for model in range(models)]
-    faded = MEMORY ** np.arange(9.0, -1.0, -1.0)
-    for seed in SEEDS:
+    for seed in DRAWS:
         rounds, length, variances = updates(signal, float(ratio), seed, accountant, models, rounds=10)
-        lengths = [deltas.double().norm(dim=1).numpy() for deltas in rounds]
-        pairs = zip(rounds, lengths, strict=True)
-        cosines = [(deltas.double() @ deltas.double().T).numpy() / np.outer(norms, norms) for deltas, norms in pairs]
+        lasting, _, _ = updates(signal, float(ratio), seed, accountant, models, rounds=10, lasting=True)
+        ours = noise_aware_weights(rounds, models)
+        found = {"first": ours[0], "tenth": ours[-1], "lasting": noise_aware_weights(lasting, models)[-1]}
         rpca = weights(estimate(rounds[0], EstimatorOptions("rpca", rows=None)).noise_var).numpy()
-        ours = {"first": cosines[0], "tenth": np.average(cosines, axis=0, weights=faded)}
-        precision = {"first": NUM_PARAMS, "tenth": NUM_PARAMS * faded.sum() ** 2 / (faded**2).sum()}
-        signals = {
-            name: estimate_signals(seen, lengths[-1], rows_of, np.full(seen.shape, precision[name]))
-            for name, seen in ours.items()
-        }
-        for model, rows in enumerate(rows_of):
+        rivals = {"rpca": rpca, "uniform": np.ones(CLIENTS)}
+        for rows in rows_of:
             truth = length[rows].double().numpy(), variances[rows].double().numpy()
-            bound = most_influence(len(rows))
-            bounded, free = best_ratio(*truth, bound), best_ratio(*truth, 1.0)
-            for name in ours:
-                share = contributions(signals[name][model], 30, bound)
-                shares.setdefault(name, []).append(_ratio(share / lengths[-1][rows], *truth) / bounded)
-            for name, weight in (("rpca", rpca[rows]), ("uniform", np.ones(len(rows)))):
-                shares.setdefault(name, []).append(_ratio(weight, *truth) / free)
+            bounded, free = best_ratio(*truth, most_influence(len(rows))), best_ratio(*truth, 1.0)
+            for name, weight in (found | rivals).items():
+                best = free if name in rivals else bounded
+                shares.setdefault(name, []).append(_ratio(weight[rows], *truth) / best)
     return {name: fmean(values) for name, values in shares.items()}
+
+
+def noise_aware_weights(rounds: Sequence[Tensor], models: int) -> list[np.ndarray]:
+    """The weights `[20]` of the strategy `noise_aware` in each of these rounds of updates, of a run of 30 rounds."""
+    strategy, found = NoiseAware(), []
+    model_of = tuple(client % models for client in range(CLIENTS))
+    facts, module = SimpleNamespace(num_clients=CLIENTS), SimpleNamespace(personal=())
+    for number, deltas in enumerate(rounds, start=1):
+        seen = ClientUpdates(tuple(range(CLIENTS)), (1,) * CLIENTS, (math.nan,) * CLIENTS, deltas, model_of=model_of)
+        read = SimpleNamespace(facts=facts, module=module, schedule=SimpleNamespace(rounds=30), round=number)
+        found.append(strategy.weigh(seen, cast(View, read)).numpy())
+    return found
 
 
 def best_ratio(length: np.ndarray, variance: np.ndarray, bound: float) -> float:
