@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
+from scipy.special import log_ndtr
+from scipy.stats import norm
 
 _SLOPES = np.linspace(0.0, 1.0, 21)  # from "every update has the same share of signal" to "the same length of signal"
-# how probable the last of them is before any evidence, the others being equally probable: chosen on simulated updates,
-# where 0.8 loses most with four models of weak equal signals, and 0.999 with signals that follow unequal steps
-_EQUAL = 0.95
+# how probable each is before any evidence: chosen on simulated updates, where 0.8 for the last of them loses most with
+# four models of weak equal signals, and 0.999 with signals that follow unequal steps
+_PRIOR = np.array([0.05 / 20] * 20 + [0.95])
 _MOST_ALIGNED = 0.9999  # bound of a client's share of signal, which keeps weights finite
 _EDGE = 3.27  # 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _OPPOSED = -4.0  # sum of votes, in standard deviations of votes by noise, below which an update goes against others
@@ -150,21 +152,24 @@ def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np
 def _law(
     cosines: np.ndarray, lengths: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray
 ) -> np.ndarray:
-    """Return the alignments `[C]` of the law, averaged over its power by how well each explains the cosines."""
-    fits, misfits = np.zeros((len(_SLOPES), len(lengths))), np.zeros(len(_SLOPES))
+    """Return the alignments `[C]` of the law: their mean over its power, and over the length of the signals.
+
+    Both are unknown. Every squared length >= 0 is equally probable before evidence, in its standard errors, so a power
+    whose signals would have been seen has short ones where nothing is seen.
+    """
+    fits, evidence = np.zeros((len(_SLOPES), len(lengths))), np.log(_PRIOR)
     for rows in map(list, models):
         block, known = _pairs(cosines, rows), _pairs(precision, rows)
         relative = lengths[rows].min(initial=np.inf) / lengths[rows]
         for number, slope in enumerate(_SLOPES):
             shape = relative**slope
             product = np.outer(shape, shape)
-            weight = (known * product**2).sum()
-            scale = max((known * product * block).sum() / weight, 0.0) if weight > 0 else 0.0
-            fits[number, rows] = np.sqrt(scale) * shape if scale > 0 else 1e-9 * shape
-            misfits[number] += (known * (block - scale * product) ** 2).sum() / 2
-    share = np.exp(-(misfits - misfits.min()) / 2)
-    share[:-1] *= (1 - _EQUAL) / (len(_SLOPES) - 1)
-    share[-1] *= _EQUAL
+            information = max(float((known * product**2).sum() / 2), 1e-300)
+            score = float((known * product * block).sum() / 2) / information**0.5  # squared length / its standard error
+            evidence[number] += score**2 / 2 + log_ndtr(score)
+            squared = (score + np.exp(norm.logpdf(score) - log_ndtr(score))) / information**0.5
+            fits[number, rows] = np.sqrt(squared) * shape
+    share = np.exp(evidence - evidence.max())
     return np.minimum(share @ fits / share.sum(), 0.99)
 
 
@@ -178,7 +183,8 @@ def _pairs(matrix: np.ndarray, rows: list[int]) -> np.ndarray:
 def _shrunk(block: np.ndarray, precision: np.ndarray, law: np.ndarray, outside: np.ndarray) -> np.ndarray:
     """Return alignments between those of the law and those that the cosines show, by the errors of both.
 
-    The law says little of clients whose lengths are `outside` the range of the others.
+    The law says little of clients whose lengths are `outside` the range of the others. Where its signals are not seen
+    in the cosines, noise is all that they show of single clients, and the law is followed.
     """
     if len(law) < 3 or not (precision @ law**2 > 0).all():
         return law
@@ -188,7 +194,11 @@ def _shrunk(block: np.ndarray, precision: np.ndarray, law: np.ndarray, outside: 
         weight = 1 / (relative + spread) ** 2
         spread = float((weight * ((seen / law - 1) ** 2 - relative)).sum() / weight.sum() - (2 / weight.sum()) ** 0.5)
         spread = min(max(spread, 0.0), 1.0)  # a law that is lost in noise is followed rather than the noise
-    alignment, trust = law, np.where(outside, 1.0, spread) * law**2
+    product = np.outer(law, law)
+    information = (precision * product**2).sum() / 2
+    squared = (precision * product * block).sum() / 2 / information  # squared length of the signals / that of the law
+    shown = min(max(squared - information**-0.5, 0.0), 1.0)
+    alignment, trust = law, shown * np.where(outside, 1.0, spread) * law**2
     for _ in range(100):
         seen, variance = _seen(block, precision, alignment)
         wanted = (trust * seen + variance * law) / (trust + variance)

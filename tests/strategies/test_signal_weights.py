@@ -62,6 +62,16 @@ def test_simulated_updates_of_the_paper_reach_nearly_the_best_from_the_first_rou
     assert found["first"] > 0.96 and found["tenth"] > 0.97 and found["lasting"] > 0.97
 
 
+@pytest.mark.parametrize("quietest", [1.0, 0.5], ids=["in the range of the others", "outside"])
+def test_signals_that_noise_hides_are_taken_as_equally_long(quietest):
+    """What chance shows of the client with the least noise, which matters most, is not followed."""
+    noise, signal, found = np.concatenate([[quietest], np.linspace(1.0, 10.0, 19)]), np.full(20, 0.005), []
+    for seed in range(20):
+        _, weight = shares(drawn(signal, noise, seed=seed))
+        found.append((weight @ signal) ** 2 / (weight**2 @ noise**2) / best_ratio(signal, noise**2, 0.25))
+    assert np.mean(found) > 0.99 and min(found) > 0.95
+
+
 def test_noise_alone_is_not_followed():
     """Forty rounds of cosines that are noise: the weights are those of equal signals but for a few."""
     powers = []

@@ -37,8 +37,9 @@ def updates(
     models: int = 1,
     rounds: int = 1,
     lasting: bool = False,
+    budgets: str = "dist1",
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Simulated updates `[20, 28938]` of the clients of Dist1 in each round, their lengths of signal, and variances.
+    """Simulated updates `[20, 28938]` of the clients of `budgets` in each round, lengths of signal, and variances.
 
     The signal is one direction, common to the clients of a model (client modulo `models`), with a separate one of each
     client a tenth as long: `equal` for all, or in proportion to local `steps`. `ratio` is the length of the quietest
@@ -46,7 +47,7 @@ def updates(
     are summed over coordinates.
     """
     sizes = BATCH_SIZES[CLIENTS]
-    variances = NUM_PARAMS * torch.tensor(noise_vars(EPSILONS["dist1"][CLIENTS], sizes, accountant=accountant))
+    variances = NUM_PARAMS * torch.tensor(noise_vars(EPSILONS[budgets][CLIENTS], sizes, accountant=accountant))
     steps = torch.tensor([RECORDS / size if signal == "steps" else 1.0 for size in sizes])
     quietest = int(variances.argmin())
     length = steps * ratio * variances[quietest] ** 0.5 / steps[quietest]
@@ -79,22 +80,26 @@ def excess_noise(signal: str, ratio: float, accountant: str = "rdp") -> dict[str
     return {name: fmean(values) for name, values in excess.items()}
 
 
-def signal_to_noise(models: int, signal: str, ratio: float, accountant: str = "rdp") -> dict[str, float]:
+def signal_to_noise(
+    models: int, signal: str, ratio: float, accountant: str = "rdp", budgets: str = "dist1"
+) -> dict[str, float]:
     """Squared ratio of signal to noise of the weighted sum / the best one; mean over models and `DRAWS`.
 
     The best weights know signals and noise. For our default, after its first and its tenth round, they have the same
-    bound on one client's influence; for weights of least noise, by robust PCA, and uniform ones they have none.
+    bound on one client's influence; for weights of least noise, by robust PCA or from the
+    true noise (`inverse`), and uniform ones they have none.
     `lasting` is the tenth round where all directions last, of which our weights take the clients' own for signal.
     """
     shares: dict[str, list[float]] = {}
     rows_of = [list(range(model, CLIENTS, models)) for model in range(models)]
     for seed in DRAWS:
-        rounds, length, variances = updates(signal, float(ratio), seed, accountant, models, rounds=10)
-        lasting, _, _ = updates(signal, float(ratio), seed, accountant, models, rounds=10, lasting=True)
+        setting = signal, float(ratio), seed, accountant, models, 10
+        rounds, length, variances = updates(*setting, budgets=budgets)
+        lasting, _, _ = updates(*setting, lasting=True, budgets=budgets)
         ours = noise_aware_weights(rounds, models)
         found = {"first": ours[0], "tenth": ours[-1], "lasting": noise_aware_weights(lasting, models)[-1]}
         rpca = weights(estimate(rounds[0], EstimatorOptions("rpca", rows=None)).noise_var).numpy()
-        rivals = {"rpca": rpca, "uniform": np.ones(CLIENTS)}
+        rivals = {"rpca": rpca, "inverse": 1 / variances.numpy(), "uniform": np.ones(CLIENTS)}
         for rows in rows_of:
             truth = length[rows].double().numpy(), variances[rows].double().numpy()
             bounded, free = best_ratio(*truth, most_influence(len(rows))), best_ratio(*truth, 1.0)
