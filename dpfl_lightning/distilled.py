@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpfl_lightning.data import load
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, require_whole
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 Transform = Callable[[Tensor], Any]
@@ -29,6 +29,8 @@ def load_distilled(source: str | Path, uri: str | None = None, transform: Transf
         uri: the MLflow store, by default the one of a run without `tracking.uri`.
         transform: applied to each image `[*X]` that is read by its index.
     """
+    is_path = isinstance(source, (str, Path))
+    require(is_path, "source", "be the folder of a distilled set, or runs:/<run id>", source)
     if not str(source).startswith("runs:/"):
         return DistilledSet.load(source, transform)
     from dpfl_lightning.reporting.mlflow import downloaded  # imports MLflow
@@ -71,8 +73,7 @@ class DistilledDataModule(LightningDataModule):
         download: bool = True,
     ) -> None:
         super().__init__()
-        whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-        require(whole and batch_size >= 1, "batch_size", "be a whole number >= 1", batch_size)
+        require_whole("batch_size", batch_size, 1)
         made = source if isinstance(source, DistilledSet) else load_distilled(source, uri)
         self.distilled = DistilledSet(made.x, made.y, made.card, transform or made.transform)
         self.batch_size, self._test, self._files = batch_size, test, (folder, download)
@@ -81,6 +82,7 @@ class DistilledDataModule(LightningDataModule):
         self._official_test()  # fetches files once, before several processes read them
 
     def train_dataloader(self) -> DataLoader[Any]:
+        require(len(self.distilled) > 0, "distilled", "hold at least one image", 0)
         return DataLoader(self.distilled, self.batch_size, shuffle=True)
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -89,8 +91,10 @@ class DistilledDataModule(LightningDataModule):
         made_from = self.distilled.card.get("data", {}) or {}
         must = "be given for a set of your own data"
         require(test is not None, "test", must, made_from.get("class_path"), advice)
-        assert test is not None  # for mypy
-        require(len(test) > 0, "test", "hold at least one record", 0)  # type: ignore[arg-type]
+        sized = isinstance(test, Sized) and hasattr(test, "__getitem__")
+        require(sized, "test", "be a map-style Dataset, with a length", type(test).__name__, advice)
+        assert test is not None and isinstance(test, Sized)  # for mypy
+        require(len(test) > 0, "test", "hold at least one record", 0)
         got = tuple(test[0][0].shape)
         require(got == shape, "test", f"have records of shape {shape}, as the images of the set", got)
         return DataLoader(test, 256)

@@ -52,6 +52,18 @@ def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> Non
         raise UserError(f"`{shortened(key)}` must {must}, got {shortened(repr(got))}. {advice}".rstrip())
 
 
+def require_whole(key: str, value: object, least: int) -> None:
+    """Raise UserError unless the value is a whole number of at least `least`.
+
+    >>> require_whole("images", 2.5, 1)
+    Traceback (most recent call last):
+    ...
+    dpfl_lightning.errors.UserError: `images` must be a whole number >= 1, got 2.5.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, key, f"be a whole number >= {least}", value)  # type: ignore[operator]
+
+
 def shortened(text: str) -> str:
     """Return at most 200 characters of a text.
 

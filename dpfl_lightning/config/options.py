@@ -327,14 +327,14 @@ class Options:
     output_dir: str | None = None
 
 
-def changed_options(options: Options) -> dict[str, Any]:
-    """Return the options that differ from their defaults, nested.
+def changed_options(options: Options | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from their defaults, nested; a mapping has all of them.
 
     >>> changed_options(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
     """
     differing, defaults = {}, dataclasses.asdict(Options())
-    for name, value in dataclasses.asdict(options).items():
+    for name, value in (dataclasses.asdict(options) if isinstance(options, Options) else options).items():
         if value != defaults[name]:
             partly = name in SECTIONS and value is not None
             differing[name] = {k: one for k, one in value.items() if one != defaults[name][k]} if partly else value

@@ -1,13 +1,17 @@
 """A distilled set on disk: tensors and card belong together, damage is one sentence, and it can be looked at."""
 
+import dataclasses
 import hashlib
 import json
 import re
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpfl_lightning.config.load import from_mapping, with_values
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import load
 from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
@@ -155,8 +159,42 @@ def test_a_card_names_no_secret_and_no_path_of_the_machine():
     data = {"class_path": "mine.Records", "folder": "files of mine", "download": False, "init_args": arguments}
     expected = {"url": "postgresql://host/records", "password": "***", "tables": ["a"]}
     assert data_of_card(data) == {"class_path": "mine.Records", "init_args": expected}
-    command = _command({"data": data, "strategies": {"feature_means": {}}})
+    command = _command({**dataclasses.asdict(Options()), "data": {**dataclasses.asdict(Options().data), **data}})
     assert "mine.Records" in command and not re.search("one@|two|files of mine", command)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategies": {"feature_means": {}}, "clients.batch_size": None, "privacy.sampling": "poisson"},
+        {"strategies": {"size_weighted": {}, "distillation": {"aggregation": "by_base_rule"}}, "task": "multiclass"},
+        {"strategies": {"feature_means": {"nets": 2}}, "privacy": None},
+    ],
+)
+def test_the_command_of_a_card_repeats_the_run(values):
+    usual = {"rounds": 1, "data": {"name": "digits"}, "privacy": {"epsilon": 8.0}}
+    options = with_values(from_mapping(usual), values, "here")
+    text = re.search("```yaml\\n(.*)\\n```", _command(dataclasses.asdict(options)), re.DOTALL)[1]
+    assert from_mapping(yaml.safe_load(text)) == options
+
+
+@pytest.mark.parametrize("source", [None, 5])
+def test_what_is_no_source_is_one_sentence(source):
+    for read in (load_distilled, DistilledDataModule):
+        with pytest.raises(UserError, match=f"`source` must be the folder of a distilled set, .*, got {source}"):
+            read(source)
+
+
+def test_other_wrong_arguments_are_one_sentence(tmp_path):
+    x, y = digits_set().records
+    with pytest.raises(UserError, match="`card` must be a mapping, got None"):
+        DistilledSet(x, y, None)
+    with pytest.raises(UserError, match="`test` must be a map-style Dataset, with a length, got 'int'"):
+        DistilledDataModule(digits_set(), test=5).test_dataloader()
+    with pytest.raises(UserError, match="`distilled` must hold at least one image, got 0"):
+        DistilledDataModule(DistilledSet(x[:0], y[:0], digits_set().card)).train_dataloader()
+    digits_set().save(tmp_path / "new" / "folder")
+    assert len(load_distilled(tmp_path / "new" / "folder")) == len(x)
 
 
 def test_every_image_has_a_label():

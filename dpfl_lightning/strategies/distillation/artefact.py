@@ -40,6 +40,7 @@ class DistilledSet(Dataset[tuple[Any, int]]):
     transform: Callable[[Tensor], Any] | None = None
 
     def __post_init__(self) -> None:
+        require(isinstance(self.card, Mapping), "card", "be a mapping", self.card)
         for name in ("origin", "data"):
             value = self.card.get(name)
             require(value is None or isinstance(value, Mapping), f"card.{name}", "be a mapping", value)
@@ -63,6 +64,7 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         """
         folder = Path(folder)
         _require_finite(self.x, folder / TENSORS, key)
+        folder.mkdir(parents=True, exist_ok=True)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
         path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
         card = {**json.loads(json.dumps(self.card)), "sha256": _digest(path)}

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.runtime.text import markdown, without_secrets
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 #: sections of a configuration that determine a set; paths, keys and tracking are left out
-_SECTIONS = ("rounds", "seed", "data", "model", "clients", "privacy", "strategies")
+_SECTIONS = ("rounds", "seed", "data", "model", "task", "clients", "privacy", "strategies")
 _LEFT_OUT = ("folder", "noise_key", "signing_keys")
 
 
@@ -84,17 +85,18 @@ _SAMPLINGS = {
 def _command(options: Mapping[str, Any]) -> str:
     if not options:
         return "The run was built in Python, so there is no command that repeats it."
-    kept = {name: without_secrets(_plain(options[name])) for name in _SECTIONS if name in options}
+    changed = changed_options(options)
+    kept = {name: without_secrets(_public(changed[name])) for name in _SECTIONS if name in changed}
     return (
         "This command makes a set in the same way, with fresh noise, from a file `set.yaml` with this content:\n\n"
         f"```bash\npython -m dpfl_lightning.fit --config set.yaml\n```\n\n```yaml\n{dump(kept).rstrip()}\n```"
     )
 
 
-def _plain(section: Any) -> Any:
+def _public(section: Any) -> Any:
     if not isinstance(section, Mapping):
         return section
-    return {name: value for name, value in section.items() if name not in _LEFT_OUT and value not in (None, {})}
+    return {name: value for name, value in section.items() if name not in _LEFT_OUT}
 
 
 def _privacy(card: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
-from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.errors import require, require_whole, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -73,7 +73,7 @@ class FeatureMeans(SetStrategy):
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         for name in ("images_per_class", "nets", "image_steps", "min_records_per_target"):
-            require(self._options[name] >= 1, f"{KEY}.{name}", "be >= 1", self._options[name])
+            require_whole(f"{KEY}.{name}", self._options[name], 1)
         require(0 < image_learning_rate <= 10, f"{KEY}.image_learning_rate", "be in (0, 10]", image_learning_rate)
         super().__init__(evaluation_epochs)
         self._released: tuple[Tensor, float] | None = None  # sums `[G, k]`, and the standard deviation of their noise

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpfl_lightning.algorithms.gradient_matching import MATCHINGS
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.errors import require, require_one_of, require_whole
 from dpfl_lightning.models.augmentation import OPERATIONS
 
 KEY = "strategies.distillation"
@@ -24,7 +24,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "sampling": ("full", "poisson", "fixed"),
     "noise_scale": ("sum", "paper_mean"),
 }
-#: lower bound -> options
+#: lower bound -> options; those from 0 may be None
 _AT_LEAST = {
     1: ("images_per_class", "image_steps", "records_per_class", "min_participants", "min_records_per_target"),
     0: ("reinit_every", "net_epochs"),
@@ -54,7 +54,8 @@ def switches(given: Mapping[str, Any]) -> dict[str, Any]:
             require_one_of(choices, f"{KEY}.{name}", options[name])
     for least, names in _AT_LEAST.items():
         for name in names:
-            require(options[name] is None or options[name] >= least, f"{KEY}.{name}", f"be >= {least}", options[name])
+            if options[name] is not None or least:
+                require_whole(f"{KEY}.{name}", options[name], least)
     for name in ("image_learning_rate", "net_learning_rate"):
         require(0 < options[name] < math.inf, f"{KEY}.{name}", "be above 0", options[name])
     require(0 <= options["image_momentum"] < 1, f"{KEY}.image_momentum", "be in [0, 1)", options["image_momentum"])

@@ -7,7 +7,7 @@ import torch
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, require_whole
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
@@ -32,7 +32,7 @@ class SetStrategy(Strategy, Callback):
     trains_on_server = True
 
     def __init__(self, evaluation_epochs: int, augmentations: tuple[str, ...] = ()) -> None:
-        require(evaluation_epochs >= 1, f"{self.key}.evaluation_epochs", "be >= 1", evaluation_epochs)
+        require_whole(f"{self.key}.evaluation_epochs", evaluation_epochs, 1)
         self._evaluation = Training(
             epochs=evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=augmentations
         )
