@@ -217,22 +217,30 @@ def _seen(block: np.ndarray, precision: np.ndarray, alignment: np.ndarray) -> tu
 
 
 def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return loadings `[C, r]` on directions that explain the matrix off its diagonal beyond noise; r is often 0."""
+    """Return loadings `[C, r]` on directions that explain the matrix off its diagonal beyond noise; r is often 0.
+
+    Directions are added one by one, as long as more than noise is left off the diagonal.
+    """
     count = len(rest)
+    loadings, diagonal = np.zeros((count, 0)), np.zeros(count)
     if count < 4 or not (precision + np.eye(count) > 0).all():
-        return np.zeros((count, 0))
+        return loadings
     mean = 1 / float((1 / precision[precision > 0]).mean())  # of pairs that were seen in few rounds, too
     edge = mean**-0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6)) + count / mean  # of a matrix of noise alone
-    shared = rest.copy()
-    for _ in range(100):
-        values, vectors = np.linalg.eigh(shared)
-        kept = values > edge
-        loadings = vectors[:, kept] * np.sqrt(values[kept])
-        diagonal = np.minimum(np.square(loadings).sum(axis=1), room)
-        moved = np.abs(diagonal - shared.diagonal()).max()
-        np.fill_diagonal(shared, diagonal)
-        if moved < 1e-8:
+    for rank in range(1, count):
+        left = rest - loadings @ loadings.T
+        np.fill_diagonal(left, 0.0)
+        if np.linalg.eigvalsh(left)[-1] <= edge:
             break
+        shared = rest.copy()
+        for _ in range(100):
+            values, vectors = np.linalg.eigh(shared)
+            loadings = vectors[:, -rank:] * np.sqrt(np.maximum(values[-rank:], 0.0))
+            diagonal = np.minimum(np.square(loadings).sum(axis=1), room)
+            moved = np.abs(diagonal - shared.diagonal()).max()
+            np.fill_diagonal(shared, diagonal)
+            if moved < 1e-8:
+                break
     length = np.square(loadings).sum(axis=1)
     return loadings * np.sqrt(np.where(length > 0, diagonal / np.where(length > 0, length, 1.0), 0.0))[:, None]
 

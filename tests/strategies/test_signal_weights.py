@@ -72,6 +72,17 @@ def test_signals_that_noise_hides_are_taken_as_equally_long(quietest):
     assert np.mean(found) > 0.99 and min(found) > 0.95
 
 
+def test_a_client_against_the_others_does_not_add_directions_or_signal_to_them():
+    loads = np.array([[0.6, 0.0]] * 4 + [[-0.3, 0.95]])
+    draws = np.random.default_rng(0).standard_normal((10, 5, 5)) / NUM_PARAMS**0.5
+    for noise in draws:
+        cosines = loads @ loads.T + (noise + noise.T) / 2**0.5
+        np.fill_diagonal(cosines, 1.0)
+        (signals,) = estimate_signals(cosines, np.ones(5), [list(range(5))], np.full((5, 5), float(NUM_PARAMS)))
+        assert signals.factors.shape[1] == 2
+        assert signals.shared[:4] ** 2 == pytest.approx(np.full(4, 0.36), abs=0.06)
+
+
 def test_noise_alone_is_not_followed():
     """Forty rounds of cosines that are noise: the weights are those of equal signals but for a few."""
     powers = []
