@@ -34,21 +34,29 @@ class NoiseAware(EstimatedWeights):
     that others share, and those between a client's own updates in different rounds how much it has alone
     (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
     kinds of data differ, the weights trade noise against bias, where no signal counts for more than twice the median
-    one: a single client with long updates and data like nobody else's has a small part, unless what the others share is
-    lost in noise. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing
-    in these estimates. With little noise this can be an honest minority with one other kind of data, whose gradients
-    mirror the others' once the model fits the mean of both: use `size_weighted` or groups there. Several clients that
-    send one false update look like another kind of data. Where what the others share is lost in noise, 1 /
-    `max_influence` of them can have all the weight, and several very short updates without signal nearly all. The sum
-    is scaled by the length of the median client's signal / the weighted mean length: where signals are equally long,
-    weights have the sum 1, and one short update does not shorten the step. Of two clients, one can stop the training by
-    short updates. Cosines say little if there are fewer than about 1,000 parameters: weights may then be far from the
-    best.
+    one. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing in these
+    estimates. The sum is scaled by the length of the median client's signal / the weighted mean length: where signals
+    are equally long, weights have the sum 1, and one short update does not shorten the step. The sum is not scaled
+    beside strategies that combine updates themselves, such as `norm_bound` or `median`.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
-    which updates far shorter than the others count as somewhat longer. So a very short update has a small part, and a
-    very long one that of a usual one. A model's only client decides alone. The bound holds before strategies that
-    multiply further factors, and not in rounds without a new estimate, in which the server sees no single update.
+    which an update counts at least as half the second shortest one. So a very short update has a small part, and a very
+    long one that of a usual one. A model's only client decides alone. The bound holds before strategies that multiply
+    further factors, and not in rounds without a new estimate, in which the server sees no single update.
+
+    **Limits**
+
+    - Cosines say little with fewer than about 1,000 parameters: weights may then be far from the best. Signals that
+      noise hides are taken as equally long.
+    - An honest client with far less noise than all others has less weight than is best.
+    - With fewer than about ten clients, one that is against the others, but not clearly their opposite, can make the
+      error several times as large; with two, one can stop the training by short updates.
+    - With little noise an honest minority with one other kind of data can count as the opposite of the others, whose
+      gradients its own mirror once the model fits the mean of both: use `size_weighted` or groups there.
+    - Several clients that send one false update look like another kind of data. Where what the others share is lost in
+      noise, 1 / `max_influence` clients can have all the weight, and several very short updates without signal nearly
+      all.
+    - Where the plan changes noise or steps, the mean over rounds mixes both for some rounds.
 
     Args:
         max_influence: bound on the share of one client in the summed lengths of weighted updates, in (0, 1]. null is

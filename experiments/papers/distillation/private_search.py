@@ -44,7 +44,7 @@ _public_scores: dict[str, list[float]] = {}  # of data and seed
 
 def tuned_on_public(context: CellContext) -> Content:
     """The candidate that is best on public records, with the whole budget."""
-    return _final(context, _best(context.options, _on_public(context.options)), _folder(context))
+    return _final(context, CANDIDATES, _on_public(context.options), _folder(context))
 
 
 def tuned_on_set(context: CellContext) -> Content:
@@ -56,7 +56,7 @@ def tuned_on_set(context: CellContext) -> Content:
     without_public = with_values(options, {"data.public_records": 0}, "by the study")
     scores = _scores(SweepOptions(training=_ON_SET, networks=3), without_public, DistilledSet.load(folder / "set"))
     order = {"spearman": float(spearmanr(scores, _on_public(options)).statistic)}
-    return _final(context, _best(options, scores), folder, budget.rest, order)
+    return _final(context, CANDIDATES, scores, folder, budget.rest, order)
 
 
 def private_trials(context: CellContext) -> Content:
@@ -73,8 +73,7 @@ def private_trials(context: CellContext) -> Content:
         _run(context, candidate, folder / f"trial{number}", number + 1, last := LastModel())
         build = new_net(candidate, population)
         scores.append(scored(build, population, last.model.to(population.x.device))["holdout_accuracy"])
-    best = with_values(options, tried[scores.index(max(scores))], "by the study")
-    return _final(context, best, folder, rest)
+    return _final(context, tried, scores, folder, rest)
 
 
 def _times(count: int, one: ClientSchedule) -> ClientSchedule:
@@ -111,14 +110,17 @@ def _scores(sweep: SweepOptions, options: Options, made: DistilledSet | None) ->
     return [score(trial, Path(), lambda step, accuracy: False, lambda cost: None).accuracy for trial in trials]
 
 
-def _best(options: Options, scores: Sequence[float]) -> Options:
-    return with_values(options, CANDIDATES[scores.index(max(scores))], "by the study")
-
-
 def _final(
-    context: CellContext, options: Options, folder: Path, rest: Rest | None = None, values: Values | None = None
+    context: CellContext,
+    tried: Sequence[Values],
+    scores: Sequence[float],
+    folder: Path,
+    rest: Rest | None = None,
+    values: Values | None = None,
 ) -> Content:
-    """Make the final run, with what is left of the budget, and return the content of the cell."""
+    """Make the final run of the best candidate, with what is left of the budget, and return the content of the cell."""
+    best = tried[scores.index(max(scores))]
+    options = with_values(context.options, best, "by the study")
     if rest is not None:
         rest.check(options)
         options = rest.of(options)
@@ -126,7 +128,8 @@ def _final(
     stated = {} if rest is None else {"epsilon_max": rest.weakest.epsilon, "guarantee": rest.weakest.words()}
     own = {"test_accuracy": 100 * (result.test_accuracy or 0.0)}
     chosen = {**own, "epsilon_of_final": guarantee_of(result)["epsilon_max"], **(values or {})}
-    content = {**recorder.record, "values": {**recorder.record["values"], **chosen}}
+    search = {"tried": [*tried], "scores": [*scores], "best": best}
+    content = {**recorder.record, "values": {**recorder.record["values"], **chosen}, "search": search}
     return {**content, **guarantee_of(result), **stated}
 
 
