@@ -13,6 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 
 from dpfl_lightning.runtime.launcher import launched
@@ -60,7 +61,7 @@ def require_whole(key: str, value: object, least: int) -> None:
     ...
     dpfl_lightning.errors.UserError: `images` must be a whole number >= 1, got 2.5.
     """
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
     require(whole and value >= least, key, f"be a whole number >= {least}", value)  # type: ignore[operator]
 
 

@@ -166,11 +166,22 @@ def _law(
             product = np.outer(shape, shape)
             information = max(float((known * product**2).sum() / 2), 1e-300)
             score = float((known * product * block).sum() / 2) / information**0.5  # squared length / its standard error
-            evidence[number] += score**2 / 2 + log_ndtr(score)
-            squared = (score + np.exp(norm.logpdf(score) - log_ndtr(score))) / information**0.5
-            fits[number, rows] = np.sqrt(squared) * shape
+            log_evidence, mean = _of_positive(score)
+            evidence[number] += log_evidence
+            fits[number, rows] = np.sqrt(mean / information**0.5) * shape
     share = np.exp(evidence - evidence.max())
     return np.minimum(share @ fits / share.sum(), 0.99)
+
+
+def _of_positive(score: float) -> tuple[float, float]:
+    """Return log evidence, and mean, of a number >= 0 that was measured as `score` with standard error 1.
+
+    >>> tuple(round(value, 3) for value in _of_positive(0.0)), tuple(round(value, 3) for value in _of_positive(-1e9))
+    ((-0.693, 0.798), (-21.642, 0.0))
+    """
+    if score < -30:  # where the difference below is lost in rounding
+        return -math.log(-score * (2 * math.pi) ** 0.5), -1 / score
+    return score**2 / 2 + float(log_ndtr(score)), score + float(np.exp(norm.logpdf(score) - log_ndtr(score)))
 
 
 def _pairs(matrix: np.ndarray, rows: list[int]) -> np.ndarray:

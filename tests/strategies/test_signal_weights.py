@@ -83,6 +83,17 @@ def test_a_client_against_the_others_does_not_add_directions_or_signal_to_them()
         assert signals.shared[:4] ** 2 == pytest.approx(np.full(4, 0.36), abs=0.06)
 
 
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_many_parameters_of_opposite_updates_give_finite_weights(count):
+    cosines = np.full((count, count), -1 / (count - 1))
+    np.fill_diagonal(cosines, 1.0)
+    for num_params in (1e6, 1e9, 1e12):
+        precision = np.full(cosines.shape, num_params)
+        (signals,) = estimate_signals(cosines, np.linspace(1, 2, count), [list(range(count))], precision)
+        share = contributions(signals, 30, 0.5)
+        assert np.isfinite(share).all() and share.sum() == pytest.approx(1.0)
+
+
 def test_noise_alone_is_not_followed():
     """Forty rounds of cosines that are noise: the weights are those of equal signals but for a few."""
     powers = []
