@@ -164,7 +164,9 @@ def _law(
         for number, slope in enumerate(_SLOPES):
             shape = relative**slope
             product = np.outer(shape, shape)
-            information = max(float((known * product**2).sum() / 2), 1e-300)
+            information = float((known * product**2).sum() / 2)
+            if not information > 0:  # a client alone shows no signal
+                continue
             score = float((known * product * block).sum() / 2) / information**0.5  # squared length / its standard error
             log_evidence, mean = _of_positive(score)
             evidence[number] += log_evidence

@@ -94,6 +94,13 @@ def test_many_parameters_of_opposite_updates_give_finite_weights(count):
         assert np.isfinite(share).all() and share.sum() == pytest.approx(1.0)
 
 
+def test_a_client_alone_with_its_model_shows_no_signal():
+    cosines = np.eye(4)
+    models, precision = [[0], [1, 2, 3]], np.full((4, 4), float(NUM_PARAMS))
+    alone, _ = estimate_signals(cosines, np.ones(4), models, precision)
+    assert alone.noise_share == pytest.approx([1.0]) and contributions(alone, 30, 0.5).tolist() == [1.0]
+
+
 def test_noise_alone_is_not_followed():
     """Forty rounds of cosines that are noise: the weights are those of equal signals but for a few."""
     powers = []
