@@ -220,7 +220,7 @@ clustered.table7 oracle eps4 paper:
   {model: {name: resnet18}, clients.learning_rate: 0.0005, data.records_per_client: 6600, privacy.clip_norm: 3.0}
 clustered.table9 kmeans eps3 small: {data.groups: {name: label_shift, sizes: [3, 6, 6, 6]}}
 clustered.reference reference cifar10 small: {privacy: null, strategies: {oracle_clusters: {}}}
-clustered.tuning ours_0.25 eps2 small: {clients.learning_rate: 0.25, data.use_public: true}
+clustered.tuning ours_0.25 eps5 small: {clients.learning_rate: 0.25, data.use_public: true}
 clustered.figure1 full_eps4 fashion_mnist small: {data.records_per_client: 2285}
 clustered.other_data paper dirichlet0.3 small: {data.partition: {name: dirichlet, alpha: 0.3}}
 clustered.composed ours_noise dist3 small: {strategies: {noise_aware: {}, clustered: {}}}

@@ -148,7 +148,6 @@ def learning_rate(
         rate = RATE * steps["paper"] / steps[scale]
     else:
         method, tuning = method or row.removesuffix("_argmin"), "clustered.tuning"
-        budget = "eps2" if column.endswith(("eps2", "eps3")) else "eps5"
-        chosen = tuned.chosen(method, budget, "small", tuning) if tuned.candidates(experiments()[tuning], method) else 0.1
+        chosen = tuned.chosen(method, "eps5", "small", tuning) if tuned.candidates(experiments()[tuning], method) else 0.1
         rate = chosen * steps["small"] / steps[scale]
     return float(f"{rate * batch_size / 32:.4g}")
