@@ -147,7 +147,7 @@ def learning_rate(
     if cifar10:
         rate = RATE * steps["paper"] / steps[scale]
     else:
-        method, tuning = method or row.removesuffix("_argmin"), "clustered.tuning"
-        chosen = tuned.chosen(method, "eps5", "small", tuning) if tuned.candidates(experiments()[tuning], method) else 0.1
-        rate = chosen * steps["small"] / steps[scale]
+        method, table = method or row.removesuffix("_argmin"), "clustered.tuning"
+        known = tuned.candidates(experiments()[table], method)
+        rate = (tuned.chosen(method, "eps5", "small", table) if known else 0.1) * steps["small"] / steps[scale]
     return float(f"{rate * batch_size / 32:.4g}")
