@@ -139,7 +139,7 @@ def _noise_aware(cell: Cell, run: Options, small: bool) -> bool:
 
 
 def _clustered(cell: Cell, run: Options, small: bool) -> bool:
-    fewer = {"clustered.tuning": 30, "clustered.kmeans": 12}
+    fewer = {"clustered.tuning": 10, "clustered.kmeans": 12}
     return (
         run.rounds == fewer.get(cell.experiment, 60 if small else 200)
         and run.clients.count == (24 if "composed" in cell.experiment else 21)
@@ -220,7 +220,7 @@ clustered.table7 oracle eps4 paper:
   {model: {name: resnet18}, clients.learning_rate: 0.0005, data.records_per_client: 6600, privacy.clip_norm: 3.0}
 clustered.table9 kmeans eps3 small: {data.groups: {name: label_shift, sizes: [3, 6, 6, 6]}}
 clustered.reference reference cifar10 small: {privacy: null, strategies: {oracle_clusters: {}}}
-clustered.tuning ours_0.2 eps2 small: {clients.learning_rate: 0.2, data.use_public: true}
+clustered.tuning ours_0.25 eps5 small: {clients.learning_rate: 0.25, data.use_public: true}
 clustered.figure1 full_eps4 fashion_mnist small: {data.records_per_client: 2285}
 clustered.other_data paper dirichlet0.3 small: {data.partition: {name: dirichlet, alpha: 0.3}}
 clustered.composed ours_noise dist3 small: {strategies: {noise_aware: {}, clustered: {}}}
@@ -312,10 +312,10 @@ def test_fewer_rounds_take_larger_steps():
     path = small.rounds * small.clients.learning_rate, whole.rounds * whole.clients.learning_rate
     assert path[0] == pytest.approx(path[1], rel=1e-3)
     small, whole = (options(Cell("clustered.table5", "ours", "eps5", scale, 0)) for scale in ("small", "paper"))
-    assert small.clients.learning_rate == pytest.approx(0.2 / 2)  # 30 rounds of 72 steps have 0.2
-    assert whole.clients.learning_rate == pytest.approx(0.2 * 30 * 72 / (200 * 250), rel=1e-3)
+    chosen = small.clients.learning_rate
+    assert whole.clients.learning_rate == pytest.approx(chosen * 60 * 72 / (200 * 250), rel=1e-3)
     batches = [options(Cell("clustered.batch_sizes", "ours", f"b{size}", "small", 0)) for size in (16, 32, 128)]
-    assert [run.clients.learning_rate for run in batches] == [0.05, 0.1, 0.4]
+    assert [run.clients.learning_rate for run in batches] == pytest.approx([chosen / 2, chosen, 4 * chosen])
 
 
 def test_the_configuration_of_the_clustered_paper_has_the_settings_of_its_table():

@@ -11,7 +11,8 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent, repeated
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from experiments.papers.declarations import read_paper
+from experiments.papers.leaderboard import tuning as tuned
+from experiments.papers.registry import experiments
 
 RECORDS, BATCH, ROUNDS, DELTA, CLIP_NORM, RATE, NUM_PARAMS = 6600, 32, 200, 1e-4, 3.0, 5e-4, 11_181_642
 
@@ -133,18 +134,20 @@ def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float
     return values
 
 
-def learning_rate(row: str, column: str, scale: str, cifar10: bool = False, batch_size: int = 32) -> float:
+def learning_rate(
+    row: str, column: str, scale: str, cifar10: bool = False, batch_size: int = 32, method: str | None = None
+) -> float:
     """The revised paper's rate for CIFAR-10, else one chosen on public records; in proportion to `batch_size`.
 
     The noise of T steps has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
-    whole run depends on T. Budgets without a rate take that of a neighbour.
+    whole run depends on T. `method` is the one in `clustered.tuning`; None: the row's. Others have the middle rate.
     """
     records = {"small": 1904, "paper": 6600} if cifar10 else {"small": 2285, "paper": 8000}
     steps = {name: count * math.ceil(records[name] / 32) for name, count in (("small", 60), ("paper", ROUNDS))}
     if cifar10:
         rate = RATE * steps["paper"] / steps[scale]
     else:
-        neighbour = {"eps10": "eps5", "eps4": "eps5", "eps3": "eps2"}.get(column, column)
-        chosen = read_paper("clustered")["learning_rates"].get(row, {}).get(neighbour, 0.2)
-        rate = chosen * 30 / 60 * steps["small"] / steps[scale]  # chosen in 30 rounds
+        method, table = method or row.removesuffix("_argmin"), "clustered.tuning"
+        known = tuned.candidates(experiments()[table], method)
+        rate = (tuned.chosen(method, "eps5", "small", table) if known else 0.1) * steps["small"] / steps[scale]
     return float(f"{rate * batch_size / 32:.4g}")
