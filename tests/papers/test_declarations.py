@@ -278,7 +278,7 @@ def test_settings():
             assert found == value, (place, key)
 
 
-def test_methods_of_a_column_differ_only_in_their_strategy():
+def test_methods_of_a_column_differ_only_in_their_strategy_and_their_tuned_rate():
     for name, rows, column in (
         ("clustered.table5", ("dpfedavg", "ifca", "kmeans", "ours", "paper", "oracle"), "eps5"),
         ("distillation.baselines", ("literal", "one_step", "ten_steps", "ten_steps_dsa", "random"), "alpha1"),
@@ -286,6 +286,9 @@ def test_methods_of_a_column_differ_only_in_their_strategy():
     ):
         scale = experiments()[name].scale("small")
         runs = [vars(options(Cell(name, row, column, scale, 0))) for row in rows]
+        if name == "clustered.table5":
+            assert {run["clients"].learning_rate for run in runs} >= {0.04, 0.1, 0.25}
+            runs = [{**run, "clients": dataclasses.replace(run["clients"], learning_rate=0.1)} for run in runs]
         for run in runs:
             assert {key for key in run if run[key] != runs[0][key]} <= {"strategies", "tracking"}, name
 
