@@ -30,7 +30,7 @@ class SignalEstimate:
     Args:
         alignment: length of the common part of each update's signal / length of the update, `[C]`, in [0, 1).
         factors: loadings of the updates on all directions that clients share, `[C, r]`; the first is `alignment`, but
-            negative for updates that go against the common part.
+            negative for updates that go against the common part, whose alignment is 0.
         private: length of the signal that this client has alone / length of the update, `[C]`.
         length: lengths of the updates, each limited to the range of the others, `[C]`.
     """
@@ -65,8 +65,9 @@ def estimate_signals(
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
     equal signals), over which the estimate averages; equal signals are assumed unless the cosines are against them.
     Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
-    kind of data share, count if noise alone shows as much in one of 1,000 rounds. Updates that clearly are the opposite
-    of the others' have no alignment, and the others are judged without them. What an update has in common with the
+    kind of data share and which are orthogonal to the alignments, count if noise alone shows as much in one of 1,000
+    rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged without
+    them. What an update has in common with the
     client's earlier ones, and not with other clients, is a signal that this client has alone, because noises of
     different rounds are independent, too.
 
@@ -95,16 +96,16 @@ def estimate_signals(
             _pairs(cosines, others), _pairs(precision, others), prior[others], (limited != lengths)[others]
         )
         opposite = np.clip(_seen(block, seen, alignment)[0], -_MOST_ALIGNED, 0.0)
-        signed = np.where(against, opposite, alignment)
+        signed = np.where(against | (alignment < 1e-6), opposite, alignment)
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
         cosine, error = (one[rows] for one in lasting)
         whole = _whole(cosine, error, limited[rows])
-        further = _further(rest, seen, 1 - signed**2)
+        further = _further(rest, seen, 1 - signed**2, signed)
         squared = np.square(further).sum(axis=1)
         room = np.clip(_room(whole, signed**2 + squared) - signed**2, 0.0, 1 - signed**2)
         if (squared > room).any():
-            further = _further(rest, seen, room)
+            further = _further(rest, seen, room, signed)
         factors = np.column_stack([signed, further])
         private = _alone(np.square(factors).sum(axis=1), cosine, error, whole)
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
@@ -229,31 +230,54 @@ def _seen(block: np.ndarray, precision: np.ndarray, alignment: np.ndarray) -> tu
     return (precision * block) @ alignment / information, noise / information
 
 
-def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray) -> np.ndarray:
+def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: np.ndarray) -> np.ndarray:
     """Return loadings `[C, r]` on directions that explain the matrix off its diagonal beyond noise; r is often 0.
 
-    Directions are added one by one, as long as more than noise is left off the diagonal.
+    The noise of one client has one cosine with all that is common to quiet clients, so their cosines with it have
+    common errors. These, and what remains of a negative alignment, lie along `signed`, to which the directions are
+    orthogonal. Directions are added one by one, as long as more than noise is left and each one explains what it
+    should.
     """
     count = len(rest)
-    loadings, diagonal = np.zeros((count, 0)), np.zeros(count)
+    loadings = np.zeros((count, 0))
     if count < 4 or not (precision + np.eye(count) > 0).all():
         return loadings
     mean = 1 / float((1 / precision[precision > 0]).mean())  # of pairs that were seen in few rounds, too
     edge = mean**-0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6)) + count / mean  # of a matrix of noise alone
-    for rank in range(1, count):
-        left = rest - loadings @ loadings.T
-        np.fill_diagonal(left, 0.0)
-        if np.linalg.eigvalsh(left)[-1] <= edge:
+    left = rest
+    while loadings.shape[1] < count // 2:
+        found = np.column_stack([signed, loadings])
+        outside = _orthogonal_to(found)
+        largest = float(np.linalg.eigvalsh(outside @ left @ outside)[-1])
+        if largest <= edge:
             break
-        shared = rest.copy()
-        for _ in range(100):
-            values, vectors = np.linalg.eigh(shared)
-            loadings = vectors[:, -rank:] * np.sqrt(np.maximum(values[-rank:], 0.0))
-            diagonal = np.minimum(np.square(loadings).sum(axis=1), room)
-            moved = np.abs(diagonal - shared.diagonal()).max()
-            np.fill_diagonal(shared, diagonal)
-            if moved < 1e-8:
-                break
+        more = _loadings(rest, _orthogonal_to(signed[:, None]), loadings.shape[1] + 1, room)
+        remains = rest - more @ more.T
+        np.fill_diagonal(remains, 0.0)
+        if np.square(left).sum() - np.square(remains).sum() < largest**2 / 2:
+            break
+        left, loadings = remains, more
+    return loadings
+
+
+def _orthogonal_to(loadings: np.ndarray) -> np.ndarray:
+    """Return the projection `[C, C]` to what is orthogonal to all columns of `[C, r]`."""
+    vectors, lengths, _ = np.linalg.svd(loadings, full_matrices=False)
+    vectors = vectors[:, lengths > 1e-12]
+    return np.eye(len(loadings)) - vectors @ vectors.T
+
+
+def _loadings(rest: np.ndarray, outside: np.ndarray, rank: int, room: np.ndarray) -> np.ndarray:
+    """Return loadings `[C, rank]` that explain the matrix off its diagonal, of squared sums `[C]` of at most `room`."""
+    shared = rest.copy()
+    for _ in range(100):
+        values, vectors = np.linalg.eigh(outside @ shared @ outside)
+        loadings = vectors[:, -rank:] * np.sqrt(np.maximum(values[-rank:], 0.0))
+        diagonal = np.minimum(np.square(loadings).sum(axis=1), room)
+        moved = np.abs(diagonal - shared.diagonal()).max()
+        np.fill_diagonal(shared, diagonal)
+        if moved < 1e-8:
+            break
     length = np.square(loadings).sum(axis=1)
     return loadings * np.sqrt(np.where(length > 0, diagonal / np.where(length > 0, length, 1.0), 0.0))[:, None]
 
