@@ -88,7 +88,8 @@ def signal_to_noise(
     The best weights know signals and noise. For our default, after its first and its tenth round, they have the same
     bound on one client's influence; for weights of least noise, by robust PCA or from the
     true noise (`inverse`), and uniform ones they have none.
-    `lasting` is the tenth round where all directions last, of which our weights take the clients' own for signal.
+    `lasting` is the tenth round where all directions last, of which our weights take the clients' own for signal;
+    `lasting200` is that of a run of 200 rounds instead of 30.
     """
     shares: dict[str, list[float]] = {}
     rows_of = [list(range(model, CLIENTS, models)) for model in range(models)]
@@ -98,6 +99,7 @@ def signal_to_noise(
         lasting, _, _ = updates(*setting, lasting=True, budgets=budgets)
         ours = noise_aware_weights(rounds, models)
         found = {"first": ours[0], "tenth": ours[-1], "lasting": noise_aware_weights(lasting, models)[-1]}
+        found["lasting200"] = noise_aware_weights(lasting, models, 200)[-1]
         rpca = weights(estimate(rounds[0], EstimatorOptions("rpca", rows=None)).noise_var).numpy()
         rivals = {"rpca": rpca, "inverse": 1 / variances.numpy(), "uniform": np.ones(CLIENTS)}
         for rows in rows_of:
@@ -109,14 +111,14 @@ def signal_to_noise(
     return {name: fmean(values) for name, values in shares.items()}
 
 
-def noise_aware_weights(rounds: Sequence[Tensor], models: int) -> list[np.ndarray]:
-    """The weights `[20]` of the strategy `noise_aware` in each of these rounds of updates, of a run of 30 rounds."""
+def noise_aware_weights(rounds: Sequence[Tensor], models: int, planned: int = 30) -> list[np.ndarray]:
+    """The weights `[20]` of the strategy `noise_aware` in each of these rounds, the first of a run of `planned`."""
     strategy, found = NoiseAware(), []
     model_of = tuple(client % models for client in range(CLIENTS))
     facts, module = SimpleNamespace(num_clients=CLIENTS), SimpleNamespace(personal=())
     for number, deltas in enumerate(rounds, start=1):
         seen = ClientUpdates(tuple(range(CLIENTS)), (1,) * CLIENTS, (math.nan,) * CLIENTS, deltas, model_of=model_of)
-        read = SimpleNamespace(facts=facts, module=module, schedule=SimpleNamespace(rounds=30), round=number)
+        read = SimpleNamespace(facts=facts, module=module, schedule=SimpleNamespace(rounds=planned), round=number)
         found.append(strategy.weigh(seen, cast(View, read)).numpy())
     return found
 
