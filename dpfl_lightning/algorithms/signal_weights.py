@@ -65,11 +65,10 @@ def estimate_signals(
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
     equal signals), over which the estimate averages; equal signals are assumed unless the cosines are against them.
     Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
-    kind of data share and which are orthogonal to the alignments, count if noise alone shows as much in one of 1,000
-    rounds. Updates that clearly are the opposite of the others' have no alignment, and the others are judged without
-    them. What an update has in common with the
-    client's earlier ones, and not with other clients, is a signal that this client has alone, because noises of
-    different rounds are independent, too.
+    kind of data share, are orthogonal to the alignments, and count if noise alone shows as much in one of 1,000 rounds.
+    Updates that clearly are the opposite of the others' have no alignment, and the others are judged without them. What
+    an update has in common with the client's earlier ones, and not with other clients, is a signal that this client has
+    alone, because noises of different rounds are independent, too.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.

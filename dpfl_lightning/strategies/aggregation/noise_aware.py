@@ -40,22 +40,24 @@ class NoiseAware(EstimatedWeights):
     beside strategies that combine updates themselves, such as `norm_bound` or `median`.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
-    which an update counts at least as half the second shortest one. So a very short update has a small part, and a very
-    long one that of a usual one. A model's only client decides alone. The bound holds before strategies that multiply
-    further factors, and not in rounds without a new estimate, in which the server sees no single update.
+    which an update counts at least as half the second shortest one, or a 30th of the median one. So a very short update
+    has a small part, and a very long one that of a usual one. A model's only client decides alone. The bound holds
+    before strategies that multiply further factors, and not in rounds without a new estimate, in which the server sees
+    no single update.
 
     **Limits**
 
     - Cosines say little with fewer than about 1,000 parameters: weights may then be far from the best. Signals that
       noise hides are taken as equally long.
-    - An honest client with far less noise than all others has less weight than is best.
+    - Honest clients with far less noise than all others, one, or two of few, have less weight than is best.
+    - What a client has alone, and lasts, counts as signal of the mean, the more the longer the run. With little noise
+      this can cost a third of the ratio of signal to noise in a run of 200 rounds.
     - With fewer than about ten clients, one that is against the others, but not clearly their opposite, can make the
       error several times as large; with two, one can stop the training by short updates.
     - With little noise an honest minority with one other kind of data can count as the opposite of the others, whose
       gradients its own mirror once the model fits the mean of both: use `size_weighted` or groups there.
     - Several clients that send one false update look like another kind of data. Where what the others share is lost in
-      noise, 1 / `max_influence` clients can have all the weight, and several very short updates without signal nearly
-      all.
+      noise, two of 20 can take most of the weight, and several very short updates without signal nearly all.
     - Where the plan changes noise or steps, the mean over rounds mixes both for some rounds.
 
     Args:
