@@ -65,7 +65,7 @@ def estimate_signals(
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
     equal signals), over which the estimate averages; equal signals are assumed unless the cosines are against them.
     Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
-    kind of data share, are orthogonal to the alignments, and count if noise alone shows as much in one of 1,000 rounds.
+    kind of data share, count if noise alone shows as much, apart from the common direction, in one of 1,000 rounds.
     Updates that clearly are the opposite of the others' have no alignment, and the others are judged without them. What
     an update has in common with the client's earlier ones, and not with other clients, is a signal that this client has
     alone, because noises of different rounds are independent, too.
@@ -232,10 +232,9 @@ def _seen(block: np.ndarray, precision: np.ndarray, alignment: np.ndarray) -> tu
 def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: np.ndarray) -> np.ndarray:
     """Return loadings `[C, r]` on directions that explain the matrix off its diagonal beyond noise; r is often 0.
 
-    The noise of one client has one cosine with all that is common to quiet clients, so their cosines with it have
-    common errors. These, and what remains of a negative alignment, lie along `signed`, to which the directions are
-    orthogonal. Directions are added one by one, as long as more than noise is left and each one explains what it
-    should.
+    The noise of one client has one cosine with all that is common to quiet clients, so its cosines with them have
+    common errors. These, and what remains of a negative alignment, lie along `signed`, and are not counted. Directions
+    are added one by one, as long as more than noise is left and each one explains what it should.
     """
     count = len(rest)
     loadings = np.zeros((count, 0))
@@ -245,12 +244,11 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: 
     edge = mean**-0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6)) + count / mean  # of a matrix of noise alone
     left = rest
     while loadings.shape[1] < count // 2:
-        found = np.column_stack([signed, loadings])
-        outside = _orthogonal_to(found)
+        outside = _orthogonal_to(np.column_stack([signed, loadings]))
         largest = float(np.linalg.eigvalsh(outside @ left @ outside)[-1])
         if largest <= edge:
             break
-        more = _loadings(rest, _orthogonal_to(signed[:, None]), loadings.shape[1] + 1, room)
+        more = _loadings(rest, loadings.shape[1] + 1, room)
         remains = rest - more @ more.T
         np.fill_diagonal(remains, 0.0)
         if np.square(left).sum() - np.square(remains).sum() < largest**2 / 2:
@@ -266,11 +264,11 @@ def _orthogonal_to(loadings: np.ndarray) -> np.ndarray:
     return np.eye(len(loadings)) - vectors @ vectors.T
 
 
-def _loadings(rest: np.ndarray, outside: np.ndarray, rank: int, room: np.ndarray) -> np.ndarray:
+def _loadings(rest: np.ndarray, rank: int, room: np.ndarray) -> np.ndarray:
     """Return loadings `[C, rank]` that explain the matrix off its diagonal, of squared sums `[C]` of at most `room`."""
     shared = rest.copy()
     for _ in range(100):
-        values, vectors = np.linalg.eigh(outside @ shared @ outside)
+        values, vectors = np.linalg.eigh(shared)
         loadings = vectors[:, -rank:] * np.sqrt(np.maximum(values[-rank:], 0.0))
         diagonal = np.minimum(np.square(loadings).sum(axis=1), room)
         moved = np.abs(diagonal - shared.diagonal()).max()

@@ -105,6 +105,20 @@ def test_a_noisy_half_does_not_add_directions(quiet, noisy, times, signal):
         assert ratio / best_ratio(np.ones(len(noise)), noise**2, 0.25) > 0.99
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_two_opposed_kinds_of_data_are_two_directions(seed):
+    noise, kinds = np.repeat([1.0, 5.0], [5, 15]), np.repeat([1, 0], [5, 15])
+    rounds = []
+    for number in range(8):
+        updates = drawn(np.full(20, 3.0), noise, kinds, 100 * seed + number)
+        updates[kinds == 1, 0] -= 1.5
+        rounds.append(cosines_of(updates))
+    cosines, lengths = (np.mean(values, axis=0) for values in zip(*rounds, strict=True))
+    (signals,) = estimate_signals(cosines, lengths, [list(range(20))], np.full((20, 20), 8.0 * NUM_PARAMS))
+    assert signals.factors.shape[1] == 2
+    assert signals.shared[5:] ** 2 == pytest.approx(np.full(15, 9 / 34), abs=0.05)
+
+
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_many_parameters_of_opposite_updates_give_finite_weights(count):
     cosines = np.full((count, count), -1 / (count - 1))
