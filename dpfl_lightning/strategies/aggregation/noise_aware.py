@@ -49,13 +49,14 @@ class NoiseAware(EstimatedWeights):
 
     - Cosines say little with fewer than about 1,000 parameters: weights may then be far from the best. Signals that
       noise hides are taken as equally long.
-    - Honest clients with far less noise than all others, one, or two of few, have less weight than is best.
+    - An honest client with far less noise than all others has less weight than is best, and so have up to half of them
+      with updates more than 30 times as short as the median one.
     - What a client has alone, and lasts, counts as signal of the mean, the more the longer the run. With little noise
       this can cost a third of the ratio of signal to noise in a run of 200 rounds.
     - With fewer than about ten clients, one that is against the others, but not clearly their opposite, can make the
       error several times as large; with two, one can stop the training by short updates.
-    - With little noise an honest minority with one other kind of data can count as the opposite of the others, whose
-      gradients its own mirror once the model fits the mean of both: use `size_weighted` or groups there.
+    - With little noise an honest minority, up to a third, with other kinds of data can count as the opposite of the
+      others, whose gradients its own mirror once the model fits the mean: use `size_weighted` or groups there.
     - Several clients that send one false update look like another kind of data. Where what the others share is lost in
       noise, two of 20 can take most of the weight, and several very short updates without signal nearly all.
     - Where the plan changes noise or steps, the mean over rounds mixes both for some rounds.
