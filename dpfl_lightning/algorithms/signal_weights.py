@@ -234,7 +234,8 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: 
 
     The noise of one client has one cosine with all that is common to quiet clients, so its cosines with them have
     common errors. These, and what remains of a negative alignment, lie along `signed`, and are not counted. Directions
-    are added one by one, as long as more than noise is left and each one explains what it should.
+    are added one by one, as long as more than noise is left and each one explains at least half of what it should, and
+    are at most half as many as clients, because two share each.
     """
     count = len(rest)
     loadings = np.zeros((count, 0))
