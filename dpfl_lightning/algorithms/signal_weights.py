@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.linalg import null_space
 from scipy.optimize import nnls
 from scipy.special import log_ndtr
 from scipy.stats import norm
@@ -95,7 +96,7 @@ def estimate_signals(
             _pairs(cosines, others), _pairs(precision, others), prior[others], (limited != lengths)[others]
         )
         opposite = np.clip(_seen(block, seen, alignment)[0], -_MOST_ALIGNED, 0.0)
-        signed = np.where(against | (alignment < 1e-6), opposite, alignment)
+        signed = np.where(against | (alignment < 1e-6), opposite, alignment)  # the fit only comes near to 0
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
         cosine, error = (one[rows] for one in lasting)
@@ -245,8 +246,8 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: 
     edge = mean**-0.5 * (2 * count**0.5 + _EDGE * count ** (-1 / 6)) + count / mean  # of a matrix of noise alone
     left = rest
     while loadings.shape[1] < count // 2:
-        outside = _orthogonal_to(np.column_stack([signed, loadings]))
-        largest = float(np.linalg.eigvalsh(outside @ left @ outside)[-1])
+        outside = null_space(np.column_stack([signed, loadings]).T)
+        largest = float(np.linalg.eigvalsh(outside.T @ left @ outside)[-1])
         if largest <= edge:
             break
         more = _loadings(rest, loadings.shape[1] + 1, room)
@@ -256,13 +257,6 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: 
             break
         left, loadings = remains, more
     return loadings
-
-
-def _orthogonal_to(loadings: np.ndarray) -> np.ndarray:
-    """Return the projection `[C, C]` to what is orthogonal to all columns of `[C, r]`."""
-    vectors, lengths, _ = np.linalg.svd(loadings, full_matrices=False)
-    vectors = vectors[:, lengths > 1e-12]
-    return np.eye(len(loadings)) - vectors @ vectors.T
 
 
 def _loadings(rest: np.ndarray, rank: int, room: np.ndarray) -> np.ndarray:

@@ -81,6 +81,7 @@ def test_a_client_against_the_others_does_not_add_directions_or_signal_to_them()
         (signals,) = estimate_signals(cosines, np.ones(5), [list(range(5))], np.full((5, 5), float(NUM_PARAMS)))
         assert signals.factors[:, 0] == pytest.approx([0.6] * 4 + [-0.3], abs=0.06)
         assert signals.factors.shape[1] == 1
+        assert signals.shared[:4] ** 2 == pytest.approx(np.full(4, 0.36), abs=0.06)
 
 
 @pytest.mark.parametrize("count", [20, 50])
@@ -415,5 +416,5 @@ def test_a_single_client_is_opposed_only_if_it_mirrors_the_others(count, cosine,
     deltas[0, 1] += 3.0 * (1 - cosine**2) ** 0.5
     lasting = np.append(0.89, np.zeros(count - 1))
     signals = signals_of(deltas, lasting)
-    assert signals.factors[0, 0] < 0
+    assert signals.factors[0, 0] == pytest.approx(cosine * 0.9**0.5, abs=0.05)
     assert (contributions(signals, 30, 0.5)[0] < 1e-3) == opposed
