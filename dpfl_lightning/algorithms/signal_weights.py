@@ -76,14 +76,14 @@ def estimate_signals(
         lengths: of the updates, `[C]`, > 0.
         models: rows of the clients of each model.
         precision: number of parameters times number of rounds in which the cosine was seen, `[C, C]`.
-        lasting: mean cosine between updates of any two rounds, `[C, C]`, of one client those of two different rounds,
-            and the standard error, `[C, C]` > 0, infinite if unknown; None if all are.
+        lasting: mean cosine between each client's updates in two rounds, `[C]`, and its standard error, `[C]` > 0,
+            infinite if unknown; None if all are.
     """
     limited, everybody = lengths.copy(), _limits(lengths[lengths > 0])
     for rows in map(list, models):
         (low, high), (low_here, high_here) = everybody, _limits(lengths[rows])
         limited[rows] = np.clip(lengths[rows], min(low, low_here), max(high, high_here))
-    lasting = lasting or (np.zeros_like(cosines), np.full_like(cosines, np.inf))
+    lasting = lasting or (np.zeros(len(lengths)), np.full(len(lengths), np.inf))
     opposed = _opposed(cosines, models, precision)
     together = precision * np.outer(~opposed, ~opposed)
     prior = _law(cosines, limited, models, together)
@@ -99,15 +99,13 @@ def estimate_signals(
         signed = np.where(against | (alignment < 1e-6), opposite, alignment)  # the fit only comes near to 0
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
-        cosine, error = (one.diagonal()[rows] for one in lasting)
+        cosine, error = (one[rows] for one in lasting)
         whole = _whole(cosine, error, limited[rows])
         further = _further(rest, seen, 1 - signed**2, signed)
         squared = np.square(further).sum(axis=1)
         room = np.clip(_room(whole, signed**2 + squared) - signed**2, 0.0, 1 - signed**2)
         if (squared > room).any():
             further = _further(rest, seen, room, signed)
-        summed = _of_sums(*(one[rows][:, rows] for one in lasting), signed, (limited != lengths)[rows])
-        further = summed if summed.shape[1] > further.shape[1] else further
         factors = np.column_stack([signed, further])
         private = _alone(np.square(factors).sum(axis=1), cosine, error, whole)
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
@@ -208,8 +206,9 @@ def _shrunk(block: np.ndarray, precision: np.ndarray, law: np.ndarray, outside: 
     relative, spread = variance / law**2, 0.0
     for _ in range(30):  # relative variance of alignments around the law, by moments, less one standard error
         weight = 1 / (relative + spread) ** 2
-        spread = float((weight * ((seen / law - 1) ** 2 - relative)).sum() / weight.sum() - (2 / weight.sum()) ** 0.5)
-        spread = min(max(spread, 0.0), 1.0)  # a law that is lost in noise is followed rather than the noise
+        moment = float((weight * ((seen / law - 1) ** 2 - relative)).sum() / weight.sum() - (2 / weight.sum()) ** 0.5)
+        # a law that is lost in noise is followed rather than the noise; half a step, because whole ones can alternate
+        spread = (spread + min(max(moment, 0.0), 1.0)) / 2
     product = np.outer(law, law)
     information = (precision * product**2).sum() / 2
     squared = (precision * product * block).sum() / 2 / information  # squared length of the signals / that of the law
@@ -259,29 +258,6 @@ def _further(rest: np.ndarray, precision: np.ndarray, room: np.ndarray, signed: 
             break
         left, loadings = remains, more
     return loadings
-
-
-def _of_sums(lasting: np.ndarray, error: np.ndarray, signed: np.ndarray, outside: np.ndarray) -> np.ndarray:
-    """Return loadings `[C, r]` on further directions that the cosines between any two rounds show, apart from `signed`.
-
-    The common signal lasts to an unknown part. If there are further directions, what is fitted as common may be that of
-    one kind of data, and counts, too.
-    """
-    law, precision = np.abs(signed), error**-2.0
-    block = lasting.copy()
-    for matrix in (block, precision):
-        np.fill_diagonal(matrix, 0.0)
-    product = np.outer(law, law)
-    np.fill_diagonal(product, 0.0)
-    part = max(float((product * block).sum()) / max(float(np.square(product).sum()), 1e-300), 0.0)
-    common = _shrunk(block, precision, max(part, 1e-6) ** 0.5 * law, outside)
-    rest = block - np.outer(common, common)
-    np.fill_diagonal(rest, 0.0)
-    further = _further(rest, precision, 1 - signed**2, common)
-    if not further.shape[1]:
-        return further
-    every = np.column_stack([common, further])
-    return every - np.outer(signed, signed @ every) / (signed @ signed)
 
 
 def _loadings(rest: np.ndarray, rank: int, room: np.ndarray) -> np.ndarray:

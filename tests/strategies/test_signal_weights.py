@@ -325,8 +325,8 @@ def test_a_minority_cannot_turn_the_sum_by_long_opposite_updates(attackers):
 def signals_of(deltas, lasting=None, error=1e-4):
     cosines, lengths = cosines_of(deltas)
     precision = np.full(cosines.shape, float(deltas.shape[1]))
-    if lasting is not None:  # of each client's own rounds
-        lasting = np.diag(lasting), np.where(np.eye(len(deltas)) > 0, error, np.inf)
+    if lasting is not None:
+        lasting = (np.asarray(lasting), np.full(len(deltas), error))
     (signals,) = estimate_signals(cosines, lengths, [list(range(len(deltas)))], precision, lasting)
     return signals
 

@@ -13,7 +13,7 @@ from dpfl_lightning.algorithms.signal_weights import (
     limited_shares,
     most_influence,
 )
-from dpfl_lightning.algorithms.update_geometry import double_columns, folded, gram_and_width, gram_of
+from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -22,7 +22,7 @@ from dpfl_lightning.strategies.aggregation.estimated_weights import EstimatedWei
 _KEY = "strategies.noise_aware"
 MEMORY = 0.8  # weight of a round's cosines beside those of the next round: signals change while models learn
 _MOST_REMEMBERED = 1000  # most clients of a run whose cosines are remembered over rounds, `[N, N]`
-_KEPT = 1 << 22  # numbers of the sums of updates that are kept, of all clients together
+_KEPT = 1 << 22  # numbers of the clients' last updates that are kept, of all clients together
 
 
 class NoiseAware(EstimatedWeights):
@@ -31,11 +31,10 @@ class NoiseAware(EstimatedWeights):
     It suits clients whose budgets or batch sizes differ. With equal noise `size_weighted` is as good.
 
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
-    that others share. Those between updates of different rounds, over the whole run, show how much a client has alone,
-    and what only clients with one kind of data share, also where noise hides it in every single round
-    (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree, because their kinds
-    of data differ, the weights trade noise against bias, where no signal counts for more than twice the median one.
-    Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing in these
+    that others share, and those between a client's own updates in different rounds how much it has alone
+    (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
+    kinds of data differ, the weights trade noise against bias, where no signal counts for more than twice the median
+    one. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing in these
     estimates. The sum is scaled by the length of the median client's signal / the weighted mean length: where signals
     are equally long, weights have the sum 1, and one short update does not shorten the step. The sum is not scaled
     beside strategies that combine updates themselves, such as `norm_bound` or `median`.
@@ -60,9 +59,7 @@ class NoiseAware(EstimatedWeights):
       others, whose gradients its own mirror once the model fits the mean: use `size_weighted` or groups there.
     - Several clients that send one false update look like another kind of data. Where what the others share is lost in
       noise, two of 20 can take most of the weight, and several very short updates without signal nearly all.
-    - Where the plan changes noise or steps, the mean over rounds mixes both, and so do sums of updates that a client
-      made to different models.
-    - Kinds of data that noise hides need some rounds to show, and weights change when they do.
+    - Where the plan changes noise or steps, the mean over rounds mixes both for some rounds.
 
     Args:
         max_influence: bound on the share of one client in the summed lengths of weighted updates, in (0, 1]. null is
@@ -72,8 +69,8 @@ class NoiseAware(EstimatedWeights):
 
     In a round without a new estimate the server keeps no single update. If a client of such a round was not in the last
     estimate, or has another number of local steps, noise, batch size or group, the whole round is estimated anew.
-    In runs of more than 1,000 clients, cosines of earlier rounds are not remembered. A sketch of the sum of each
-    client's updates is kept, of all clients together about four million numbers.
+    In runs of more than 1,000 clients, cosines of earlier rounds are not remembered. A sketch of each client's last
+    update is kept, of all clients together about four million numbers.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
@@ -87,8 +84,8 @@ class NoiseAware(EstimatedWeights):
         require(in_range, f"{_KEY}.max_influence", "be in (0, 1] or null", max_influence)
         self._max_influence = max_influence
         self._cosines: Tensor | None = None  # fading sums of cosines, weights, squared weights: [3, N, N]
-        self._sums: Tensor | None = None  # of all updates so far, each of length 1, folded: [N, w]
-        self._counts: Tensor | None = None  # of the updates in these sums: [N]
+        self._lasting: Tensor | None = None  # the same of cosines between a client's updates in two rounds: [3, N]
+        self._last: Tensor | None = None  # last updates of length 1, folded, 0 before the first: [N, w]
 
     def _estimated(
         self, updates: ClientUpdates, models: Sequence[list[int]], view: View
@@ -155,34 +152,31 @@ class NoiseAware(EstimatedWeights):
     def _lasting_cosines(
         self, latest: Tensor, num_params: int, clients: list[int], view: View
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean cosines between updates of any two rounds, and their standard errors: two `[C, C]`."""
+        """Return the mean cosine between each client's updates in two rounds, and its standard error: two `[C]`."""
         latest = latest.float().cpu()
         largest = latest.abs().amax(dim=1, keepdim=True)  # so that no square is too large or small for float32
         latest = torch.nn.functional.normalize(latest / torch.where(largest > 0, largest, 1.0), dim=1)
-        if self._sums is None or self._counts is None:
-            self._sums = torch.zeros(view.facts.num_clients, latest.shape[1])
-            self._counts = torch.zeros(view.facts.num_clients, dtype=torch.float64)
-        self._sums[clients] += latest
-        self._counts[clients] += latest.any(dim=1).double()
-        count, total = self._counts[clients].numpy(), gram_of(double_columns(self._sums[clients])).numpy()
-        itself = np.eye(len(count))
-        pairs = np.outer(count, count) - np.diag(count)  # an update and itself are no pair
-        seen, once = pairs > 0, np.maximum(count, 1.0)
-        cosines = (total - np.diag(count)) / np.where(seen, pairs, 1.0)
-        signal = np.clip(cosines.diagonal(), 0.0, 1.0)
-        crossed = np.outer(signal, (1 - signal) / once)  # one client's signal beside the other's noise
-        variance = np.where(seen, 1 + itself, 0.0) / np.where(seen, pairs, 1.0) + (1 + itself) * (crossed + crossed.T)
-        error = np.sqrt(variance / max(min(num_params, latest.shape[1]), 1))
-        return cosines, np.where(seen, error, np.inf)
+        if self._last is None or self._lasting is None:
+            self._last = torch.zeros(view.facts.num_clients, latest.shape[1])
+            self._lasting = torch.zeros(3, view.facts.num_clients, dtype=torch.float64)
+        before = self._last[clients]
+        known = (before.any(dim=1) & latest.any(dim=1)).double()
+        self._lasting *= torch.tensor([[MEMORY], [MEMORY], [MEMORY**2]], dtype=torch.float64)
+        self._lasting[:, clients] += torch.stack([(before.double() * latest.double()).sum(dim=1), known, known])
+        self._last[clients] = latest
+        total, weight, squares = self._lasting[:, clients].numpy()
+        seen = weight > 0
+        error = np.sqrt(squares / max(min(num_params, latest.shape[1]), 1)) / np.where(seen, weight, 1.0)
+        return total / np.where(seen, weight, 1.0), np.where(seen, error, np.inf)
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"cosines": self._cosines, "sums": self._sums, "counts": self._counts}
+        kept = {"cosines": self._cosines, "lasting": self._lasting, "last": self._last}
         return {**super().state_dict(), **{name: None if one is None else one.clone() for name, one in kept.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        kept = (state[name] for name in ("cosines", "sums", "counts"))
-        self._cosines, self._sums, self._counts = (None if one is None else one.cpu().clone() for one in kept)
+        kept = (state[name] for name in ("cosines", "lasting", "last"))
+        self._cosines, self._lasting, self._last = (None if one is None else one.cpu().clone() for one in kept)
 
 
 def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
