@@ -103,7 +103,7 @@ def estimate_signals(
         whole = _whole(cosine, error, limited[rows])
         further = _further(rest, seen, 1 - signed**2, signed)
         squared = np.square(further).sum(axis=1)
-        room = np.clip(_room(whole, signed**2 + squared) - signed**2, 0.0, 1 - signed**2)
+        room = np.clip(_room(whole, error, signed**2 + squared) - signed**2, 0.0, 1 - signed**2)
         if (squared > room).any():
             further = _further(rest, seen, room, signed)
         factors = np.column_stack([signed, further])
@@ -290,10 +290,14 @@ def _whole(lasting: np.ndarray, error: np.ndarray, length: np.ndarray) -> np.nda
     return np.clip((trust * squared + (1 - trust) * usual) / length**2, 0.0, 1.0)
 
 
-def _room(whole: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Return the most that can be shared signal, `[C]`: what lasts, or more where shared signals do not last."""
-    usual = float(np.median(whole))
-    return whole * max(1.0, float(np.median(shared)) / usual) if usual > 0 else np.ones(len(whole))
+def _room(whole: np.ndarray, error: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """Return the most that can be shared signal, `[C]`: what can last, or more where shared signals turn.
+
+    Where it is not proven that signals last, there is no limit.
+    """
+    usual = float(np.median(whole - _PROVEN * error))
+    most = whole + _PROVEN * error
+    return most * max(1.0, float(np.median(shared)) / usual) if usual > 0 else np.ones(len(whole))
 
 
 def _weighted_median(values: np.ndarray, weight: np.ndarray) -> tuple[float, float]:

@@ -287,6 +287,23 @@ def test_a_signal_that_lasts_over_rounds_is_found_without_any_claim(scale, view)
     assert torch.equal(resumed.weigh(updates, view), with_signal.weigh(updates, view))
 
 
+@pytest.mark.parametrize("minority", [2, 5])
+def test_a_minority_is_kept_in_every_round_though_signals_are_drawn_anew(minority, view):
+    """All clients share one signal, and each of two kinds has another one."""
+    kind = np.repeat([0, 1], [20 - minority, minority])
+    signals = np.column_stack([np.ones(20), np.eye(2)[kind]])
+    noise = np.exp(np.random.default_rng(2).uniform(-2, 0.5, 20))
+    draws, strategy = torch.Generator().manual_seed(2), NoiseAware()
+    of_all = dataclasses.replace(view, facts=_of(view.facts, 20))
+    for number in range(12):
+        directions = torch.nn.functional.normalize(torch.randn(3, 2000, generator=draws), dim=1)
+        deltas = torch.from_numpy(noise)[:, None] * torch.randn(20, 2000, generator=draws) / 2000**0.5
+        deltas += torch.from_numpy(signals) @ directions.double()
+        share = strategy.weigh(updates_of(deltas.float()), of_all).numpy()
+        of_kinds = share @ np.eye(2)[kind] / share.sum()
+        assert of_kinds[1] == pytest.approx(minority / 20, abs=0.05), number
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("length", [1e-3, 0.5])
 def test_a_client_whose_noise_becomes_short_does_not_change_the_weights_of_the_others(length, seed, view):
