@@ -29,6 +29,9 @@ def test_batch_norm_is_refused_with_what_to_use_instead():
 def test_an_unknown_personal_name_is_refused():
     with pytest.raises(UserError, match="personal"):
         type("Odd", (ClientModule,), {"personal": ("nope",)})(small_net())
+    every = tuple(name for name, _ in small_net().named_parameters())
+    with pytest.raises(UserError, match="`personal` must leave out a parameter of the net"):
+        type("Odd", (ClientModule,), {"personal": every})(small_net())
 
 
 def test_flat_and_named_views_are_one_memory():

@@ -17,6 +17,7 @@ from dpfl_lightning.errors import require
 MOST_GROUPS = 10
 FALSE_ALARMS = 0.01  # probability in a run of clients without groups
 NOISY = 3.0  # noise std, in units of the median, above which clients do not count in the probability of groups
+FEWEST = 6  # clients; of fewer even groups far apart are as likely as not to look like one
 COMPLETE = 3.0  # separation that the papers call complete: 0.3 % of two Gaussians overlap
 _DRAWS = 1000
 _SIMULATIONS = 200
@@ -52,8 +53,8 @@ class Groups:
         members: clients of each group, ascending; groups in the order of their first clients.
         memberships: probabilities of the groups for each client, `[n, M]`.
         probability: estimated probability that these are the groups of all clients but outliers, see `find_groups`, and
-            those with more than three times the median noise std, whose memberships may be unsure. 0 if the clients are
-            too few to be tested.
+            those with more than three times the median noise std, whose memberships may be unsure. 0 for one group of
+            fewer than six clients, who are too few to be tested; if M was given, it says nothing of other numbers.
         p_value: of the first split, or of the one that was rejected.
         separation: least separation of two groups, see `separation`; of the best cut if there is one group.
     """
@@ -119,6 +120,7 @@ def find_groups(updates: Updates, options: GroupOptions | None = None, distance:
     else:
         leaves, probability, first = _by_cuts(noised, options.min_size, distance)
     if len(leaves) == 1:
+        probability = probability if count >= FEWEST else 0.0
         return Groups((np.arange(count),), np.ones((count, 1)), probability, first.p_value, first.separation)
     members, memberships = assigned(updates, leaves, options.min_size)
     found = np.isin(np.arange(count), np.concatenate(leaves))

@@ -55,6 +55,8 @@ class Model(nn.Module):
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
+        must = "leave out a parameter of the net, as the others stay with the client"
+        require({*self.personal} != {*self._shapes}, "personal", must, self.personal)
 
     def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
         """Return one loss per record `[B]` for `x [B, *X]`, `y [B]`; it may depend on that record alone.
@@ -114,6 +116,15 @@ class Model(nn.Module):
         """Mask `[P]` (bool) of the entries of the flat vector that stay with the client."""
         parts = [torch.full((shape.numel(),), name in self.personal) for name, shape in self._shapes.items()]
         return torch.cat(parts)
+
+    @property
+    def num_sent(self) -> int:
+        """Number of parameters that are not personal, so that updates change them."""
+        return int((~self.personal_mask).sum())
+
+    def sent(self, updates: Tensor) -> Tensor:
+        """Return the entries of updates `[..., P]` that are not personal; the others are 0, without noise."""
+        return updates[..., ~self.personal_mask] if self.personal else updates
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return `flat` `[P]` as named views that share its memory."""

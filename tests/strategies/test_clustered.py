@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,10 +29,12 @@ from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.clustering.first_round import without_impossible
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.clustering.kmeans_clusters import KMeansClusters
+from dpfl_lightning.strategies.clustering.late_clients import LateClients
 from dpfl_lightning.strategies.clustering.local import Local
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
@@ -319,6 +322,53 @@ def test_a_client_without_a_group_may_choose_one_by_its_loss(start):
     assert seen.reports[2].weights[:, [4, 8]].sum(dim=0).min() > 0
 
 
+def test_a_late_client_is_placed_when_it_was_compared_with_every_group():
+    """It belongs to group 0, whose member is away in some rounds."""
+    kinds = 100.0 * torch.eye(2, 6)
+    module = ClientModule(nn.Linear(5, 1))
+
+    def updates(clients, model_of):
+        kind = [min(client, 1) for client in clients]
+        noise = torch.randn(len(kind), 6, generator=torch.Generator().manual_seed(0))
+        ones = (1.0,) * len(kind)
+        return ClientUpdates(tuple(clients), (1,) * len(kind), ones, kinds[kind] + noise, model_of=tuple(model_of))
+
+    late = LateClients.of([0], 2)
+    assert late.next_models([0, 5]) == {0: 0}
+    assert late.placed(updates([0, 5], [0, 1]), module) == {}, "no member of group 0"
+    assert late.next_models([0, 5]) == {0: 1}
+    assert late.placed(updates([0, 5], [1, 1]), module) == {}, "compared with group 1 alone"
+    again = LateClients({client: seen.clone() for client, seen in late.seen.items()})
+    assert late.next_models([0]) == {0: 0}
+    late.seen[0][1:, 0] = torch.tensor([1.0, 0.0])  # near group 0
+    assert late.placed(updates([0, 5], [1, 1]), module) == {0: 0} and late.next_models([0]) == {}
+    for _ in range(2):
+        assert again.next_models([0, 5]) == {0: 0}
+        found = again.placed(updates([0, 5], [0, 1]), module)
+    assert found == {0: 1}, "no member of group 0 came in three rounds"
+
+
+@pytest.mark.slow
+def test_groups_are_found_beside_personal_parameters(start):
+    class Wide(nn.Module):
+        personal = ("own",)
+
+        def __init__(self):
+            super().__init__()
+            self.shared, self.own = nn.Linear(6, 3), nn.Parameter(torch.zeros(20_000))
+
+        def forward(self, x):
+            return self.shared(x) + 0 * self.own.sum()
+
+    clustered, plain = Clustered(), start(Clustered(), rounds=2)
+    loop = start(clustered, module=ClientModule(Wide()), rounds=2)
+    plain.plan_schedule()
+    loop.run()
+    assert clustered.confident and groups_of(clustered) == list(TRUE)
+    noise = [one.schedule.noised(0, "first_round").noise_multiplier for one in (loop, plain)]
+    assert noise[0] == noise[1], "what is not sent needs none"
+
+
 class Unsure:
     """Finds the right groups, and reports a low probability after the first full batch."""
 
@@ -544,7 +594,7 @@ def test_the_first_round_has_the_noise_that_separates_groups_unless_it_costs_too
 
     def planned(num_params, population=None, **options):
         view = loop.view(loop._one_model())
-        view = dataclasses.replace(view, run=dataclasses.replace(loop.info, num_params=num_params))
+        view = dataclasses.replace(view, module=SimpleNamespace(num_sent=num_params))
         schedule = view.solve(Clustered(**options).plan_run(plain.schedule, view)).clients[0]
         return schedule.noise_multiplier("first_round"), schedule
 
@@ -680,7 +730,7 @@ def test_noise_of_the_first_round_is_not_that_of_later_rounds(start):
 def test_a_selection_comes_after_it(start, selection):
     """All clients take part in the first full batch, and quotas are of the later rounds."""
     clustered = Clustered()
-    loop = start(clustered, selection(3), rounds=7, privacy=private(reserve_rounds=1))
+    loop = start(Uniform(), clustered, selection(3), rounds=7, privacy=private(reserve_rounds=1))
     result = loop.run()
     assert all(paid(loop, "first_round", client) == [1] for client in range(COUNT))
     trained = [len(paid(loop, "train", client)) for client in range(COUNT)]
@@ -688,8 +738,10 @@ def test_a_selection_comes_after_it(start, selection):
     assert groups_of(clustered) == list(TRUE)
     words = r"`strategies\.clustered` must be named before .*uniform_selection.*: client \d trains in \d of 7 rounds"
     with pytest.raises(UserError, match=words):
-        start(selection(3), Clustered(), rounds=7, privacy=private(reserve_rounds=1)).plan_schedule()
-    start(selection(3), Clustered(num_clusters=1), rounds=7).plan_schedule()  # the base rule alone takes no round
+        start(Uniform(), selection(3), Clustered(), rounds=7, privacy=private(reserve_rounds=1)).plan_schedule()
+    start(
+        Uniform(), selection(3), Clustered(num_clusters=1), rounds=7
+    ).plan_schedule()  # the base rule alone takes no round
 
 
 @pytest.mark.slow

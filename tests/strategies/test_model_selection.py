@@ -285,6 +285,19 @@ def test_clients_that_cannot_pay_keep_their_last_answer(choosing):
     assert len({strategy._seen[round][0] for round in (2, 3, 4, 5)}) == 1
 
 
+def test_a_lost_answer_costs_no_later_choice(choosing, monkeypatch):
+    loop, _ = choosing(5, rounds=3, epsilon=0.01)
+    ask = loop.clients.ask
+
+    def lose(query, round):
+        answers = ask(query, round)
+        return {client: one for client, one in answers.items() if (client, round) != (3, 2)}
+
+    monkeypatch.setattr(loop.clients, "ask", lose)
+    loop.run()
+    assert paid(loop, 3) == paid(loop, 0) == [2, 3, 4]
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("options", [{"rounds": 3, "epsilon": 0.02}, {"selection": "paper_argmin"}])
 def test_a_run_cut_between_its_choices_resumes(options, choosing):

@@ -15,6 +15,7 @@ from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.signal_weights import most_influence
 from dpfl_lightning.algorithms.update_geometry import folded
 from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -109,10 +110,9 @@ def test_two_clients_with_signals_of_their_own_do_not_stop_the_training(replayed
 
 
 def test_what_a_client_sends_for_personal_parameters_changes_no_weight(view):
-    class Module:
-        personal, personal_mask = ("head",), torch.arange(4000) >= 2000
-
-    of_all = dataclasses.replace(view, facts=_of(view.facts, 8), module=Module())
+    net = torch.nn.Sequential(torch.nn.Linear(40, 50, bias=False), torch.nn.Linear(50, 40, bias=False))
+    module = type("Personal", (ClientModule,), {"personal": ("1.weight",)})(net)
+    of_all = dataclasses.replace(view, facts=_of(view.facts, 8), module=module)
     deltas = torch.zeros(8, 4000)
     deltas[:, :2000] = torch.randn(8, 2000, generator=torch.Generator().manual_seed(0)) / 2000**0.5
     honest = NoiseAware().weigh(updates_of(deltas), of_all)
@@ -184,6 +184,16 @@ class OtherLater(Strategy):
 
 
 FULL = {"sample_rate": 1.0, "noise_multiplier": 40.0}
+
+
+def test_a_client_whose_first_update_was_empty_is_estimated_when_it_has_one(view):
+    strategy, deltas = NoiseAware(reestimate_every="first_round"), signals_and_noise([1.0, 2.0, 3.0, 4.0])
+    plan = view.plan()
+    for first, again in ((torch.tensor([[0.0], [1.0], [1.0], [1.0]]) * deltas, True), (deltas, False)):
+        updates = dataclasses.replace(ClientUpdates.announced(plan), deltas=first)
+        strategy.weigh(updates, view)
+        assert strategy.needs_updates(plan, view) is again
+    assert bool((strategy.weigh(updates, view) > 0).all())
 
 
 @pytest.mark.slow

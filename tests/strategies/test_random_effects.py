@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import FIXED_KEY, blobs
+from conftest import FIXED_KEY, blobs, small_net
 from fakes import Recorder
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.aggregate import combine, normalised, raw_weights
 from dpfl_lightning.federated.server.view import ServerState
@@ -129,6 +130,19 @@ def test_the_variance_between_clients_is_their_spread_beyond_the_known_noise(spr
         found.append(strategy._spread / strategy._precision)
     error = np.std(found) / len(found) ** 0.5
     assert np.mean(found) == pytest.approx(spread, abs=4 * error) and error < 0.002
+
+
+def test_personal_parameters_have_no_noise_to_subtract(make_loop):
+    loop, strategy = planned(make_loop)
+    module = type("Personal", (ClientModule,), {"personal": ("0.weight",)})(small_net())
+    view = dataclasses.replace(loop.view(ServerState(torch.zeros(1, 83), (0,) * COUNT)), module=module)
+    announced = ClientUpdates.announced(view.plan())
+    noise = torch.tensor(announced.noise_std)[:, None] * torch.randn(COUNT, 83, generator=torch.Generator())
+    strategy._compare(dataclasses.replace(announced, deltas=noise * ~module.personal_mask), view)
+    assert abs(strategy._spread) < 4 * (2 * COUNT / module.num_sent) ** 0.5, "of the noise alone"
+    expected = noise_of(loop)[0] * module.num_sent / 83
+    strategy._shares(view)
+    np.testing.assert_allclose(strategy._planned[2], expected, rtol=0.01)  # noise on a grid has more
 
 
 @pytest.mark.e2e

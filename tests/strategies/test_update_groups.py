@@ -219,6 +219,16 @@ def test_few_clients_and_small_groups():
     assert find_groups(updates_of(x[:1])).probability == find_groups(updates_of(x[1:4])).probability == 0, "untested"
 
 
+@pytest.mark.parametrize(("count", "min_size"), [(2, 1), (3, 1), (4, 2), (5, 2)])
+def test_one_group_of_fewer_than_six_clients_has_no_probability(count, min_size):
+    """Even two groups far apart look like one so often."""
+    x = np.random.default_rng(0).standard_normal((count, 50))
+    x[: count // 2, 0] += 30.0
+    for draw in (x, x[:, 1:]):
+        found = find_groups(updates_of(draw), GroupOptions(None, min_size), distance=30.0)
+        assert found.probability == 0 if len(found.members) == 1 else found.probability > 0.9
+
+
 def test_identical_updates_are_one_group():
     found = find_groups(updates_of(np.ones((8, 30))))
     assert len(found.members) == 1 and found.separation == 0

@@ -15,6 +15,7 @@ from dpfl_lightning.algorithms.signal_weights import (
 )
 from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.estimated_weights import EstimatedWeights
@@ -89,13 +90,16 @@ class NoiseAware(EstimatedWeights):
         self._lasting: Tensor | None = None  # the same of cosines between a client's updates in two rounds: [3, N]
         self._last: Tensor | None = None  # last updates of length 1, folded, 0 before the first: [N, w]
 
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        if super().needs_updates(plan, view) or self._known is None:
+            return True
+        return not bool(self._known.estimates["length"][list(plan.clients)].all())  # an empty update shows nothing
+
     def _estimated(
         self, updates: ClientUpdates, models: Sequence[list[int]], view: View
     ) -> tuple[Mapping[str, Tensor], Sequence[Sequence[int]]]:
         """Estimates: noise variance; share in the aggregate; length, as far as it counts; length of shared signal."""
-        deltas = updates.released.flatten(1)
-        if view.module.personal:  # what a false update has there shall not count
-            deltas = deltas[:, ~view.module.personal_mask]
+        deltas = view.module.sent(updates.released.flatten(1))
         gram, num_params = gram_and_width(deltas)
         lengths = np.sqrt(np.diag(gram))
         seen = [kept for rows in models if (kept := [row for row in rows if lengths[row] > 0])]

@@ -62,9 +62,8 @@ class NoiseFloor(Strategy):
         return schedule
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
-        deltas, squared = updates.released.flatten(1), torch.zeros((), dtype=torch.float64)
-        if view.module.personal:  # no noise is there, and what a false update has there shall not count
-            deltas = deltas[:, ~view.module.personal_mask]
+        deltas = view.module.sent(updates.released.flatten(1))
+        squared = torch.zeros((), dtype=torch.float64)
         for columns in double_columns(deltas):
             squared = squared + columns.square().sum(dim=1).cpu()
         num_params = deltas.shape[1]

@@ -248,7 +248,7 @@ class Clustered(GroupingStrategy):
             return self._divided(state, updates, view)
         if self._first_look is not None:  # the second full batch brought no update
             return self._divided(state, None, view)
-        for client, group in self._late.placed(updates).items():
+        for client, group in self._late.placed(updates, view.module).items():
             assert self.responsibilities is not None  # for mypy
             self.responsibilities[client] = torch.eye(self.responsibilities.shape[1], dtype=torch.float64)[group]
         return state
@@ -334,11 +334,12 @@ class Clustered(GroupingStrategy):
             updates = first_round.without_impossible(updates, view)
         looks = [one for one in (self._first_look, updates) if one is not None]
         updates = first_round.averaged(*looks) if len(looks) == 2 else looks[0]
+        sent = view.module.sent(updates.released)
         if self._mixture == "paper":
-            mixture = paper_mixture(updates.released, self._options.num_groups, view.seed)
+            mixture = paper_mixture(sent, self._options.num_groups, view.seed)
         else:
             distance = first_round.distance_of_updates(self._distance, updates.clients, updates.steps, view)
-            mixture = robust_mixture(updates.released, updates.noise_std, self._options, distance)
+            mixture = robust_mixture(sent, updates.noise_std, self._options, distance)
             if not mixture.confident and view.round < self._looks:
                 self._first_look = updates
                 return state

@@ -70,7 +70,7 @@ def _alone(client_schedule: ClientSchedule, share: float, line: Planned) -> Clie
 
 def _wanted(event: NoisedEvent, client: int, distance: float, view: View) -> float:
     """Return the noise multiplier of `noise_that_separates`; Laplace noise has a standard deviation of sqrt(2)."""
-    wanted = noise_that_separates(distance, view.facts.num_records[client], view.run.num_params, event.steps)
+    wanted = noise_that_separates(distance, view.facts.num_records[client], view.module.num_sent, event.steps)
     return wanted / math.sqrt(2) if isinstance(event, LaplaceEvent) else wanted
 
 
@@ -98,7 +98,7 @@ def without_impossible(updates: ClientUpdates, view: View) -> ClientUpdates:
     What noise decides has six standard deviations of room. No update is left out if the optimiser makes its noise
     unknown, and none if all would be. **Privacy** Post-processing.
     """
-    gram, width = gram_and_width(updates.released.flatten(1))
+    gram, width = gram_and_width(view.module.sent(updates.released.flatten(1)))
     square, std = np.diag(gram), np.array(updates.noise_std)
     rates, norms = (
         np.array([values[client] for client in updates.clients]) for values in (view.learning_rate, view.clip_norm)

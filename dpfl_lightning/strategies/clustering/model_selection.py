@@ -31,7 +31,8 @@ class ModelSelection:
 
     **Guarantees** Every selection is in the schedule before noise is solved, so training and selections together fit
     one budget. A client is asked only if the models differ, and only such a question counts as a selection. A client
-    that cannot pay keeps its last answer; if a resumed run charges a round again, the client has one selection less.
+    that cannot pay, or whose answer is lost, keeps its last answer; if a resumed run charges a round again, the client
+    has one selection less.
 
     **Privacy** Each choice is a `SelectionEvent`. It is a `NonPrivateEvent` with `paper_argmin`, and for clients that
     train without noise.
@@ -99,7 +100,7 @@ class ModelSelection:
         if asked and bool((models[1:] != models[:1]).any()):
             answers = self._ask(asked, view, models)
             for client in asked:
-                self._left[client] = self._left[client] - 1 if client in answers else 0
+                self._left[client] -= 1
             self._last |= answers
         return {client: self._last[client] for client in plan.clients if client in self._last}
 

@@ -72,7 +72,7 @@ class RandomEffects(Strategy):
         """Add the spread of this round's updates, beyond that of their noise, to those of earlier rounds."""
         clients = list(updates.clients)
         size = torch.tensor([view.learning_rate[client] for client in clients]) * torch.tensor(updates.steps)
-        gradients = updates.released / size.to(updates.released)[:, None]
+        gradients = view.module.sent(updates.released) / size.to(updates.released)[:, None]
         noise = gradients.shape[1] * (np.array(updates.noise_std) / size.double().numpy()) ** 2
         for rows in updates.rows_by_model:
             spread, precision = excess_spread(gradients[rows], noise[rows])
@@ -99,7 +99,7 @@ class RandomEffects(Strategy):
             event = schedule.noised(client, line.purpose)
             mechanism = mechanism_of(event, view.clip_norm[client], view.facts.num_records[client])
             independent = math.nan if view.optimizer is None else view.optimizer.independent_steps(event.steps)
-            variances.append(view.run.num_params * (mechanism.noise_std(independent, 1.0) / event.steps) ** 2)
+            variances.append(view.module.num_sent * (mechanism.noise_std(independent, 1.0) / event.steps) ** 2)
             steps.append(event.steps)
         if not lines:
             return 0, 0.0, 1.0

@@ -127,6 +127,8 @@ def choices(table: Experiment, made: Cells) -> str:
             further, last = setting_beyond(scores), f"{row}_{BEYOND}"
             if further and (last, column) in made:
                 scores[further] = accuracies(whole, last, made[last, column])
+            elif further and last in whole.rows:
+                continue  # nothing is chosen without it
             best = best_setting(scores)
             words = whole.rows[names[min(names)]].title.rpartition(str(min(names)))[0]
             end = " (an end of the range)" if best in (min(scores), max(scores)) else ""

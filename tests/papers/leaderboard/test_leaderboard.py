@@ -79,6 +79,7 @@ def test_beyond_an_end_of_the_range_one_more_setting_is_tried(results, accuracie
         with pytest.raises(NotYet, match=r"pfa is chosen from .* leaderboard.tuning --rows pfa_beyond --columns dist1"):
             chosen("pfa", "dist1", "small")
         assert options(further).clients.learning_rate == 0.032
+        assert choices(TABLE, finished(results, TABLE, "small")) == ""
         return
     write(results, further, held(accuracy=beyond))
     assert chosen("pfa", "dist1", "small") == setting
