@@ -29,6 +29,8 @@ _KEPT = 1 << 22  # numbers of the clients' last updates that are kept, of all cl
 class NoiseAware(EstimatedWeights):
     """Weights by signal and noise, estimated from the updates alone: no reported budget, size, batch or step is read.
 
+    (With `reestimate_every` other than 1, changes of these decide in which rounds the estimates are renewed.)
+
     It suits clients whose budgets or batch sizes differ. With equal noise `size_weighted` is as good.
 
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
@@ -50,14 +52,17 @@ class NoiseAware(EstimatedWeights):
 
     - Cosines say little with fewer than about 1,000 parameters: weights may then be far from the best. Signals that
       noise hides are taken as equally long.
-    - Where noise hides the differences between clients, weights follow the noise and serve the kinds of data that the
-      quietest clients have: with small budgets and unlike clients use `size_weighted`, or `clustered` for groups.
+    - Where noise hides the differences between clients, weights follow the noise, and more than inverse noise does: a
+      client whose signal is not seen beside the others' gets less still. They serve the kinds of data that the quietest
+      clients have, and longer runs do not help: with unlike clients and noise as long as in runs of small budgets use
+      `size_weighted`, or `clustered` for groups.
     - An honest client with far less noise than all others has less weight than is best, and so have up to half of them
       with updates more than 30 times as short as the median one.
     - What a client has alone, and lasts, counts as signal of the mean, the more the longer the run. With little noise
       this can cost a third of the ratio of signal to noise in a run of 200 rounds.
-    - With fewer than about ten clients, one that is against the others, but not clearly their opposite, can make the
-      error several times as large; with two, one can stop the training by short updates.
+    - One client can make the error several times as large: among fewer than about ten, if it is against the others,
+      but not clearly their opposite; among more, if it knows their updates of the round and sends a short one along
+      what they share, which has the whole bound. With two clients, one can stop the training by short updates.
     - With little noise an honest minority, up to a third, with other kinds of data can count as the opposite of the
       others, whose gradients its own mirror once the model fits the mean: use `size_weighted` or groups there.
     - Several clients that send one false update look like another kind of data. Where what the others share is lost in
