@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
 from scipy.optimize import minimize
+from torch import nn
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import PrivacyOptions
@@ -208,6 +209,12 @@ def test_multi_krum_judges_the_clients_of_each_model_alone_and_keeps_few():
     assert MultiKrum(0.4).weigh(of(deltas[:3]), None).tolist() == [1, 1, 1]
 
 
+def of_2000(personal=()):
+    """A model of 2,000 parameters, of which the last 1,000 are `1.weight`."""
+    net = nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(100, 10, bias=False))
+    return type("Personal", (Model,), {"personal": personal})(net)
+
+
 def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
     generator = torch.Generator().manual_seed(8)
     std = torch.tensor([0.1, 0.1, 1.0, 1.0, 0.0])
@@ -215,7 +222,7 @@ def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
     deltas[1] *= 0.5  # announces more noise than it has
     deltas[2] += 1.0
     updates = dataclasses.replace(of(deltas), noise_std=tuple(std.tolist()))
-    floor, view = NoiseFloor(), SimpleNamespace(module=SimpleNamespace(personal=()))
+    floor, view = NoiseFloor(), SimpleNamespace(module=of_2000())
     assert floor.weigh(updates, view).tolist() == [1, 0, 1, 1, 1]
     assert floor.metrics(None) == {"below_noise_floor": 1.0}
 
@@ -228,7 +235,7 @@ def test_a_share_of_less_than_one_client_is_told(name, make_loop):
 
 def test_a_noise_floor_that_leaves_out_every_client_says_so():
     updates = dataclasses.replace(of(torch.full((3, 2000), 0.1)), noise_std=(1.0,) * 3)
-    view = SimpleNamespace(module=SimpleNamespace(personal=()), round=4)
+    view = SimpleNamespace(module=of_2000(), round=4)
     with pytest.warns(UserNotice, match="round 4: noise_floor left out every client"):
         assert NoiseFloor().weigh(updates, view).tolist() == [0, 0, 0]
 
@@ -239,7 +246,7 @@ def test_no_client_raises_the_noise_floor_of_others_by_personal_parameters():
     mask = torch.arange(2000) >= 1000
     deltas[:, mask] = 0.0
     deltas[0] = mask * 9.0
-    view = SimpleNamespace(module=SimpleNamespace(personal=("input.scale",), personal_mask=mask))
+    view = SimpleNamespace(module=of_2000(personal=("1.weight",)))
     updates = dataclasses.replace(of(deltas), noise_std=(1.0,) * 4)
     assert NoiseFloor().weigh(updates, view).tolist() == [0, 1, 1, 1]
 
