@@ -17,8 +17,8 @@ from dpfl_lightning.errors import require
 MOST_GROUPS = 10
 FALSE_ALARMS = 0.01  # probability in a run of clients without groups
 NOISY = 3.0  # noise std, in units of the median, above which clients do not count in the probability of groups
-FEWEST = 6  # clients; of fewer even groups far apart are as likely as not to look like one
 COMPLETE = 3.0  # separation that the papers call complete: 0.3 % of two Gaussians overlap
+_FEWEST = 6  # clients; of fewer even groups far apart are as likely as not to look like one
 _DRAWS = 1000
 _SIMULATIONS = 200
 _ROUNDING = 1e-9  # relative, of sums of squares
@@ -120,7 +120,7 @@ def find_groups(updates: Updates, options: GroupOptions | None = None, distance:
     else:
         leaves, probability, first = _by_cuts(noised, options.min_size, distance)
     if len(leaves) == 1:
-        probability = probability if count >= FEWEST else 0.0
+        probability = probability if count >= _FEWEST else 0.0
         return Groups((np.arange(count),), np.ones((count, 1)), probability, first.p_value, first.separation)
     members, memberships = assigned(updates, leaves, options.min_size)
     found = np.isin(np.arange(count), np.concatenate(leaves))

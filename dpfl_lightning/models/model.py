@@ -120,10 +120,13 @@ class Model(nn.Module):
     @property
     def num_sent(self) -> int:
         """Number of parameters that are not personal, so that updates change them."""
-        return int((~self.personal_mask).sum())
+        return sum(shape.numel() for name, shape in self._shapes.items() if name not in self.personal)
 
     def sent(self, updates: Tensor) -> Tensor:
-        """Return the entries of updates `[..., P]` that are not personal; the others are 0, without noise."""
+        """Return the entries of updates `[..., P]` that are not personal.
+
+        The others are 0, without noise, and what a false update has there shall not count.
+        """
         return updates[..., ~self.personal_mask] if self.personal else updates
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
