@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
+from dpfl_lightning.config.published import EPSILONS
 from dpfl_lightning.errors import command
 from experiments.papers.cells import finished
 from experiments.papers.drawing import save_svg
@@ -43,9 +44,9 @@ def _figure(table: Experiment, cells: Cells) -> Figure:
         places = [place for place, row in enumerate(shown) if (row, column) in cells]
         seeds = [[run["values"]["accuracy"] for run in cells[shown[place], column]] for place in places]
         means, errors = (list(map(of, seeds)) for of in (fmean, _standard_error))
-        left.errorbar(
-            means, places, xerr=errors, fmt="o", markersize=5, elinewidth=1.5, label=table.columns[column].title
-        )
+        epsilons = EPSILONS[column][20]
+        label = f"{table.columns[column].title}: epsilon {min(epsilons)} to {max(epsilons)}"
+        left.errorbar(means, places, xerr=errors, fmt="o", markersize=5, elinewidth=1.5, label=label)
     left.set_yticks(range(len(shown)), [table.rows[row].title for row in shown], fontsize=9)
     left.invert_yaxis()
     left.set(title="Accuracy on the test set", xlabel="percent")

@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from dpfl_lightning.reporting.figures import log_scale, quiet
 from experiments.papers.experiment import Panel
 
+_MARKERS = "osD^v"  # of ten series each, as there are ten colours
+
 
 def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     """Draw panels side by side; more than four are arranged in rows of three."""
@@ -20,39 +22,56 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     down = math.ceil(len(panels) / across)
     figure = Figure(figsize=(max(7.5, 5.0 * across), 4.8 * down), dpi=120, layout="constrained")
     figure.suptitle(textwrap.fill(title, 60 * across), fontsize=10)
+    names = list(max((panel.series for panel in panels), key=len))
+    common = len(names) > 1 and all(panel.series.keys() <= set(names) for panel in panels)
+    first: dict[tuple, Any] = {}  # panels of one quantity have one scale
     for place, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(down, across, place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        quantity = panel.y, panel.log, panel.kind
+        words = {"title": textwrap.fill(panel.title, 50), "xlabel": panel.x, "ylabel": panel.y}
+        axes = figure.add_subplot(down, across, place, sharey=first.get(quantity), **words)
+        first.setdefault(quantity, axes)
         quiet(axes)
-        _draw(axes, panel)
+        _draw(axes, panel, names if common else list(panel.series))
         for which in panel.log:
             log_scale(axes, which)
-        if len(panel.series) > 1:
+        if len(panel.series) > 1 and not common:
             axes.legend(fontsize=7)
+    if common:
+        drawn = dict(
+            reversed(pair) for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)
+        )
+        handles = {name: drawn[name] for name in names if name in drawn}
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=2 * across, fontsize=7)
     return figure
 
 
-def _draw(axes: Any, panel: Panel) -> None:
-    if panel.kind == "bars":
-        _bars(axes, panel)
-        return
+def _draw(axes: Any, panel: Panel, names: Sequence[str]) -> None:
+    """`names` of series decide on colours and markers."""
+    width, texts = (
+        0.8 / len(names),
+        list(dict.fromkeys(point[0] for points in panel.series.values() for point in points)),
+    )
     for name, points in panel.series.items():
-        x, y, *band = zip(*points, strict=True)
-        if panel.kind == "points":
-            axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, label=name)
+        if not points:
             continue
-        axes.plot(x, y, label=name, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3)
-        if band:
-            low, high = np.subtract(y, band[0]), np.add(y, band[0])
-            axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
-
-
-def _bars(axes: Any, panel: Panel) -> None:
-    names = list(dict.fromkeys(point[0] for points in panel.series.values() for point in points))
-    width = 0.8 / len(panel.series)
-    for number, (name, points) in enumerate(panel.series.items()):
-        places = [names.index(point[0]) + (number + 0.5) * width - 0.4 for point in points]
-        axes.bar(places, [point[1] for point in points], width, label=name)
-    axes.set_xticks(range(len(names)), [str(name) for name in names], fontsize=7 if len(names) > 12 else None)
+        x, y, *band = zip(*points, strict=True)
+        number = names.index(name)
+        look = {"color": f"C{number % 10}", "label": name}
+        places = [texts.index(at) + (number + 0.5) * width - 0.4 for at in x]
+        match panel.kind:
+            case "bars":
+                axes.bar(places, y, width, **look)
+            case "dots":
+                axes.errorbar(places, y, *band, fmt=_MARKERS[number // 10], markersize=4, elinewidth=1, **look)
+            case "points":
+                axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, **look)
+            case _:
+                axes.plot(x, y, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3, **look)
+                if band:
+                    low, high = np.subtract(y, band[0]), np.add(y, band[0])
+                    axes.fill_between(x, low, high, alpha=0.2, linewidth=0, color=look["color"])
+    if panel.kind in ("bars", "dots"):
+        axes.set_xticks(range(len(texts)), [str(text) for text in texts], fontsize=7 if len(texts) > 12 else None)
 
 
 def save_svg(figure: Figure, path: Path) -> None:

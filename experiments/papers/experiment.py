@@ -133,9 +133,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of a figure, as data; `kind` is lines, points or bars, and `log` names the logarithmic axes.
+    """One picture of a figure, as data; `kind` is lines, points, bars or dots; `log` names the logarithmic axes.
 
-    `series` is name -> points (x, y) or (x, y, half height of the band around y); x are texts if `kind` is bars.
+    `series` is name -> points (x, y) or (x, y, half height of the band around y); x are texts of bars and dots.
     """
 
     title: str

@@ -44,7 +44,7 @@ def panel(
             elif (mean := mean_of(runs, value or line.value)) is not None:
                 numbers = [run["values"][value or line.value] for run in runs]
                 spread = (pstdev(numbers),) if banded else ()
-                points.append((setting.title if kind == "bars" else setting.x, mean, *spread))
+                points.append((setting.title if kind in ("bars", "dots") else setting.x, mean, *spread))
     return Panel(title, x, y, series, kind, log)
 
 

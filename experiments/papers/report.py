@@ -25,7 +25,7 @@ _ACCOUNTED = re.compile(r"accounted by (.+?)\.( |$)")  # in a guarantee
 _MOST_NAMED = 8  # rows and columns without finished cells
 
 #: kinds of numbers that differ from the paper's by more than the tolerance
-_FAILED, _OUTSIDE = "Failed reproductions, better than the paper's", "Outside"
+_BETTER, _WORSE = (f"Failed reproductions, {how} than the paper's" for how in ("better", "worse"))
 
 
 class Number(NamedTuple):
@@ -157,10 +157,10 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     within = f"are within {comparison.tolerance:{digits}} of the paper's"
     unless = ", unless said otherwise" if comparison.special else ""
     sentences = [f"{len(near)} of {len(compared)} numbers {within}{unless}."]
-    beyond: dict[str, list[str]] = {_FAILED: [], _OUTSIDE: []}
+    beyond: dict[str, list[str]] = {_BETTER: [], _WORSE: []}
     for number in (number for number in compared if number not in near):
         better = comparison.improves(number.row, number.difference or 0.0)
-        kind = _FAILED if better else _OUTSIDE
+        kind = _BETTER if better else _WORSE
         beyond[kind].append(titles[number.row, number.column])
     sentences += [f"{kind}: {'; '.join(places)}." for kind, places in beyond.items() if places]
     titles |= {(row, ""): experiment.rows[row].title for row, _ in titles}

@@ -45,11 +45,15 @@ def test_ours_the_papers_and_the_difference(results):
     at = rows_of(text).index(["ours", "52.00 ± 1.00", "55.00"])
     assert rows_of(text)[at + 1 : at + 3] == [["the paper's", "50.00", "60.00"], ["difference", "+2.00", "**-5.00**"]]
     assert row_of(text, "theirs") == ["theirs", "52.00", "-"]
-    assert "1 of 3 numbers are within 2 of the paper's. Outside: ours, B; theirs, A." in text
+    assert (
+        "1 of 3 numbers are within 2 of the paper's. Failed reproductions, worse than the paper's: ours, B; theirs, A."
+        in text
+    )
     assert "4 of 10 cells are made." in text and "Best in A: ours, in the paper theirs." in text
     assert "Best in B" not in text, "not all are made"
     far = shown(results, paper={"ours": (40.0, 54.0), "theirs": (60.0, None)}, comparison=POINTS)
-    failed = "Failed reproductions, better than the paper's: ours, A. Outside: theirs, A."
+    better, worse = (f"Failed reproductions, {how} than the paper's" for how in ("better", "worse"))
+    failed = f"{better}: ours, A. {worse}: theirs, A."
     assert f"1 of 3 numbers are within 2 of the paper's. {failed}" in far
     assert far.count("| **+12.00**") == 1
     mixed = Comparison(2.0, better={"ours": "higher", "theirs": "lower"})

@@ -9,17 +9,17 @@ from experiments.papers.figures import panel
 
 
 def accuracy_by_spread(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Accuracy over the coefficient of variation of the 20 budgets of each column Dist.
+    """Accuracy in each column Dist, in the order of the coefficient of variation of its 20 budgets.
 
-    Points are not joined, because the columns differ in their mean budgets, too. FedAvg has no budget, and uniform is
-    DPFedAvg here.
+    The columns differ in their mean budgets, too. FedAvg has no budget, and uniform is DPFedAvg here.
     """
-    spreads = {name: spread(name) for name in experiment.columns if name in EPSILONS}
-    columns = {name: dataclasses.replace(experiment.columns[name], x=x) for name, x in spreads.items()}
-    with_spreads = dataclasses.replace(experiment, columns=columns, paper={})
-    x = "standard deviation of epsilon / its mean"
-    rows = "(?!fedavg|uniform).*"
-    return [panel(with_spreads, cells, title="Alike data", x=x, y="accuracy, %", rows=rows, kind="points")]
+    columns = {}
+    for name in sorted(EPSILONS.keys() & experiment.columns.keys(), key=spread):
+        title = f"{experiment.columns[name].title}\n{spread(name):.2f}"
+        columns[name] = dataclasses.replace(experiment.columns[name], title=title)
+    by_spread = dataclasses.replace(experiment, columns=columns, paper={})
+    words = {"title": "Alike data", "x": "budgets: standard deviation of epsilon / its mean", "y": "accuracy, %"}
+    return [panel(by_spread, cells, **words, rows="(?!fedavg|uniform).*", band="always", kind="dots")]
 
 
 def spread(name: str) -> float:
