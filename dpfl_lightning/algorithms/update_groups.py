@@ -168,23 +168,24 @@ def _real(p_value: float) -> float:
 def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> _Cut:
     """Return the cut in complete groups that one Gaussian explains least, if its p-value is at most `level`.
 
-    Otherwise the clients are one group. If a cut in one group and outliers has such a p-value, these are left out, and
-    the others are cut again. If `numbers` has only one number, any cut in so many groups is returned. A p-value of at
-    most `level` beside one group means: there seem to be several, but also clients in none.
+    Otherwise the clients are one group. If a cut in one or several complete groups and outliers has such a p-value, the
+    outliers are left out, and the others are cut again; beside an accepted cut only if it has more groups, and 1 % of
+    the p-value. If `numbers` has only one number, any cut in so many groups is returned. A p-value of at most `level`
+    beside one group means: there seem to be several, but also clients in none.
     """
-    members, given, whole = np.arange(len(updates.gram)), len(numbers) == 1, None
+    members, given, whole, hidden = np.arange(len(updates.gram)), len(numbers) == 1, None, 1.0
     while True:
         part, possible = updates.of(members), numbers
         if not given or whole:
             possible = numbers[: max(0, len(members) // min_size + 1 - numbers.start)]
         if not possible or numbers.start == 1:
-            return whole or _Cut([members], 1.0, 0.0)
+            return whole or _Cut([members], hidden, 0.0)
         added, merges = ward(part.gram[None], part.weights)
         cuts = [cut(merges[0], groups) for groups in possible]
         large = [[group for group in groups if len(group) >= min_size] for groups in cuts]
         least = np.array([Separation.of(part, groups).least for groups in large])
         outliers = np.array([len(some) < len(groups) for some, groups in zip(large, cuts, strict=True)])
-        several = np.array([len(groups) > 1 for groups in large])
+        counts = np.array([len(groups) for groups in large])
         gaps, p_values = _against_rotations(part, _log_within(added, possible)[0], possible)
 
         def largest(of: np.ndarray, gaps: np.ndarray = gaps) -> int:
@@ -194,14 +195,18 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
         best = largest(usable)
         p_value = float(p_values[best]) if given or usable.any() else 1.0
         found = _Cut([members[group] for group in cuts[best]], p_value, Separation.of(part, cuts[best]).least)
-        if usable.any() and (given or p_value <= level):
+        accepted = usable.any() and (given or p_value <= level)
+        aside = outliers & (given | (counts == 1) | (least >= COMPLETE)) & (p_values <= level)
+        if accepted:
+            aside &= (counts > counts[best]) & (p_values <= FALSE_ALARMS * p_value) & (not given)
+        if accepted and not aside.any():
             return found
         whole = whole or (found if given else None)
-        aside = outliers & (given | ~several)
+        if not aside.any():
+            return whole or _Cut([members], min(p_value, hidden), found.separation)
         worst = largest(aside)
-        if not aside.any() or p_values[worst] > level:
-            hidden = outliers & several & (least >= COMPLETE) & (p_values <= level)  # groups, but also outliers
-            return whole or _Cut([members], float(p_values[hidden].min(initial=p_value)), found.separation)
+        if counts[worst] > 1:
+            hidden = min(hidden, float(p_values[worst]))
         members = np.delete(members, np.concatenate([group for group in cuts[worst] if len(group) < min_size]))
 
 

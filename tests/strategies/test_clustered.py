@@ -34,7 +34,7 @@ from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_grou
 from dpfl_lightning.strategies.clustering.first_round import without_impossible
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.clustering.kmeans_clusters import KMeansClusters
-from dpfl_lightning.strategies.clustering.late_clients import LateClients
+from dpfl_lightning.strategies.clustering.late_clients import LateClients, nearest
 from dpfl_lightning.strategies.clustering.local import Local
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
@@ -324,28 +324,91 @@ def test_a_client_without_a_group_may_choose_one_by_its_loss(start):
 
 def test_a_late_client_is_placed_when_it_was_compared_with_every_group():
     """It belongs to group 0, whose member is away in some rounds."""
-    kinds = 100.0 * torch.eye(2, 6)
-    module = ClientModule(nn.Linear(5, 1))
-
-    def updates(clients, model_of):
-        kind = [min(client, 1) for client in clients]
-        noise = torch.randn(len(kind), 6, generator=torch.Generator().manual_seed(0))
-        ones = (1.0,) * len(kind)
-        return ClientUpdates(tuple(clients), (1,) * len(kind), ones, kinds[kind] + noise, model_of=tuple(model_of))
-
     late = LateClients.of([0], 2)
     assert late.next_models([0, 5]) == {0: 0}
-    assert late.placed(updates([0, 5], [0, 1]), module) == {}, "no member of group 0"
+    assert late.placed(updates_of_kinds([0, 5], [0, 1]), LATE_VIEW) == {}, "no member of group 0"
     assert late.next_models([0, 5]) == {0: 1}
-    assert late.placed(updates([0, 5], [1, 1]), module) == {}, "compared with group 1 alone"
+    assert late.placed(updates_of_kinds([0, 5], [1, 1]), LATE_VIEW) == {}, "compared with group 1 alone"
     again = LateClients({client: seen.clone() for client, seen in late.seen.items()})
     assert late.next_models([0]) == {0: 0}
     late.seen[0][1:, 0] = torch.tensor([1.0, 0.0])  # near group 0
-    assert late.placed(updates([0, 5], [1, 1]), module) == {0: 0} and late.next_models([0]) == {}
+    found = late.placed(updates_of_kinds([0, 5], [1, 1]), LATE_VIEW)
+    assert found[0].tolist() == pytest.approx([1, 0]) and late.next_models([0]) == {}
     for _ in range(2):
         assert again.next_models([0, 5]) == {0: 0}
-        found = again.placed(updates([0, 5], [0, 1]), module)
-    assert found == {0: 1}, "no member of group 0 came in three rounds"
+        found = again.placed(updates_of_kinds([0, 5], [0, 1]), LATE_VIEW)
+    assert found[0].tolist() == [0, 1], "no member of group 0 came in three rounds"
+
+
+LATE_VIEW = SimpleNamespace(module=ClientModule(nn.Linear(5, 1)), learning_rate=(0.5, *(1.0,) * 9))
+
+
+def updates_of_kinds(clients, model_of, steps=None, distance=100.0):
+    """Updates with noise of std 1 per step: client 0 is of kind 0, the others of kind 1, far from it."""
+    kind, steps = [min(client, 1) for client in clients], steps or [1] * len(clients)
+    noise = torch.randn(len(kind), 6, generator=torch.Generator().manual_seed(sum(model_of)))
+    size = torch.tensor([LATE_VIEW.learning_rate[client] * one for client, one in zip(clients, steps, strict=True)])
+    deltas = size[:, None] * (distance * torch.eye(2, 6)[kind] + noise)
+    return ClientUpdates(tuple(clients), tuple(steps), tuple(size.tolist()), deltas, model_of=tuple(model_of))
+
+
+def test_a_late_client_with_fewer_local_steps_joins_the_group_of_its_gradients():
+    late, view = LateClients.of([0], 2), LATE_VIEW
+    kind_of_client = {0: 0, 5: 1, 6: 1, 7: 0}
+    for group, members in enumerate([(7,), (5, 6)]):
+        updates = updates_of_kinds([0, *members], [group] * (1 + len(members)), [2, *[40] * len(members)])
+        if group == 0:  # updates of the late client's own kind, which are the longer ones
+            updates.deltas[1] = 40 * 100.0 * torch.eye(2, 6)[kind_of_client[7]] * 1.5
+        found = late.placed(updates, view)
+    assert found[0].argmax() == 0
+
+
+def test_memberships_of_a_late_client_say_how_sure_the_comparison_is():
+    noise = torch.Generator().manual_seed(0)
+    sure, right = [], []
+    for _ in range(300):
+        near = nearest(torch.tensor([0.0, 1.0]) + torch.randn(2, generator=noise), torch.ones(2))
+        sure.append(float(near.max()))
+        right.append(float(near.argmax() == 0))
+    assert np.mean(right) < np.mean(sure) < 0.9, "no prior, so somewhat too sure, but never certain"
+    assert nearest(torch.tensor([0.0, 40.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])).tolist() == pytest.approx([1, 0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("selection", "rounds"), [("server_similarity", 4), ("exponential_frozen", 6)])
+def test_a_late_client_trains_the_model_of_its_group_though_its_choice_is_lost(start, selection, rounds):
+    clustered = Clustered(switch_round=2, selection=selection)
+    loop = start(Absent({1: (4, 8)}), clustered, rounds=rounds)
+    ask = loop.clients.ask
+    loop.clients.ask = lambda question, round: {i: one for i, one in ask(question, round).items() if i not in (4, 8)}
+    result = loop.run()
+    assert [loop.state.model_of[client] for client in (4, 8)] == groups_of(clustered)[4::4]
+    assert min(client["accuracy"] for client in result.clients) > 0.9
+
+
+def test_the_state_of_late_clients_is_that_of_its_round():
+    """The same checkpoint may be written again after the next round began."""
+    clustered = Clustered()
+    clustered._late = LateClients.of([4, 8], 3)
+    state = clustered.state_dict()
+    clustered._late.seen[8][0, 0] = 1.0
+    del clustered._late.seen[4]
+    assert sorted(state["late"]) == [4, 8] and not state["late"][8].any()
+
+
+@pytest.mark.slow
+def test_one_noisy_client_does_not_move_the_first_model_of_its_group(start):
+    """Before, its noise had a ninth of the mean, whatever its length."""
+    steps = {}
+    for epsilon in (8.0, 0.05):
+        torch.manual_seed(0)
+        module = ClientModule(nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 3)))
+        budgets, before = [8.0] * COUNT, module.flat
+        budgets[5] = epsilon
+        seen = Recorder()
+        start(Clustered(num_clusters=3), seen, module=module, privacy=private(budgets), rounds=2).run()
+        steps[epsilon] = float((seen.models[0][2] - before).norm())
+    assert steps[0.05] < 3 * steps[8.0]
 
 
 @pytest.mark.slow

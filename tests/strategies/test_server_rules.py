@@ -13,6 +13,7 @@ from torch import nn
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.model import Model
@@ -249,6 +250,22 @@ def test_no_client_raises_the_noise_floor_of_others_by_personal_parameters():
     view = SimpleNamespace(module=of_2000(personal=("1.weight",)))
     updates = dataclasses.replace(of(deltas), noise_std=(1.0,) * 4)
     assert NoiseFloor().weigh(updates, view).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_false_update_of_personal_parameters_does_not_reach_the_model(streamed, make_loop):
+    """The server's are the start of clients that join later."""
+    rules = {"size_weighted": None, **({} if streamed else {"noise_floor": None})}
+    net = small_net()
+    name = next(iter(dict(net.named_parameters())))
+    module = type("Personal", (ClientModule,), {"personal": (name,)})(net)
+    loop = make_loop(module=module, parts=strategies.build(rules))
+    releases, mask = loop.clients.engine.releases, module.personal_mask
+    loop.clients.engine.releases = lambda *a: ((row, one.clone().masked_fill(mask, 9.0)) for row, one in releases(*a))
+    before = module.flat
+    loop.run()
+    model = loop.state.models[0]
+    assert torch.equal(model[mask], before[mask]) and not torch.equal(model[~mask], before[~mask])
 
 
 @pytest.mark.parametrize("laplace", [False, True])

@@ -161,6 +161,21 @@ def test_a_far_client_hides_no_groups(far):
         assert len(find_groups(updates_of(none)).members) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["all kinds", "two kinds", "none"])
+@pytest.mark.parametrize(("count", "groups"), [(12, 3), (20, 4), (21, 7)])
+def test_a_client_between_the_groups_hides_none(count, groups, part):
+    """Seeds 0 to 2, distance 100. Before, it joined two groups, or hid all, in every draw."""
+    true = np.arange(count) * groups // count
+    means = 100 * math.sqrt(0.5) * np.eye(groups, CNN)
+    own = {"all kinds": means.mean(axis=0), "two kinds": means[:2].mean(axis=0), "none": 0.0}[part]
+    for seed in range(3):
+        x = means[true] + np.random.default_rng(seed).standard_normal((count, CNN))
+        x[0] += own - means[0]
+        found = find_groups(updates_of(x))
+        assert adjusted_rand_score(true[1:], found.labels[1:]) == 1
+
+
 @pytest.mark.e2e
 def test_a_client_that_may_be_anywhere_does_not_lower_the_probability():
     """Seeds 0 to 2. One of 21 clients has a hundred times the noise of the others, whose groups are found."""

@@ -135,6 +135,12 @@ class ClientUpdates:
         count, label = connected_components(together.T @ together)
         return [np.flatnonzero(label == one).tolist() for one in range(count)]
 
+    def erase(self, entries: Tensor) -> None:
+        """Set entries, a mask `[P]` (bool), of the updates and of their sum to 0."""
+        for numbers in (self.deltas, None if self.total is None else self.total.pair):
+            if numbers is not None:
+                numbers[..., entries.to(numbers.device)] = 0.0
+
     @property
     def released(self) -> Tensor:
         """`deltas`, which exist only for strategies that need single updates."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
 from dpfl_lightning.federated.server import aggregate, summary
 from dpfl_lightning.federated.server.callback import answer_of, notify
 from dpfl_lightning.federated.server.results import RunResult
@@ -104,6 +104,8 @@ class ServerLoop(Run):
         if raw_weights is not None:
             raw_weights = raw_weights * torch.tensor([client not in dropped for client in plan.clients])
         updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights)).without(dropped)
+        if view.module.personal and isinstance(plan.job, LocalTraining):
+            updates.erase(view.module.personal_mask)  # honest updates have zeros there
         self._write_lost(updates, dropped)
         arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, self.facts, dropped)
         if not arrived.clients and not dropped.union(updates.absent).issuperset(updates.lost):

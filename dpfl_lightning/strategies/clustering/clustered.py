@@ -82,7 +82,8 @@ class Clustered(GroupingStrategy):
         second_look: whether the full batch may be repeated (with `robust` and noise that is not `same`, in runs of at
             least 3 rounds). The repetition is planned and its budget reserved; if it is not needed, it is not charged.
             If it brings no update, the first full batch decides in the next round that brings any.
-        reuse_first_round: true applies the mean of the first updates to the new models; false starts all models from
+        reuse_first_round: true applies the mean of the first updates to the new models, in which no update counts as
+            longer than twice the median one; false starts all models from
             the initial parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
             overlap. `auto` is known only after round 1, so choices are planned for all rounds after it. With
@@ -97,8 +98,9 @@ class Clustered(GroupingStrategy):
 
     While all models are the same, clients are not asked to choose; the models of such a round are drawn. Models that no
     client trains are not changed. A client that missed the full batches has equal memberships in all groups. With
-    `robust` it first trains each group's model once, without weight, and then belongs to the group whose updates of the
-    same model were nearest to its own, unless it has chosen a group by its loss. If `auto` finds M = 1, training
+    `robust` it first trains the groups' models, each up to three times, without weight, until its updates were compared
+    with those of members. Its memberships are then the probabilities of the groups to be the nearest one, unless it has
+    chosen a group by its loss. If `auto` finds M = 1, training
     continues as under the aggregation rule, and the budget planned for choices is not spent.
 
     **Guarantees** The whole run fits each budget: full batches, later rounds and choices are solved together.
@@ -248,10 +250,12 @@ class Clustered(GroupingStrategy):
             return self._divided(state, updates, view)
         if self._first_look is not None:  # the second full batch brought no update
             return self._divided(state, None, view)
-        for client, group in self._late.placed(updates, view.module).items():
+        model_of = list(state.model_of)
+        for client, memberships in self._late.placed(updates, view).items():
             assert self.responsibilities is not None  # for mypy
-            self.responsibilities[client] = torch.eye(self.responsibilities.shape[1], dtype=torch.float64)[group]
-        return state
+            self.responsibilities[client] = memberships
+            model_of[client] = int(memberships.argmax())
+        return dataclasses.replace(state, model_of=tuple(model_of))
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         metrics = dict(super().metrics(view))
@@ -287,13 +291,17 @@ class Clustered(GroupingStrategy):
     def state_dict(self) -> dict[str, Any]:
         kept = () if self.responsibilities is None else _KEPT
         look = None if self._first_look is None else {name: getattr(self._first_look, name) for name in _LOOK}
-        states = {"choice": self._choice.state_dict(), "look": look, "late": self._late.seen}
+        states = {
+            "choice": self._choice.state_dict(),
+            "look": look,
+            "late": {client: seen.clone() for client, seen in self._late.seen.items()},
+        }
         return states | {name: getattr(self, name) for name in kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._choice.load_state_dict(state["choice"])
         self._first_look = None if state["look"] is None else ClientUpdates(**state["look"])
-        self._late = LateClients(state["late"])
+        self._late = LateClients({client: seen.cpu() for client, seen in state["late"].items()})
         for name in _KEPT if "responsibilities" in state else ():
             value = state[name]
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
@@ -347,7 +355,7 @@ class Clustered(GroupingStrategy):
         memberships = self._keep(mixture, updates.clients, len(looks), view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
-            models = models + aggregate.combine(mixture.responsibilities.T, updates)
+            models = models + aggregate.combine(mixture.responsibilities.T * first_round.limits(sent), updates)
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
     def _keep(self, mixture: Mixture, clients: Sequence[int], looks: int, view: View) -> Tensor:

@@ -6,6 +6,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import gram_and_width, noise_that_separates
 from dpfl_lightning.errors import warn_user
@@ -141,6 +142,12 @@ def warn_if_blind(schedule: RunSchedule, view: View, distance: float) -> None:
             f"{needed:.2g} of the clip norm, more than smallest_distance {distance:g} (0.11 for rotated Fashion-MNIST "
             "images). Use more records per client, more local epochs, or a larger budget or first_round_share."
         )
+
+
+def limits(deltas: Tensor) -> Tensor:
+    """Return factors `[n]`, at most 1, that limit updates `[n, P]` to twice the median length."""
+    lengths = torch.linalg.vector_norm(deltas, dim=1, dtype=torch.float64).cpu()
+    return (2 * lengths.median() / lengths.clamp_min(_TINY)).clamp_max(1.0)
 
 
 def averaged(first: ClientUpdates, second: ClientUpdates) -> ClientUpdates:
