@@ -93,13 +93,14 @@ def find_groups(updates: Updates, options: GroupOptions | None = None, distance:
     of the n clients may alarm in 1 % * m / n (Meinshausen 2008), so with equal noise true groups are divided in at most
     1 % of runs.
 
-    If one Gaussian does not explain a cut in one group and others below `min_size`, the clients in these are outliers,
-    and the rest is tested without them. At last each client, outliers too, gets the group nearest to its update.
+    If one Gaussian does not explain a cut in some groups and others below `min_size`, clients in these are outliers,
+    such as one whose records mix the kinds of several groups, and the rest is tested without them. At last each client,
+    outliers too, gets the group nearest to its update.
 
     `distance`, in units of the updates, is the least distance of groups that matter: the probability of one group takes
     into account whether such groups would have been found in the noise. It takes no account of groups within which
     clients differ about as much as groups do: with these the answer is one group, at a probability near 1. Nor does it
-    of clients between groups: one whose records mix two kinds can join their groups, at a probability near 1.
+    of an outlier that noise hides: between two groups, it can join them, at a probability near 1.
 
     Reference: rotation tests, Langsrud (2005); significance of clusters, Liu, Hayes, Nobel and Marron (2008), Kimes et
     al. (2017); tails of simulated p-values, Knijnenburg et al. (2009); from p-values to probabilities, Sellke, Bayarri

@@ -92,12 +92,13 @@ def candidates(table: Experiment, row: str) -> dict[float, str]:
 
 
 def best_setting(accuracy: Mapping[Any, Mapping[Any, float]]) -> Any:
-    """The setting with the best mean over the seeds that all settings have; of equal ones the smallest.
+    """The setting with the best mean over the seeds that all settings have; of equal ones the smallest; else NotYet.
 
     >>> best_setting({0.1: {0: 78.0, 1: 79.0}, 0.2: {0: 79.4, 1: 79.0}, 0.4: {0: 80.0, 1: 78.0, 2: 90.0}})
     0.2
     """
-    common = set.intersection(*map(set, accuracy.values()))
+    if not (common := set.intersection(*map(set, accuracy.values()))):
+        raise NotYet(f"no seed has finished cells of all settings {sorted(accuracy)}: make them with the same --seeds")
     return max(sorted(accuracy), key=lambda setting: fmean(accuracy[setting][seed] for seed in common))
 
 
