@@ -171,8 +171,9 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
 
     Otherwise the clients are one group. If a cut in one or several complete groups and outliers has such a p-value, the
     outliers are left out, and the others are cut again; beside an accepted cut only if it has more groups, and 1 % of
-    the p-value. If `numbers` has only one number, any cut in so many groups is returned. A p-value of at most `level`
-    beside one group means: there seem to be several, but also clients in none.
+    the p-value. After several groups the next p-value must be at most 1 % of `level`, as tails have outliers, too. If
+    `numbers` has only one number, any cut in so many groups is returned. A p-value of at most `level` beside one group
+    means: there seem to be several, but also clients in none.
     """
     members, given, whole, hidden = np.arange(len(updates.gram)), len(numbers) == 1, None, 1.0
     while True:
@@ -199,7 +200,7 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
         accepted = usable.any() and (given or p_value <= level)
         aside = outliers & (given | (counts == 1) | (least >= COMPLETE)) & (p_values <= level)
         if accepted:
-            aside &= (counts > counts[best]) & (p_values <= FALSE_ALARMS * p_value) & (not given)
+            aside &= (counts > counts[best]) & (p_values < FALSE_ALARMS * p_value) & (not given)
         if accepted and not aside.any():
             return found
         whole = whole or (found if given else None)
@@ -207,7 +208,7 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
             return whole or _Cut([members], min(p_value, hidden), found.separation)
         worst = largest(aside)
         if counts[worst] > 1:
-            hidden = min(hidden, float(p_values[worst]))
+            hidden, level = min(hidden, float(p_values[worst])), level * FALSE_ALARMS
         members = np.delete(members, np.concatenate([group for group in cuts[worst] if len(group) < min_size]))
 
 

@@ -31,7 +31,7 @@ from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
-from dpfl_lightning.strategies.clustering.first_round import without_impossible
+from dpfl_lightning.strategies.clustering.first_round import limited, without_impossible
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.clustering.kmeans_clusters import KMeansClusters
 from dpfl_lightning.strategies.clustering.late_clients import LateClients, nearest
@@ -396,18 +396,26 @@ def test_the_state_of_late_clients_is_that_of_its_round():
     assert sorted(state["late"]) == [4, 8] and not state["late"][8].any()
 
 
+def test_first_updates_are_at_most_twice_as_long_as_the_median_one():
+    deltas = torch.ones(6, 4)
+    deltas[4:] *= 1000
+    plain = ClientUpdates(tuple(range(6)), (1,) * 6, (1.0,) * 6, deltas)
+    assert limited(plain).released[:, 0].tolist() == [1, 1, 1, 1, 2, 2]
+    assert torch.equal(limited(dataclasses.replace(plain, deltas=deltas[:4])).released, deltas[:4])
+
+
 @pytest.mark.slow
-def test_one_noisy_client_does_not_move_the_first_model_of_its_group(start):
-    """Before, its noise had a ninth of the mean, whatever its length."""
+@pytest.mark.parametrize("small", [(5,), (5, 6, 7, 8)])
+def test_noisy_clients_do_not_move_the_first_model_of_their_group(start, small):
+    """Clients 5 to 8 are a group. Before, their noise was in its model at its full length."""
     steps = {}
     for epsilon in (8.0, 0.05):
         torch.manual_seed(0)
         module = ClientModule(nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 3)))
-        budgets, before = [8.0] * COUNT, module.flat
-        budgets[5] = epsilon
+        budgets, before = [epsilon if client in small else 8.0 for client in range(COUNT)], module.flat
         seen = Recorder()
         start(Clustered(num_clusters=3), seen, module=module, privacy=private(budgets), rounds=2).run()
-        steps[epsilon] = float((seen.models[0][2] - before).norm())
+        steps[epsilon] = float((seen.models[0] - before).norm(dim=1).max())
     assert steps[0.05] < 3 * steps[8.0]
 
 

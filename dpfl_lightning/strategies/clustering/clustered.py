@@ -98,10 +98,10 @@ class Clustered(GroupingStrategy):
 
     While all models are the same, clients are not asked to choose; the models of such a round are drawn. Models that no
     client trains are not changed. A client that missed the full batches has equal memberships in all groups. With
-    `robust` it first trains the groups' models, each up to three times, without weight, until its updates were compared
-    with those of members. Its memberships are then the probabilities of the groups to be the nearest one, unless it has
-    chosen a group by its loss. If `auto` finds M = 1, training
-    continues as under the aggregation rule, and the budget planned for choices is not spent.
+    `robust` it first trains the groups' models, without weight, until its updates were compared with those of each
+    group's members, or of some groups' in three rounds. Its memberships are then the probabilities of these groups to
+    be the nearest one in the noise, without a prior, unless it has chosen a group by its loss. If `auto` finds M = 1,
+    training continues as under the aggregation rule, and the budget planned for choices is not spent.
 
     **Guarantees** The whole run fits each budget: full batches, later rounds and choices are solved together.
 
@@ -250,11 +250,12 @@ class Clustered(GroupingStrategy):
             return self._divided(state, updates, view)
         if self._first_look is not None:  # the second full batch brought no update
             return self._divided(state, None, view)
-        model_of = list(state.model_of)
-        for client, memberships in self._late.placed(updates, view).items():
-            assert self.responsibilities is not None  # for mypy
-            self.responsibilities[client] = memberships
-            model_of[client] = int(memberships.argmax())
+        if not (placed := self._late.placed(updates, view)):
+            return state
+        assert self.responsibilities is not None  # for mypy
+        self.responsibilities, model_of = self.responsibilities.clone(), list(state.model_of)
+        for client, memberships in placed.items():
+            self.responsibilities[client], model_of[client] = memberships, int(memberships.argmax())
         return dataclasses.replace(state, model_of=tuple(model_of))
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
@@ -355,7 +356,7 @@ class Clustered(GroupingStrategy):
         memberships = self._keep(mixture, updates.clients, len(looks), view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
-            models = models + aggregate.combine(mixture.responsibilities.T * first_round.limits(sent), updates)
+            models = models + aggregate.combine(mixture.responsibilities.T, first_round.limited(updates))
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
     def _keep(self, mixture: Mixture, clients: Sequence[int], looks: int, view: View) -> Tensor:

@@ -6,7 +6,6 @@ from statistics import median
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import gram_and_width, noise_that_separates
 from dpfl_lightning.errors import warn_user
@@ -144,10 +143,11 @@ def warn_if_blind(schedule: RunSchedule, view: View, distance: float) -> None:
         )
 
 
-def limits(deltas: Tensor) -> Tensor:
-    """Return factors `[n]`, at most 1, that limit updates `[n, P]` to twice the median length."""
-    lengths = torch.linalg.vector_norm(deltas, dim=1, dtype=torch.float64).cpu()
-    return (2 * lengths.median() / lengths.clamp_min(_TINY)).clamp_max(1.0)
+def limited(updates: ClientUpdates) -> ClientUpdates:
+    """Return the updates, those longer than twice the median length shortened to it."""
+    lengths = torch.linalg.vector_norm(updates.released, dim=1, dtype=torch.float64)
+    factors = (2 * lengths.median() / lengths.clamp_min(_TINY)).clamp_max(1.0)
+    return dataclasses.replace(updates, deltas=updates.released * factors.to(updates.released)[:, None])
 
 
 def averaged(first: ClientUpdates, second: ClientUpdates) -> ClientUpdates:
