@@ -396,6 +396,11 @@ def test_the_state_of_late_clients_is_that_of_its_round():
     assert sorted(state["late"]) == [4, 8] and not state["late"][8].any()
 
 
+def test_fewer_groups_than_asked_for_are_told(start):
+    with pytest.warns(UserNotice, match="2 of 3 groups, as 2 clients sent an update of a full batch"):
+        start(Absent({1: range(7)}), Clustered(num_clusters=3, second_look=False), rounds=1).run()
+
+
 def test_first_updates_are_at_most_twice_as_long_as_the_median_one():
     deltas = torch.ones(6, 4)
     deltas[4:] *= 1000

@@ -25,6 +25,7 @@ from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.summary import of_all
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.clustering import first_round
 from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 from dpfl_lightning.strategies.clustering.late_clients import LateClients
@@ -371,6 +372,9 @@ class Clustered(GroupingStrategy):
             self._late = LateClients.of(sorted({*range(count)} - {*clients}), groups)
         self.last_drawn_round = self._last_drawn or switch_round(mixture.overlap, view.schedule.rounds)
         self.diagnostics, self._found_in = {"looks": looks, **mixture.diagnostics}, view.round
+        if groups < (wanted := self._options.num_groups or 1):
+            arrived = counted(len(clients), "client")
+            warn_user(f"strategy clustered: {groups} of {wanted} groups, as {arrived} sent an update of a full batch")
         if not mixture.confident:
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be wrong"
             found = "the clients are one group" if groups == 1 else f"these {groups} groups of clients are right"
