@@ -207,7 +207,10 @@ def test_the_figure_has_the_columns_of_alike_data_by_the_spread_of_their_budgets
     (figure,) = ACCURACY.panels(cells_of_all)
     assert len(figure.series) == len(ACCURACY.rows) - 2
     for points in figure.series.values():
-        assert sorted(x for x, _ in points) == sorted(map(spread, ("dist9", "dist1", "dist7", "dist5", "dist3")))
+        titles = [x.split() for x, *_ in points]
+        assert titles == [
+            [name.title(), f"{spread(name):.2f}"] for name in ("dist9", "dist1", "dist7", "dist5", "dist3")
+        ]
     assert spread("dist1") == pytest.approx(spread("dist9"), rel=0.02)
     assert spread("dist1") < spread("dist7") < spread("dist5") < spread("dist3")
 
