@@ -47,31 +47,32 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
 
 def _draw(axes: Any, panel: Panel, names: Sequence[str]) -> None:
     """`names` of series decide on colours and markers."""
-    width, texts = (
-        0.8 / len(names),
-        list(dict.fromkeys(point[0] for points in panel.series.values() for point in points)),
-    )
-    for name, points in panel.series.items():
-        if not points:
-            continue
-        x, y, *band = zip(*points, strict=True)
-        number = names.index(name)
-        look = {"color": f"C{number % 10}", "label": name}
-        places = [texts.index(at) + (number + 0.5) * width - 0.4 for at in x]
-        match panel.kind:
-            case "bars":
-                axes.bar(places, y, width, **look)
-            case "dots":
-                axes.errorbar(places, y, *band, fmt=_MARKERS[number // 10], markersize=4, elinewidth=1, **look)
-            case "points":
-                axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, **look)
-            case _:
-                axes.plot(x, y, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3, **look)
-                if band:
-                    low, high = np.subtract(y, band[0]), np.add(y, band[0])
-                    axes.fill_between(x, low, high, alpha=0.2, linewidth=0, color=look["color"])
+    looks = {name: {"color": f"C{names.index(name) % 10}", "label": name} for name in panel.series}
+    series = {name: list(zip(*points, strict=True)) for name, points in panel.series.items() if points}
     if panel.kind in ("bars", "dots"):
-        axes.set_xticks(range(len(texts)), [str(text) for text in texts], fontsize=7 if len(texts) > 12 else None)
+        _side_by_side(axes, panel.kind, series, looks, names)
+        return
+    for name, (x, y, *band) in series.items():
+        if panel.kind == "points":
+            axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, **looks[name])
+            continue
+        axes.plot(x, y, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3, **looks[name])
+        if band:
+            low, high = np.subtract(y, band[0]), np.add(y, band[0])
+            axes.fill_between(x, low, high, alpha=0.2, linewidth=0, color=looks[name]["color"])
+
+
+def _side_by_side(axes: Any, kind: str, series: dict, looks: dict, names: Sequence[str]) -> None:
+    """Draw bars, or dots with bars of error, of all series at each text."""
+    width, texts = 0.8 / len(names), list(dict.fromkeys(text for x, *_ in series.values() for text in x))
+    for name, (x, y, *error) in series.items():
+        number = names.index(name)
+        places = [texts.index(text) + (number + 0.5) * width - 0.4 for text in x]
+        if kind == "bars":
+            axes.bar(places, y, width, **looks[name])
+        else:
+            axes.errorbar(places, y, *error, fmt=_MARKERS[number // 10], markersize=4, elinewidth=1, **looks[name])
+    axes.set_xticks(range(len(texts)), [str(text) for text in texts], fontsize=7 if len(texts) > 12 else None)
 
 
 def save_svg(figure: Figure, path: Path) -> None:

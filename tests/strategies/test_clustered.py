@@ -343,23 +343,22 @@ def test_a_late_client_is_placed_when_it_was_compared_with_every_group():
 LATE_VIEW = SimpleNamespace(module=ClientModule(nn.Linear(5, 1)), learning_rate=(0.5, *(1.0,) * 9))
 
 
-def updates_of_kinds(clients, model_of, steps=None, distance=100.0):
+def updates_of_kinds(clients, model_of, steps=None):
     """Updates with noise of std 1 per step: client 0 is of kind 0, the others of kind 1, far from it."""
     kind, steps = [min(client, 1) for client in clients], steps or [1] * len(clients)
     noise = torch.randn(len(kind), 6, generator=torch.Generator().manual_seed(sum(model_of)))
     size = torch.tensor([LATE_VIEW.learning_rate[client] * one for client, one in zip(clients, steps, strict=True)])
-    deltas = size[:, None] * (distance * torch.eye(2, 6)[kind] + noise)
+    deltas = size[:, None] * (100.0 * torch.eye(2, 6)[kind] + noise)
     return ClientUpdates(tuple(clients), tuple(steps), tuple(size.tolist()), deltas, model_of=tuple(model_of))
 
 
 def test_a_late_client_with_fewer_local_steps_joins_the_group_of_its_gradients():
-    late, view = LateClients.of([0], 2), LATE_VIEW
-    kind_of_client = {0: 0, 5: 1, 6: 1, 7: 0}
+    late = LateClients.of([0], 2)
     for group, members in enumerate([(7,), (5, 6)]):
         updates = updates_of_kinds([0, *members], [group] * (1 + len(members)), [2, *[40] * len(members)])
         if group == 0:  # updates of the late client's own kind, which are the longer ones
-            updates.deltas[1] = 40 * 100.0 * torch.eye(2, 6)[kind_of_client[7]] * 1.5
-        found = late.placed(updates, view)
+            updates.deltas[1] = 40 * 1.5 * 100.0 * torch.eye(2, 6)[0]
+        found = late.placed(updates, LATE_VIEW)
     assert found[0].argmax() == 0
 
 

@@ -84,8 +84,7 @@ class Clustered(GroupingStrategy):
             least 3 rounds). The repetition is planned and its budget reserved; if it is not needed, it is not charged.
             If it brings no update, the first full batch decides in the next round that brings any.
         reuse_first_round: true applies the mean of the first updates to the new models, in which no update counts as
-            longer than twice the median one; false starts all models from
-            the initial parameters of the run.
+            longer than twice the median one; false starts all models from the initial parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
             overlap. `auto` is known only after round 1, so choices are planned for all rounds after it. With
             `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost:
