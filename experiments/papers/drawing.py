@@ -22,7 +22,7 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     down = math.ceil(len(panels) / across)
     figure = Figure(figsize=(max(7.5, 5.0 * across), 4.8 * down), dpi=120, layout="constrained")
     figure.suptitle(textwrap.fill(title, 60 * across), fontsize=10)
-    names = list(max((panel.series for panel in panels), key=len))
+    names = max((list(panel.series) for panel in panels), key=len)
     common = len(names) > 1 and all(panel.series.keys() <= set(names) for panel in panels)
     first: dict[tuple, Any] = {}  # panels of one quantity have one scale
     for place, panel in enumerate(panels, start=1):
