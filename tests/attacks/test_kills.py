@@ -130,11 +130,11 @@ def test_a_killed_run_of_two_ranks_is_the_unbroken_one(tmp_path):
 
 
 def _ranks(argv: list[str], folder: Path) -> list[warm.Process]:
-    """Two that have found each other: rank 0 has written its options."""
+    """Two that have found each other: rank 0 has begun its ledger, before which a broken start leaves no folder."""
     port, argv = ranked_runs.free_port(), [*argv, "--output_dir", str(folder)]
     environments = [{**os.environ, **ranked_runs.slurm(rank, 1, 2, port), "OMP_NUM_THREADS": "1"} for rank in (0, 1)]
     ranks = [warm.Process("-m", "dpfl_lightning.fit", *argv, env=environment) for environment in environments]
-    while not (folder / "options.yaml").exists():
+    while not (folder / "ledger.jsonl").exists():
         assert [one.poll() for one in ranks] == [None, None]
         time.sleep(0.05)
     return ranks
