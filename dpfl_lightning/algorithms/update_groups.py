@@ -115,7 +115,7 @@ def find_groups(updates: Updates, options: GroupOptions | None = None, distance:
     noised = as_noisy_as_most(updates)
     if number is not None or count < 2 * options.min_size:
         number = min(number or 1, count)
-        first = _best_cut(noised, range(number, number + 1), options.min_size, FALSE_ALARMS)
+        first = _given_cut(noised, number, options.min_size)
         large_enough = 1 < number == len(first.groups) and min(map(len, first.groups)) >= options.min_size
         leaves, probability = first.groups, _real(first.p_value) if large_enough else 0.0
     else:
@@ -171,45 +171,92 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
 
     Otherwise the clients are one group. If a cut in one or several complete groups and outliers has such a p-value, the
     outliers are left out, and the others are cut again; beside an accepted cut only if it has more groups, and 1 % of
-    the p-value. After several groups the next p-value must be at most 1 % of `level`, as tails have outliers, too. If
-    `numbers` has only one number, any cut in so many groups is returned. A p-value of at most `level` beside one group
-    means: there seem to be several, but also clients in none.
+    the p-value. After several groups the next p-value must be at most 1 % of `level`, as tails have outliers, too. A
+    p-value of at most `level` beside one group means: there seem to be several, but also clients in none.
     """
-    members, given, whole, hidden = np.arange(len(updates.gram)), len(numbers) == 1, None, 1.0
-    while True:
-        part, possible = updates.of(members), numbers
-        if not given or whole:
-            possible = numbers[: max(0, len(members) // min_size + 1 - numbers.start)]
-        if not possible or numbers.start == 1:
-            return whole or _Cut([members], hidden, 0.0)
-        added, merges = ward(part.gram[None], part.weights)
-        cuts = [cut(merges[0], groups) for groups in possible]
-        large = [[group for group in groups if len(group) >= min_size] for groups in cuts]
-        least = np.array([Separation.of(part, groups).least for groups in large])
-        outliers = np.array([len(some) < len(groups) for some, groups in zip(large, cuts, strict=True)])
-        counts = np.array([len(groups) for groups in large])
-        gaps, p_values = _against_rotations(part, _log_within(added, possible)[0], possible)
-
-        def largest(of: np.ndarray, gaps: np.ndarray = gaps) -> int:
-            return int(np.where(of | ~of.any(), gaps, -np.inf).argmax())
-
-        usable = ~outliers & (given | (least >= COMPLETE))
-        best = largest(usable)
-        p_value = float(p_values[best]) if given or usable.any() else 1.0
-        found = _Cut([members[group] for group in cuts[best]], p_value, Separation.of(part, cuts[best]).least)
-        accepted = usable.any() and (given or p_value <= level)
-        aside = outliers & (given | (counts == 1) | (least >= COMPLETE)) & (p_values <= level)
-        if accepted:
-            aside &= (counts > counts[best]) & (p_values < FALSE_ALARMS * p_value) & (not given)
-        if accepted and not aside.any():
-            return found
-        whole = whole or (found if given else None)
+    members, hidden = np.arange(len(updates.gram)), 1.0
+    while possible := numbers[: max(0, len(members) // min_size + 1 - numbers.start)]:
+        cuts = _Cuts.of(updates.of(members), possible, min_size)
+        usable = cuts.complete & ~cuts.outliers
+        best = cuts.least_explained(usable)
+        p_value = float(cuts.p_values[best]) if usable.any() else 1.0
+        aside = cuts.outliers & (cuts.complete | (cuts.counts == 1)) & (cuts.p_values <= level)
+        if p_value <= level:
+            aside &= (cuts.counts > cuts.counts[best]) & (cuts.p_values < FALSE_ALARMS * p_value)
+        if not aside.any() and p_value <= level:
+            return cuts.cut(best, members, p_value)
         if not aside.any():
-            return whole or _Cut([members], min(p_value, hidden), found.separation)
-        worst = largest(aside)
-        if counts[worst] > 1:
-            hidden, level = min(hidden, float(p_values[worst])), level * FALSE_ALARMS
-        members = np.delete(members, np.concatenate([group for group in cuts[worst] if len(group) < min_size]))
+            return _Cut([members], min(p_value, hidden), cuts.separation(best))
+        worst = cuts.least_explained(aside)
+        if cuts.counts[worst] > 1:
+            hidden, level = min(hidden, float(cuts.p_values[worst])), level * FALSE_ALARMS
+        members = members[cuts.in_large(worst)]
+    return _Cut([members], hidden, 0.0)
+
+
+def _given_cut(updates: Updates, number: int, min_size: int) -> _Cut:
+    """Return the cut in so many groups; if some are outliers whom one Gaussian does not explain, that without them.
+
+    Outliers are left out as by `_best_cut`. If no cut in so many large enough groups is found, it is the first cut.
+    """
+    members, first, level = np.arange(len(updates.gram)), None, FALSE_ALARMS
+    while number > 1 and (first is None or len(members) >= number * min_size):
+        cuts = _Cuts.of(updates.of(members), range(number, number + 1), min_size)
+        found = cuts.cut(0, members, float(cuts.p_values[0]))
+        if not cuts.outliers[0]:
+            return found
+        first = first or found
+        if found.p_value > level or not cuts.counts[0]:
+            break
+        level *= FALSE_ALARMS if cuts.counts[0] > 1 else 1.0
+        members = members[cuts.in_large(0)]
+    return first or _Cut([members], 1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Ward's cuts of some updates in several numbers of groups, beside cuts of their rotations.
+
+    Args:
+        groups: of each cut.
+        counts: number of large enough groups of each cut; there are `outliers` if others are left.
+        complete: whether the large enough groups of each cut are `COMPLETE`.
+        gaps: how much less of the variance is within groups than in rotations, in logarithms.
+        p_values: of the gaps, for all cuts together.
+    """
+
+    updates: Updates
+    groups: list[list[np.ndarray]]
+    min_size: int
+    counts: np.ndarray
+    outliers: np.ndarray
+    complete: np.ndarray
+    gaps: np.ndarray
+    p_values: np.ndarray
+
+    @classmethod
+    def of(cls, updates: Updates, numbers: range, min_size: int) -> "_Cuts":
+        added, merges = ward(updates.gram[None], updates.weights)
+        cuts = [cut(merges[0], groups) for groups in numbers]
+        large = [[group for group in groups if len(group) >= min_size] for groups in cuts]
+        counts = np.array([len(groups) for groups in large])
+        complete = np.array([Separation.of(updates, groups).least >= COMPLETE for groups in large])
+        tested = _against_rotations(updates, _log_within(added, numbers)[0], numbers)
+        return cls(updates, cuts, min_size, counts, counts < np.array(numbers), complete, *tested)
+
+    def least_explained(self, some: np.ndarray) -> int:
+        """Return which of some cuts has the largest gap, of all cuts if there are none."""
+        return int(np.where(some | ~some.any(), self.gaps, -np.inf).argmax())
+
+    def in_large(self, which: int) -> np.ndarray:
+        """Return the rows of the updates in large enough groups, ascending."""
+        return np.sort(np.concatenate([group for group in self.groups[which] if len(group) >= self.min_size]))
+
+    def separation(self, which: int) -> float:
+        return Separation.of(self.updates, self.groups[which]).least
+
+    def cut(self, which: int, members: np.ndarray, p_value: float) -> _Cut:
+        return _Cut([members[group] for group in self.groups[which]], p_value, self.separation(which))
 
 
 def _log_within(added: np.ndarray, numbers: range) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Robust clustered DPFL in runs: three stages, what they cost, and clients that are missing."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -21,8 +20,6 @@ from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
@@ -31,10 +28,8 @@ from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
-from dpfl_lightning.strategies.clustering.first_round import limited, without_impossible
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.clustering.kmeans_clusters import KMeansClusters
-from dpfl_lightning.strategies.clustering.late_clients import LateClients, nearest
 from dpfl_lightning.strategies.clustering.local import Local
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
@@ -322,57 +317,6 @@ def test_a_client_without_a_group_may_choose_one_by_its_loss(start):
     assert seen.reports[2].weights[:, [4, 8]].sum(dim=0).min() > 0
 
 
-def test_a_late_client_is_placed_when_it_was_compared_with_every_group():
-    """It belongs to group 0, whose member is away in some rounds."""
-    late = LateClients.of([0], 2)
-    assert late.next_models([0, 5]) == {0: 0}
-    assert late.placed(updates_of_kinds([0, 5], [0, 1]), LATE_VIEW) == {}, "no member of group 0"
-    assert late.next_models([0, 5]) == {0: 1}
-    assert late.placed(updates_of_kinds([0, 5], [1, 1]), LATE_VIEW) == {}, "compared with group 1 alone"
-    again = LateClients({client: seen.clone() for client, seen in late.seen.items()})
-    assert late.next_models([0]) == {0: 0}
-    late.seen[0][1:, 0] = torch.tensor([1.0, 0.0])  # near group 0
-    found = late.placed(updates_of_kinds([0, 5], [1, 1]), LATE_VIEW)
-    assert found[0].tolist() == pytest.approx([1, 0]) and late.next_models([0]) == {}
-    for _ in range(2):
-        assert again.next_models([0, 5]) == {0: 0}
-        found = again.placed(updates_of_kinds([0, 5], [0, 1]), LATE_VIEW)
-    assert found[0].tolist() == [0, 1], "no member of group 0 came in three rounds"
-
-
-LATE_VIEW = SimpleNamespace(module=ClientModule(nn.Linear(5, 1)), learning_rate=(0.5, *(1.0,) * 9))
-
-
-def updates_of_kinds(clients, model_of, steps=None):
-    """Updates with noise of std 1 per step: client 0 is of kind 0, the others of kind 1, far from it."""
-    kind, steps = [min(client, 1) for client in clients], steps or [1] * len(clients)
-    noise = torch.randn(len(kind), 6, generator=torch.Generator().manual_seed(sum(model_of)))
-    size = torch.tensor([LATE_VIEW.learning_rate[client] * one for client, one in zip(clients, steps, strict=True)])
-    deltas = size[:, None] * (100.0 * torch.eye(2, 6)[kind] + noise)
-    return ClientUpdates(tuple(clients), tuple(steps), tuple(size.tolist()), deltas, model_of=tuple(model_of))
-
-
-def test_a_late_client_with_fewer_local_steps_joins_the_group_of_its_gradients():
-    late = LateClients.of([0], 2)
-    for group, members in enumerate([(7,), (5, 6)]):
-        updates = updates_of_kinds([0, *members], [group] * (1 + len(members)), [2, *[40] * len(members)])
-        if group == 0:  # updates of the late client's own kind, which are the longer ones
-            updates.deltas[1] = 40 * 1.5 * 100.0 * torch.eye(2, 6)[0]
-        found = late.placed(updates, LATE_VIEW)
-    assert found[0].argmax() == 0
-
-
-def test_memberships_of_a_late_client_say_how_sure_the_comparison_is():
-    noise = torch.Generator().manual_seed(0)
-    sure, right = [], []
-    for _ in range(300):
-        near = nearest(torch.tensor([0.0, 1.0]) + torch.randn(2, generator=noise), torch.ones(2))
-        sure.append(float(near.max()))
-        right.append(float(near.argmax() == 0))
-    assert np.mean(right) < np.mean(sure) < 0.9, "no prior, so somewhat too sure, but never certain"
-    assert nearest(torch.tensor([0.0, 40.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])).tolist() == pytest.approx([1, 0, 0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("selection", "rounds"), [("server_similarity", 4), ("exponential_frozen", 6)])
 def test_a_late_client_trains_the_model_of_its_group_though_its_choice_is_lost(start, selection, rounds):
@@ -385,27 +329,9 @@ def test_a_late_client_trains_the_model_of_its_group_though_its_choice_is_lost(s
     assert min(client["accuracy"] for client in result.clients) > 0.9
 
 
-def test_the_state_of_late_clients_is_that_of_its_round():
-    """The same checkpoint may be written again after the next round began."""
-    clustered = Clustered()
-    clustered._late = LateClients.of([4, 8], 3)
-    state = clustered.state_dict()
-    clustered._late.seen[8][0, 0] = 1.0
-    del clustered._late.seen[4]
-    assert sorted(state["late"]) == [4, 8] and not state["late"][8].any()
-
-
 def test_fewer_groups_than_asked_for_are_told(start):
     with pytest.warns(UserNotice, match="2 of 3 groups, as 2 clients sent an update of a full batch"):
         start(Absent({1: range(7)}), Clustered(num_clusters=3, second_look=False), rounds=1).run()
-
-
-def test_first_updates_are_at_most_twice_as_long_as_the_median_one():
-    deltas = torch.ones(6, 4)
-    deltas[4:] *= 1000
-    plain = ClientUpdates(tuple(range(6)), (1,) * 6, (1.0,) * 6, deltas)
-    assert limited(plain).released[:, 0].tolist() == [1, 1, 1, 1, 2, 2]
-    assert torch.equal(limited(dataclasses.replace(plain, deltas=deltas[:4])).released, deltas[:4])
 
 
 @pytest.mark.slow
@@ -530,61 +456,6 @@ def test_a_full_batch_longer_than_clipping_and_noise_permit_is_false_and_left_ou
         loop.run()
     assert bool((loop.state.models.abs() < 10).all())
     assert clustered.embedding.isnan().any(dim=1).tolist() == [client == 2 for client in range(COUNT)]
-
-
-def first_updates(make_loop, num_params=20_000):
-    """A view, and the updates of nine full batches whose signals are 0.4 clip norms long, in one direction."""
-    loop = make_loop(
-        parts=[SizeWeighted(), Clustered()],
-        population=kinds_of_clients(),
-        module=ClientModule(nn.Linear(6, 3)),
-        privacy=private(),
-        clients=ClientOptions(count=COUNT, batch_size=40, learning_rate=0.5),
-    )
-    loop.plan_schedule()
-    view = loop.view(ServerState(torch.zeros(1, num_params), (0,) * COUNT))
-    std = 0.002
-    deltas = std * torch.randn(COUNT, num_params, generator=torch.Generator().manual_seed(0))
-    deltas[:, 0] += 0.2
-    announced = ClientUpdates.announced(view.plan())
-    return dataclasses.replace(announced, steps=(1,) * COUNT, noise_std=(std,) * COUNT, deltas=deltas), view
-
-
-@pytest.mark.parametrize(
-    "change, left",
-    [
-        (lambda deltas: deltas, []),
-        (lambda deltas: deltas[4].zero_(), [4]),
-        (lambda deltas: deltas[4].mul_(0.3), [4]),
-        (lambda deltas: deltas[4].mul_(20), [4]),
-        (lambda deltas: deltas[4].copy_(deltas[1]), [4]),
-        (lambda deltas: deltas[2:5].copy_(deltas[1].clone()), [2, 3, 4]),
-        (lambda deltas: deltas[4].copy_(-deltas[1]), [4]),
-        (lambda deltas: deltas[1].copy_(-deltas[4]), [1]),
-        (lambda deltas: deltas[4].neg_(), []),
-        (lambda deltas: deltas[4].zero_()[:1].fill_(0.3), [4]),
-        (lambda deltas: (deltas[1:5:3, 1].add_(0.3), deltas[1].zero_()[:2].copy_(torch.tensor([0.25, 0.35]))), [1]),
-    ],
-    ids=[
-        "honest",
-        "zero",
-        "short",
-        "long",
-        "copy",
-        "copies",
-        "opposite",
-        "first opposite",
-        "own opposite",
-        "bare",
-        "two",
-    ],
-)
-def test_first_updates_that_clipping_and_noise_rule_out(change, left, make_loop):
-    updates, view = first_updates(make_loop)
-    change(updates.deltas)
-    with contextlib.nullcontext() if not left else pytest.warns(UserNotice, match="left out of the search for groups"):
-        kept = without_impossible(updates, view)
-    assert [client for client in range(COUNT) if client not in kept.clients] == left
 
 
 def test_the_warning_of_a_group_that_is_too_small_says_so(start):

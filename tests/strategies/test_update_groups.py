@@ -241,6 +241,9 @@ def test_few_clients_and_small_groups():
     assert len(find_groups(updates_of(x)).members) == 1, "one client is no group"
     given = find_groups(updates_of(x), GroupOptions(2))
     assert [len(one) for one in given.members] == [3, 3] and given.probability < 0.2, "nor one of two groups"
+    pairs = updates_of(np.repeat(1000 * np.eye(3), 2, axis=0) @ np.eye(3, 50))
+    found = find_groups(pairs, GroupOptions(3, min_size=4))
+    assert len(found.members) == 3 and found.probability == 0, "groups of a given number that are all too small"
     assert [len(find_groups(updates_of(x[:count]), GroupOptions(4)).members) for count in (1, 2, 3)] == [1, 2, 3]
     assert find_groups(updates_of(x[:1])).probability == find_groups(updates_of(x[1:4])).probability == 0, "untested"
 
