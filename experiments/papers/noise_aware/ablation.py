@@ -115,7 +115,7 @@ def noise_aware_weights(rounds: Sequence[Tensor], models: int, planned: int = 30
     """The weights `[20]` of the strategy `noise_aware` in each of these rounds, the first of a run of `planned`."""
     strategy, found = NoiseAware(), []
     model_of = tuple(client % models for client in range(CLIENTS))
-    facts, module = SimpleNamespace(num_clients=CLIENTS), SimpleNamespace(personal=())
+    facts, module = SimpleNamespace(num_clients=CLIENTS), SimpleNamespace(sent=lambda deltas: deltas)
     for number, deltas in enumerate(rounds, start=1):
         seen = ClientUpdates(tuple(range(CLIENTS)), (1,) * CLIENTS, (math.nan,) * CLIENTS, deltas, model_of=model_of)
         read = SimpleNamespace(facts=facts, module=module, schedule=SimpleNamespace(rounds=planned), round=number)
