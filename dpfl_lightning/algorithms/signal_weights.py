@@ -64,20 +64,20 @@ def estimate_signals(
     Noise of different clients is independent, so the cosine of two updates of one model is the product of their
     alignments, give or take an error of variance 1 / `precision`. Where this shows too little, alignments follow a law:
     they are proportional to a power of 1 / length between 0 (all updates have the same share of signal) and 1 (all have
-    equal signals), over which the estimate averages; equal signals are assumed unless the cosines, also those between a
-    client's own updates, are against them. Clients differ from the law as far as cosines prove it (empirical Bayes).
-    Further directions, which clients with one kind of data share, count if noise alone shows as much, apart from the
-    common direction, in one of 1,000 rounds. Updates that clearly are the opposite of the others' have no alignment,
-    and the others are judged without them. What an update has in common with the client's earlier ones, and not with
-    other clients, is a signal that this client has alone, because noises of different rounds are independent, too.
+    equal signals), over which the estimate averages; equal signals are assumed unless the cosines are against them.
+    Clients differ from the law as far as cosines prove it (empirical Bayes). Further directions, which clients with one
+    kind of data share, count if noise alone shows as much, apart from the common direction, in one of 1,000 rounds.
+    Updates that clearly are the opposite of the others' have no alignment, and the others are judged without them. What
+    an update has in common with the client's earlier ones, and not with other clients, is a signal that this client has
+    alone, because noises of different rounds are independent, too.
 
     Args:
         cosines: between updates, `[C, C]`; of several rounds their mean.
         lengths: of the updates, `[C]`, > 0.
         models: rows of the clients of each model.
         precision: number of parameters times number of rounds in which the cosine was seen, `[C, C]`.
-        lasting: mean cosine between each client's updates of different rounds, `[C]`, and its standard error, `[C]` >
-            0, infinite if unknown; None if all are.
+        lasting: mean cosine between each client's updates in two rounds, `[C]`, and its standard error, `[C]` > 0,
+            infinite if unknown; None if all are.
     """
     limited, everybody = lengths.copy(), _limits(lengths[lengths > 0])
     for rows in map(list, models):
@@ -86,7 +86,7 @@ def estimate_signals(
     lasting = lasting or (np.zeros(len(lengths)), np.full(len(lengths), np.inf))
     opposed = _opposed(cosines, models, precision)
     together = precision * np.outer(~opposed, ~opposed)
-    prior, usual = _law(cosines, limited, models, together, (lasting[0], ~opposed / lasting[1]))
+    prior = _law(cosines, limited, models, together)
     estimates = []
     for rows in map(list, models):
         block, seen = _pairs(cosines, rows), _pairs(precision, rows)
@@ -100,14 +100,14 @@ def estimate_signals(
         rest = block - np.outer(signed, signed)
         np.fill_diagonal(rest, 0.0)
         cosine, error = (one[rows] for one in lasting)
-        whole = _whole(cosine, error, usual[rows])
+        whole = _whole(cosine, error, limited[rows])
         further = _further(rest, seen, 1 - signed**2, signed)
         squared = np.square(further).sum(axis=1)
         room = np.clip(_room(whole, error, signed**2 + squared) - signed**2, 0.0, 1 - signed**2)
         if (squared > room).any():
             further = _further(rest, seen, room, signed)
         factors = np.column_stack([signed, further])
-        private = _alone(np.square(factors).sum(axis=1), cosine, error, usual[rows])
+        private = _alone(np.square(factors).sum(axis=1), cosine, error, whole)
         estimates.append(SignalEstimate(alignment, factors, private, limited[rows]))
     return estimates
 
@@ -151,47 +151,29 @@ def _opposed(cosines: np.ndarray, models: Sequence[Sequence[int]], precision: np
 
 
 def _law(
-    cosines: np.ndarray,
-    lengths: np.ndarray,
-    models: Sequence[Sequence[int]],
-    precision: np.ndarray,
-    lasting: tuple[np.ndarray, np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return alignments `[C]`, and the shares of squared lengths that last, `[C]`, of one law: means over its power.
+    cosines: np.ndarray, lengths: np.ndarray, models: Sequence[Sequence[int]], precision: np.ndarray
+) -> np.ndarray:
+    """Return the alignments `[C]` of the law: their mean over its power, and over the length of the signals.
 
-    Both have a length of the signals of their own, as signals may turn or be a client's alone. Every squared length
-    >= 0 is equally probable before evidence, in its standard errors, so a power whose signals would have been seen has
-    short ones where nothing is seen. `lasting` are mean cosines of clients' own updates and 1 / standard error; each
-    counts as at most the second largest and at least the second smallest of its model, so that no client decides, and
-    of fewer than three clients none says anything of the power.
+    Both are unknown. Every squared length >= 0 is equally probable before evidence, in its standard errors, so a power
+    whose signals would have been seen has short ones where nothing is seen.
     """
-    squared, wholes = np.zeros((2, len(_SLOPES), len(lengths)))
-    evidence = np.log(_PRIOR)
+    fits, evidence = np.zeros((len(_SLOPES), len(lengths))), np.log(_PRIOR)
     for rows in map(list, models):
         block, known = _pairs(cosines, rows), _pairs(precision, rows)
-        own, of_own = lasting[0][rows], lasting[1][rows] ** 2
-        if enough := int((of_own > 0).sum()) >= 3:
-            own = np.clip(own, *np.sort(own[of_own > 0])[[1, -2]])
         relative = lengths[rows].min(initial=np.inf) / lengths[rows]
         for number, slope in enumerate(_SLOPES):
-            shape = relative ** (2 * slope)
-            among, proof = _fitted(block, np.sqrt(np.outer(shape, shape)), known / 2)
-            alone, of_its_own = _fitted(own, shape, of_own)
-            squared[number, rows], wholes[number, rows] = among * shape, alone * shape
-            evidence[number] += proof + enough * of_its_own
+            shape = relative**slope
+            product = np.outer(shape, shape)
+            information = float((known * product**2).sum() / 2)
+            if not information > 0:  # a client alone shows no signal
+                continue
+            score = float((known * product * block).sum() / 2) / information**0.5  # squared length / its standard error
+            log_evidence, mean = _of_positive(score)
+            evidence[number] += log_evidence
+            fits[number, rows] = np.sqrt(mean / information**0.5) * shape
     share = np.exp(evidence - evidence.max())
-    share /= share.sum()
-    return np.minimum(share @ np.sqrt(squared), 0.99), share @ wholes
-
-
-def _fitted(values: np.ndarray, shape: np.ndarray, precision: np.ndarray) -> tuple[float, float]:
-    """Return the mean factor >= 0 of `shape` that gives the values, and the log evidence; 0 and 0 if none is known."""
-    information = float((precision * shape**2).sum())
-    if not information > 0:
-        return 0.0, 0.0
-    score = float((precision * shape * values).sum()) / information**0.5  # factor / its standard error
-    log_evidence, mean = _of_positive(score)
-    return mean / information**0.5, log_evidence
+    return np.minimum(share @ fits / share.sum(), 0.99)
 
 
 def _of_positive(score: float) -> tuple[float, float]:
@@ -293,16 +275,19 @@ def _loadings(rest: np.ndarray, rank: int, room: np.ndarray) -> np.ndarray:
     return loadings * np.sqrt(np.where(length > 0, diagonal / np.where(length > 0, length, 1.0), 0.0))[:, None]
 
 
-def _whole(lasting: np.ndarray, error: np.ndarray, usual: np.ndarray) -> np.ndarray:
+def _whole(lasting: np.ndarray, error: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Return the share of each update's squared length that lasts over rounds, so is signal, `[C]`; 1 if unknown.
 
-    It is taken to be the usual share, that of the law, give or take once that share, as far as its error leaves it open
-    (empirical Bayes): so a signal that is hidden in noise counts as a usual one.
+    Squared signals are taken to have the model's median, give or take once that median, as far as their errors leave it
+    open (empirical Bayes): so a signal that is hidden in noise counts as a usual one.
     """
-    if not np.isfinite(error).any():
+    known = np.isfinite(error)
+    if not known.any():
         return np.ones(len(lasting))
-    trust = usual**2 / (usual**2 + error**2)
-    return np.clip(trust * lasting + (1 - trust) * usual, 0.0, 1.0)
+    squared, spread = lasting * length**2, error * length**2
+    usual = max(_weighted_median(squared[known], spread[known] ** -2.0)[0], 0.0)
+    trust = usual**2 / (usual**2 + spread**2)
+    return np.clip((trust * squared + (1 - trust) * usual) / length**2, 0.0, 1.0)
 
 
 def _room(whole: np.ndarray, error: np.ndarray, shared: np.ndarray) -> np.ndarray:
@@ -322,18 +307,16 @@ def _weighted_median(values: np.ndarray, weight: np.ndarray) -> tuple[float, flo
     return float(values[order][np.searchsorted(np.cumsum(weight[order]), total / 2)]), total
 
 
-def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray, usual: np.ndarray) -> np.ndarray:
+def _alone(shared: np.ndarray, lasting: np.ndarray, error: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """Return the length of the signal that each client has alone / length of the update, from squares `[C]` of those.
 
     It is what is proven for this client, and at least what all clients of the model together show: the weighted median
-    of the ratios to the usual lasting share, less its standard error.
+    of the ratios to the shared signal, less its standard error, as a share of the client's whole signal.
     """
-    beyond, known = lasting - shared, np.isfinite(error) & (usual > 0)
-    together = 0.0
-    if known.any():
-        ratio, information = _weighted_median((beyond / usual)[known], (usual / error)[known] ** 2)
-        together = min(max(ratio - _OF_MEDIAN / information**0.5, 0.0), 1.0)
-    alone = np.maximum(beyond - _PROVEN * error, together * usual)
+    beyond = lasting - shared
+    ratio, information = _weighted_median(beyond / np.maximum(shared, 1e-300), (shared / error) ** 2)
+    ratio = max(ratio - _OF_MEDIAN / information**0.5, 0.0) if information > 0 else 0.0
+    alone = np.maximum(beyond - _PROVEN * error, ratio / (1 + ratio) * whole)
     return np.sqrt(np.clip(alone, 0.0, np.maximum(_MOST_ALIGNED**2 - shared, 0.0)))
 
 

@@ -395,39 +395,6 @@ def test_a_signal_alone_that_is_hidden_in_noise_counts_as_usual():
         assert weight[6:].min() > 0.7 * weight[:6].mean(), seed
 
 
-QUIET_TO_NOISY = np.geomspace(3.0, 45.0, 20)  # lengths of updates
-
-
-def own_signals(power, seed, lasting=None):
-    """Of clients that share nothing: signals ~ length to 1 - power, as their own updates of ten rounds show them."""
-    rng, precision = np.random.default_rng(seed), np.full((20, 20), 9 * 28_938.0)
-    own = 0.01 * (QUIET_TO_NOISY[0] / QUIET_TO_NOISY) ** (2 * power) + 0.0007 * rng.standard_normal(20)
-    own = own if lasting is None else np.where(np.arange(20) == 10, lasting, own)
-    upper = np.triu(rng.standard_normal((20, 20)) / precision**0.5, 1)
-    cosines = np.eye(20) + upper + upper.T
-    (signals,) = estimate_signals(cosines, QUIET_TO_NOISY, [list(range(20))], precision, (own, np.full(20, 0.0007)))
-    return signals
-
-
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_a_clients_own_updates_show_how_signals_follow_lengths(power):
-    found = []
-    for seed in range(10):
-        signals = own_signals(power, seed)
-        whole = signals.shared**2 + signals.private**2
-        found.append(-np.polyfit(np.log(QUIET_TO_NOISY), np.log(whole), 1)[0] / 2)
-    assert np.mean(found) == pytest.approx(power, abs=0.1)
-
-
-@pytest.mark.parametrize("lasting", [1.0, -1.0])
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_one_client_that_repeats_or_reverses_its_update_does_not_decide_how_signals_follow_lengths(power, lasting):
-    others = np.arange(20) != 10
-    for seed in range(5):
-        honest, false = (contributions(own_signals(power, seed, own), 30, 0.25)[others] for own in (None, lasting))
-        assert np.abs(np.log(false / false.sum() / honest * honest.sum())).max() < np.log(1.75)
-
-
 @pytest.mark.parametrize("length", [2.0, 10.0])
 def test_long_signals_count_as_twice_the_median_at_most(length):
     deltas = drawn([1.0] * 9 + [length] * 3, np.full(12, 0.1), directions=range(12))

@@ -23,7 +23,7 @@ from dpfl_lightning.strategies.aggregation.estimated_weights import EstimatedWei
 _KEY = "strategies.noise_aware"
 MEMORY = 0.8  # weight of a round's cosines beside those of the next round: signals change while models learn
 _MOST_REMEMBERED = 1000  # most clients of a run whose cosines are remembered over rounds, `[N, N]`
-_KEPT = 1 << 22  # numbers of the clients' earlier updates that are kept, of all clients together
+_KEPT = 1 << 22  # numbers of the clients' last updates that are kept, of all clients together
 
 
 class NoiseAware(EstimatedWeights):
@@ -34,14 +34,13 @@ class NoiseAware(EstimatedWeights):
     It suits clients whose budgets or batch sizes differ. With equal noise `size_weighted` is as good.
 
     The cosines between the updates of a model, as a mean over recent rounds, show how much of each update is signal
-    that others share, and those between a client's own updates in different rounds how much it has alone, and how
-    signals grow with the lengths of updates (`estimate_signals`). The weights give the sum the most signal per noise.
-    If clients disagree visibly, because their kinds of data differ, the weights trade noise against bias, where no
-    signal counts for more than twice the median one. Updates of up to a third of the clients that clearly are the
-    opposite of the others' count as nothing in these estimates. The sum is scaled by the length of the median client's
-    signal / the weighted mean length: where signals are equally long, weights have the sum 1, and one short update does
-    not shorten the step. The sum is not scaled beside strategies that combine updates themselves, such as `norm_bound`
-    or `median`.
+    that others share, and those between a client's own updates in different rounds how much it has alone
+    (`estimate_signals`). The weights give the sum the most signal per noise. If clients disagree visibly, because their
+    kinds of data differ, the weights trade noise against bias, where no signal counts for more than twice the median
+    one. Updates of up to a third of the clients that clearly are the opposite of the others' count as nothing in these
+    estimates. The sum is scaled by the length of the median client's signal / the weighted mean length: where signals
+    are equally long, weights have the sum 1, and one short update does not shorten the step. The sum is not scaled
+    beside strategies that combine updates themselves, such as `norm_bound` or `median`.
 
     One client's influence is bounded: its weighted update is at most `max_influence` of the summed lengths of all, in
     which an update counts at least as half the second shortest one, or a 30th of the median one. So a very short update
@@ -78,8 +77,8 @@ class NoiseAware(EstimatedWeights):
 
     In a round without a new estimate the server keeps no single update. If a client of such a round was not in the last
     estimate, or has another number of local steps, noise, batch size or group, the whole round is estimated anew.
-    In runs of more than 1,000 clients, cosines of earlier rounds are not remembered. A sketch of the sum of each
-    client's recent updates is kept, of all clients together about four million numbers.
+    In runs of more than 1,000 clients, cosines of earlier rounds are not remembered. A sketch of each client's last
+    update is kept, of all clients together about four million numbers.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
@@ -93,9 +92,8 @@ class NoiseAware(EstimatedWeights):
         require(in_range, f"{_KEY}.max_influence", "be in (0, 1] or null", max_influence)
         self._max_influence = max_influence
         self._cosines: Tensor | None = None  # fading sums of cosines, weights, squared weights: [3, N, N]
-        # the same of cosines between a client's own updates, and of the weights in `_past`: [5, N]
-        self._lasting: Tensor | None = None
-        self._past: Tensor | None = None  # fading sums of updates of length 1, folded: [N, w]
+        self._lasting: Tensor | None = None  # the same of cosines between a client's updates in two rounds: [3, N]
+        self._last: Tensor | None = None  # last updates of length 1, folded, 0 before the first: [N, w]
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         if super().needs_updates(plan, view) or self._known is None:
@@ -165,33 +163,31 @@ class NoiseAware(EstimatedWeights):
     def _lasting_cosines(
         self, latest: Tensor, num_params: int, clients: list[int], view: View
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean cosine of each client's updates of different rounds, and its standard error: two `[C]`."""
+        """Return the mean cosine between each client's updates in two rounds, and its standard error: two `[C]`."""
         latest = latest.float().cpu()
         largest = latest.abs().amax(dim=1, keepdim=True)  # so that no square is too large or small for float32
         latest = torch.nn.functional.normalize(latest / torch.where(largest > 0, largest, 1.0), dim=1)
-        if self._past is None or self._lasting is None:
-            self._past = torch.zeros(view.facts.num_clients, latest.shape[1])
-            self._lasting = torch.zeros(5, view.facts.num_clients, dtype=torch.float64)
-        known = latest.any(dim=1).double()
-        products = (self._past[clients].double() * latest.double()).sum(dim=1)
-        added = torch.stack([products, *(known * self._lasting[3:, clients]), known, known])
-        self._past *= MEMORY
-        self._past[clients] += latest
-        self._lasting *= torch.tensor([MEMORY, MEMORY, MEMORY**2, MEMORY, MEMORY**2]).double()[:, None]
-        self._lasting[:, clients] += added
-        total, weight, squares = self._lasting[:3, clients].numpy()
+        if self._last is None or self._lasting is None:
+            self._last = torch.zeros(view.facts.num_clients, latest.shape[1])
+            self._lasting = torch.zeros(3, view.facts.num_clients, dtype=torch.float64)
+        before = self._last[clients]
+        known = (before.any(dim=1) & latest.any(dim=1)).double()
+        self._lasting *= torch.tensor([[MEMORY], [MEMORY], [MEMORY**2]], dtype=torch.float64)
+        self._lasting[:, clients] += torch.stack([(before.double() * latest.double()).sum(dim=1), known, known])
+        self._last[clients] = latest
+        total, weight, squares = self._lasting[:, clients].numpy()
         seen = weight > 0
         error = np.sqrt(squares / max(min(num_params, latest.shape[1]), 1)) / np.where(seen, weight, 1.0)
         return total / np.where(seen, weight, 1.0), np.where(seen, error, np.inf)
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"cosines": self._cosines, "lasting": self._lasting, "past": self._past}
+        kept = {"cosines": self._cosines, "lasting": self._lasting, "last": self._last}
         return {**super().state_dict(), **{name: None if one is None else one.clone() for name, one in kept.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        kept = (state[name] for name in ("cosines", "lasting", "past"))
-        self._cosines, self._lasting, self._past = (None if one is None else one.cpu().clone() for one in kept)
+        kept = (state[name] for name in ("cosines", "lasting", "last"))
+        self._cosines, self._lasting, self._last = (None if one is None else one.cpu().clone() for one in kept)
 
 
 def _length_factor(share: np.ndarray, amplitude: np.ndarray) -> float:
