@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.papers.cells import RESULTS, Cell
-from experiments.papers.noise_aware.ablation import updates
+from experiments.papers.noise_aware.ablation import noise_aware_weights, updates
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
@@ -35,6 +35,12 @@ def test_the_length_of_an_update_serves_only_where_signals_are_small():
     small, large = (ABLATION.cells["all"].compute(column, {}) for column in ("equal_0.1", "equal_10"))
     assert max(small[name] for name in ("rpca", "hetero_pca", "raw_norm")) < 1.01 < small["mean_residual"]
     assert large["hetero_pca"] < large["rpca"] < 1.3 < 2 < large["raw_norm"] < large["uniform"]
+
+
+def test_simulated_weights_are_those_of_the_strategy():
+    rounds, _, variances = updates("equal", 1.0, seed=1, rounds=2)
+    for weights in noise_aware_weights(rounds, models=1):
+        assert weights.argmax() == int(variances.argmin()) and weights.min() > 0
 
 
 # ---- claims
