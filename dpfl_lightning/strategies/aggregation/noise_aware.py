@@ -55,7 +55,7 @@ class NoiseAware(EstimatedWeights):
     - Where noise hides the differences between clients, weights follow the noise, and can do so more than inverse noise
       does: a client whose signal is not seen beside the others' gets less still. They serve the kinds of data that
       the quietest clients have, and longer runs do not help: with unlike clients and noise as long as in runs of small
-      budgets use `size_weighted`, or `clustered` for groups.
+      budgets use `random_effects`, which trusts reports, or `size_weighted`; or `clustered` for groups.
     - An honest client with far less noise than all others has less weight than is best, and so have up to half of them
       with updates more than 30 times as short as the median one.
     - What a client has alone, and lasts, counts as signal of the mean, the more the longer the run. With little noise
