@@ -183,19 +183,19 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
         aside = cuts.outliers & (cuts.complete | (cuts.counts == 1)) & (cuts.p_values <= level)
         if p_value <= level:
             aside &= (cuts.counts > cuts.counts[best]) & (cuts.p_values < FALSE_ALARMS * p_value)
-        if not aside.any() and p_value <= level:
-            return cuts.cut(best, members, p_value)
         if not aside.any():
+            if p_value <= level:
+                return cuts.cut(best, members, p_value)
             return _Cut([members], min(p_value, hidden), cuts.separation(best))
         worst = cuts.least_explained(aside)
         if cuts.counts[worst] > 1:
             hidden, level = min(hidden, float(cuts.p_values[worst])), level * FALSE_ALARMS
-        members = members[cuts.in_large(worst)]
+        members = members[cuts.without_outliers(worst)]
     return _Cut([members], hidden, 0.0)
 
 
 def _given_cut(updates: Updates, number: int, min_size: int) -> _Cut:
-    """Return the cut in so many groups; if some are outliers whom one Gaussian does not explain, that without them.
+    """Return the cut in so many groups; if one Gaussian does not explain one with outliers, that of the other clients.
 
     Outliers are left out as by `_best_cut`. If no cut in so many large enough groups is found, it is the first cut.
     """
@@ -208,8 +208,9 @@ def _given_cut(updates: Updates, number: int, min_size: int) -> _Cut:
         first = first or found
         if found.p_value > level or not cuts.counts[0]:
             break
-        level *= FALSE_ALARMS if cuts.counts[0] > 1 else 1.0
-        members = members[cuts.in_large(0)]
+        if cuts.counts[0] > 1:
+            level *= FALSE_ALARMS
+        members = members[cuts.without_outliers(0)]
     return first or _Cut([members], 1.0, 0.0)
 
 
@@ -219,17 +220,15 @@ class _Cuts:
 
     Args:
         groups: of each cut.
-        counts: number of large enough groups of each cut; there are `outliers` if others are left.
-        complete: whether the large enough groups of each cut are `COMPLETE`.
+        large: those of them with enough clients; the clients of the others are outliers.
+        complete: whether the large groups of each cut are `COMPLETE`.
         gaps: how much less of the variance is within groups than in rotations, in logarithms.
         p_values: of the gaps, for all cuts together.
     """
 
     updates: Updates
     groups: list[list[np.ndarray]]
-    min_size: int
-    counts: np.ndarray
-    outliers: np.ndarray
+    large: list[list[np.ndarray]]
     complete: np.ndarray
     gaps: np.ndarray
     p_values: np.ndarray
@@ -239,18 +238,27 @@ class _Cuts:
         added, merges = ward(updates.gram[None], updates.weights)
         cuts = [cut(merges[0], groups) for groups in numbers]
         large = [[group for group in groups if len(group) >= min_size] for groups in cuts]
-        counts = np.array([len(groups) for groups in large])
         complete = np.array([Separation.of(updates, groups).least >= COMPLETE for groups in large])
-        tested = _against_rotations(updates, _log_within(added, numbers)[0], numbers)
-        return cls(updates, cuts, min_size, counts, counts < np.array(numbers), complete, *tested)
+        gaps, p_values = _against_rotations(updates, _log_within(added, numbers)[0], numbers)
+        return cls(updates, cuts, large, complete, gaps, p_values)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Number of large groups of each cut."""
+        return np.array([len(groups) for groups in self.large])
+
+    @property
+    def outliers(self) -> np.ndarray:
+        """Whether each cut has outliers."""
+        return self.counts < np.array([len(groups) for groups in self.groups])
 
     def least_explained(self, some: np.ndarray) -> int:
         """Return which of some cuts has the largest gap, of all cuts if there are none."""
         return int(np.where(some | ~some.any(), self.gaps, -np.inf).argmax())
 
-    def in_large(self, which: int) -> np.ndarray:
-        """Return the rows of the updates in large enough groups, ascending."""
-        return np.sort(np.concatenate([group for group in self.groups[which] if len(group) >= self.min_size]))
+    def without_outliers(self, which: int) -> np.ndarray:
+        """Return the rows of the updates in large groups, ascending."""
+        return np.sort(np.concatenate(self.large[which]))
 
     def separation(self, which: int) -> float:
         return Separation.of(self.updates, self.groups[which]).least
