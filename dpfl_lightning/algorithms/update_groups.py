@@ -53,8 +53,9 @@ class Groups:
         members: clients of each group, ascending; groups in the order of their first clients.
         memberships: probabilities of the groups for each client, `[n, M]`.
         probability: estimated probability that these are the groups of all clients but outliers, see `find_groups`, and
-            those with more than three times the median noise std, whose memberships may be unsure. 0 for one group of
-            fewer than six clients, who are too few to be tested; if M was given, it says nothing of other numbers.
+            those with more than three times the median noise std, whose memberships may be unsure. 0 if nothing was
+            tested (one group of fewer than six clients or 2 `min_size`, or a given M of 1), or one of a given number
+            of groups is smaller than `min_size`; if M was given, it says nothing of other numbers.
         p_value: of the first split, or of the one that was rejected.
         separation: least separation of two groups, see `separation`; of the best cut if there is one group.
     """
