@@ -1,6 +1,10 @@
 """Differentially private federated learning on PyTorch Lightning. The public names are imported on first use."""
 
 import importlib
+import os
+
+# Products of MKL then do not depend on the alignment of memory; it reads this before its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 __version__ = "0.1.0"
 

@@ -31,39 +31,45 @@ Pair = Sequence[int]
 
 
 def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int, count: int
 ) -> Tensor:
-    """Return `F.conv2d` of these arguments, without a graph, in the memory format of x."""
+    """Return `F.conv2d` of these arguments, without a graph, in the memory format of x.
+
+    Where loops compute it, the outputs of all but the first `count` records are zeros.
+    """
     fits = x.dim() == 4 and _fits(x, weight, bias, stride, padding, dilation)
     if fits and _by_blocks(x, weight, stride, dilation, groups):
-        return _in_blocks(*_block_loops(weight.shape[2]), x, weight, bias, padding)
+        return _in_blocks(*_block_loops(weight.shape[2]), x, weight, bias, padding, count)
     if fits and _direct(x, weight, groups):
-        return _directly(_direct_loops(), x, weight, bias, stride, padding, dilation)
+        return _directly(_direct_loops(), x, weight, bias, stride, padding, dilation, count)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
 def input_gradient(
-    x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+    x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int, count: int
 ) -> Tensor:
-    """Return the gradient of x from that of the output, `dy` `[B, O, H', W']`."""
+    """Return the gradient of x from that of the output, `dy` `[B, O, H', W']`; as `conv2d` for the first `count`."""
     if _by_blocks(dy, weight.transpose(0, 1), stride, dilation, groups) and max(padding) < weight.shape[2]:
         size = weight.shape[2]
         flipped, padding = weight.flip(2, 3).transpose(0, 1), [size - 1 - n for n in padding]
-        return _in_blocks(*_block_loops(size), dy, flipped, None, padding)
+        return _in_blocks(*_block_loops(size), dy, flipped, None, padding, count)
     form = (stride, padding, dilation, False, [0, 0], groups)  # not transposed
     wanted = [True, False, False]  # gradients of input, weight and bias
     return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
 
 
 def weight_gradients(
-    x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+    x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int, count: int
 ) -> Tensor | None:
-    """Return each record's gradient of the weight, `[B, O, size, size, C]`, or None if there is no fast way."""
+    """Return the gradients of the weight of the first `count` records, `[count, O, size, size, C]`.
+
+    None if there is no fast way.
+    """
     if dy.dtype != x.dtype or not _by_blocks(x, weight, stride, dilation, groups):
         return None
     if list(dy.shape[2:]) != output_size(x, weight, stride, padding, dilation):  # of a user's forward pass
         return None
-    return _weights_in_blocks(_weight_loops(weight.shape[2]), x, dy, weight.shape[2], padding)
+    return _weights_in_blocks(_weight_loops(weight.shape[2]), x[:count], dy[:count], weight.shape[2], padding)
 
 
 def gains_in_blocks(layer: nn.Module) -> bool:
@@ -108,33 +114,35 @@ def _direct(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 
 def _in_blocks(
-    loops: Any, weight_transform: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair
+    loops: Any, weight_transform: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, count: int
 ) -> Tensor:
     out, channels, size, _ = weight.shape
     x_last = nhwc(x)
     y = np.empty((len(x_last), *output_size(x, weight, (1, 1), padding, (1, 1)), out), np.float32)
+    y[count:] = 0.0
     panels = -(-out // LANES)
     if out % LANES:
         weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, panels * LANES - out))
     packed = weight.detach().reshape(panels, LANES, channels, size * size).permute(3, 0, 2, 1).reshape(size * size, -1)
     arrays = x_last, (weight_transform @ packed).resolve_neg().numpy(), _bias(out, bias), y
-    loops(*(a.reshape(-1) for a in arrays), *x_last.shape, *y.shape[1:], *padding)
+    loops(*(a.reshape(-1) for a in arrays), count, *x_last.shape[1:], *y.shape[1:], *padding)
     return _in_format_of(x, y)
 
 
 def _directly(
-    loops: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    loops: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, count: int
 ) -> Tensor:
     from dpfl_lightning.kernels.dense_loops import ROWS
 
     out, channels, rows, columns = weight.shape
     x_last = nhwc(x)
     shape = (len(x_last), *output_size(x, weight, stride, padding, dilation), out)
-    y = np.empty(math.prod(shape) + ROWS * out, np.float32)
+    y, first = np.empty(math.prod(shape) + ROWS * out, np.float32), count * math.prod(shape[1:])
     packed = weight.detach().reshape(out // LANES, LANES, channels, rows, columns).permute(0, 3, 4, 2, 1).contiguous()
     places = _places((rows, columns, channels), (x_last.shape[2] + 2 * padding[1]) * channels, *dilation)
     arrays = x_last.reshape(-1), packed.resolve_neg().numpy().reshape(-1), _bias(out, bias), places, y
-    loops(*arrays, *x_last.shape, *shape[1:], *stride, *padding)
+    loops(*arrays, count, *x_last.shape[1:], *shape[1:], *stride, *padding)
+    y[first:] = 0.0
     return _in_format_of(x, y[: -ROWS * out].reshape(shape))
 
 
@@ -203,7 +211,9 @@ def _block_loops(size: int) -> tuple[Any, Tensor]:
     loops = forward_loops(inputs.tolist(), outputs.tolist())
     x, weight, _ = _example(8, size)
     bias = weight[:, 0, 0, 0]
-    _check(_in_blocks(loops, weight_transform, x, weight, bias, (1, 2)), F.conv2d(x, weight, bias, padding=(1, 2)))
+    _check(
+        _in_blocks(loops, weight_transform, x, weight, bias, (1, 2), len(x)), F.conv2d(x, weight, bias, padding=(1, 2))
+    )
     return loops, weight_transform
 
 
@@ -225,7 +235,7 @@ def _direct_loops() -> Any:
 
     x, weight, _ = _example(3, 3)
     weight, form = weight[:LANES], ((2, 1), (1, 2), (1, 2))
-    _check(_directly(few_channels, x, weight, None, *form), F.conv2d(x, weight, None, *form))
+    _check(_directly(few_channels, x, weight, None, *form, len(x)), F.conv2d(x, weight, None, *form))
     return few_channels
 
 

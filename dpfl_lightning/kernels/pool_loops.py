@@ -8,9 +8,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from dpfl_lightning.kernels.compiled import compiled
+from dpfl_lightning.kernels.pooling import LOSER
 from dpfl_lightning.kernels.windows import HALF, load, vector
-
-LOSER = 4  # the number of a winner that passes no gradient on
 
 
 def _max_relu(y, pooled, winners, records, height, width, channels):  # type: ignore[no-untyped-def]

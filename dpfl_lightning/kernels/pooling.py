@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from dpfl_lightning.kernels import LANES
 from dpfl_lightning.kernels.dense_conv import nhwc
 
+LOSER = 4  # the number of a winner that passes no gradient on
+
 
 def channels_last(x: Tensor) -> Tensor:
     """Return `x` `[B, C, H, W]` with channels last in memory, in which pooling on a CPU is several times as fast."""
@@ -27,15 +29,17 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
 
 
-def max_relu(y: Tensor) -> tuple[Tensor, Tensor]:
+def max_relu(y: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return `max_pool2d(relu(y), 2)` `[B, C, H // 2, W // 2]` and uint8 winners `[B, H // 2, W // 2, C]`.
+
+    Compiled loops compute those of the first `count` records only; the others are 0, without winners.
 
     `y` is `[B, C, H, W]` (fastest with channels last in memory, as the result). A winner 0, 1, 2 or 3 is the place of
     the first largest number, row by row; it is 4 if ReLU passes no gradient on. As in torch, what is not a number wins.
     """
     if y.dtype != torch.float32 or min(y.shape[2:]) < 2:
         return _by_torch(y)
-    return _by_loops(_loops(), y)
+    return _by_loops(_loops(), y, count)
 
 
 def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:
@@ -76,16 +80,17 @@ class MeanPooling(torch.autograd.Function):
 def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
     pooled, places = F.max_pool2d(y.relu(), 2, return_indices=True)
     row, column = places // y.shape[3] % 2, places % y.shape[3] % 2
-    return pooled, (2 * row + column).masked_fill(pooled <= 0, 4).permute(0, 2, 3, 1).to(torch.uint8).contiguous()
+    return pooled, (2 * row + column).masked_fill(pooled <= 0, LOSER).permute(0, 2, 3, 1).to(torch.uint8).contiguous()
 
 
-def _by_loops(loops: Callable[..., None], y: Tensor) -> tuple[Tensor, Tensor]:
+def _by_loops(loops: Callable[..., None], y: Tensor, count: int) -> tuple[Tensor, Tensor]:
     y_last = nhwc(y)
     records, height, width, channels = y_last.shape
     shape = (records, height // 2, width // 2, channels)
     numbers = math.prod(shape)
     pooled, winners = np.empty(numbers + LANES, np.float32), np.empty(numbers + LANES, np.uint8)
-    loops(y_last.reshape(-1), pooled, winners, records, height, width, channels)
+    loops(y_last[:count].reshape(-1), pooled, winners, count, height, width, channels)
+    pooled[count * math.prod(shape[1:]) :], winners[count * math.prod(shape[1:]) :] = 0.0, LOSER
     pooled, winners = (a[:numbers].reshape(shape) for a in (pooled, winners))
     return torch.from_numpy(pooled).permute(0, 3, 1, 2), torch.from_numpy(winners)
 
@@ -97,7 +102,7 @@ def _loops() -> Callable[..., None]:
 
     for channels in (3, 16):
         y = torch.randint(-2, 3, (2, channels, 5, 7), generator=torch.Generator().manual_seed(0)).float()  # with ties
-        for actual, expected in zip(_by_loops(max_relu, y), _by_torch(y), strict=True):
+        for actual, expected in zip(_by_loops(max_relu, y, len(y)), _by_torch(y), strict=True):
             if not torch.equal(actual, expected):
                 reason = "give wrong numbers on this processor: please report it"
                 raise RuntimeError(f"compiled loops for max-pooling {reason}")

@@ -40,15 +40,18 @@ def mostly_zeros(dy: Tensor) -> bool:
 
 
 def sparse_backward(
-    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, winners: Tensor | None = None
+    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, winners: Tensor | None, count: int
 ) -> Gradients:
-    """Return each record's gradients of weight `[B, O, kh, kw, C]` and bias `[B, O]`, and that of x or None.
+    """Return gradients of weight `[count, O, kh, kw, C]` and bias `[count, O]`, and that of x or None.
+
+    They are those of the first `count` records; the gradient of x is zero for others.
 
     `weight` is `[O, C, kh, kw]`, `x` `[B, C, H, W]` (fastest with channels last in memory), `dy` `[B, O, H', W']`. With
     `winners` of `pooling.max_relu`, `dy` is the gradient of the pooled map, `[B, O, H' // 2, W' // 2]`.
     """
     _, channels, rows, columns = weight.shape
-    return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx, winners)
+    loops = _loops(rows, columns, channels)
+    return _backward(loops, weight, layer.stride, layer.padding, x, dy, need_dx, winners, count)
 
 
 def _backward(
@@ -59,16 +62,18 @@ def _backward(
     x: Tensor,
     dy: Tensor,
     need_dx: bool,
-    winners: Tensor | None = None,
+    winners: Tensor | None,
+    count: int,
 ) -> Gradients:
     out, channels, rows, columns = weight.shape
     x_last, dy_last, w_last = nhwc(x), nhwc(dy), nhwc(weight)
     places = np.empty(0, np.uint8) if winners is None else winners.numpy()
-    dw, db = np.empty((len(x_last), out, rows, columns, channels), np.float32), np.empty((len(x_last), out), np.float32)
+    dw, db = np.empty((count, out, rows, columns, channels), np.float32), np.empty((count, out), np.float32)
     dx = np.empty(x_last.shape if need_dx else 0, np.float32)
+    dx[count:] = 0.0
     flat = (a.reshape(-1) for a in (x_last, dy_last, places, w_last, dw, db, dx))
     scale = 1 if winners is None else 2
-    loops(*flat, *x_last.shape, *(scale * n for n in dy_last.shape[1:3]), out, *stride, *padding)
+    loops(*flat, count, *x_last.shape[1:], *(scale * n for n in dy_last.shape[1:3]), out, *stride, *padding)
     return torch.from_numpy(dw), torch.from_numpy(db), torch.from_numpy(dx).permute(0, 3, 1, 2) if need_dx else None
 
 
@@ -83,7 +88,7 @@ def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
     weight = torch.randn(LANES, channels, rows, columns, generator=generator)
     dy = torch.randn(1, LANES, 3, 2, generator=generator)
     dy[torch.rand(dy.shape, generator=generator) < 0.7] = 0.0
-    dw, db, dx = _backward(loops, weight, (1, 1), (0, 0), x, dy, need_dx=True)
+    dw, db, dx = _backward(loops, weight, (1, 1), (0, 0), x, dy, True, None, len(x))
     true_dx, true_dw, _ = torch.ops.aten.convolution_backward(
         dy, x, weight, None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, True, False]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,9 @@ def _color(x: Tensor, u: Tensor) -> Tensor:
     return (x - mean) * (contrast + 0.5) + mean
 
 
+#: (name, function of a pass, x, y) -> its results for all records, in parts; as `FixedPasses.rows`
+RowsInPasses = Callable[[str, Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Iterator[Tensor]]
+
 #: name -> function(images [B, C, H, W], uniform numbers [B, 3]) -> images; differentiable in the images
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "color": _color,
@@ -122,4 +125,17 @@ class ClassAugmentation:
             if len(rows) == 0:  # a Poisson sample may be empty
                 continue
             changed = changed.index_put((rows,), OPERATIONS[name](x[rows], numbers[y[rows]]))
+        return changed
+
+    def in_passes(self, x: Tensor, y: Tensor, rows: RowsInPasses) -> Tensor:
+        """Return what a call does, each operation by `rows`, in passes in which records do not influence each other."""
+        numbers, changed = torch.tensor(self.numbers, dtype=x.dtype, device=x.device), x
+        for name in sorted(set(self.operations)):
+
+            def work(x: Tensor, y: Tensor, name: str = name) -> Tensor:
+                return OPERATIONS[name](x, numbers[y.clamp(max=len(numbers) - 1)])
+
+            uses_operation = torch.tensor([operation == name for operation in self.operations], device=y.device)[y]
+            parts = [x[:0], *rows(f"augmentation {name}", work, x, y)]
+            changed = torch.where(uses_operation.view(-1, 1, 1, 1), torch.cat(parts), changed)
         return changed

@@ -24,6 +24,7 @@ from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     VmapClippedSum,
@@ -81,13 +82,20 @@ def _computation(query: ChargedQuery, mechanism: object) -> Computation:
 
 
 def answer(
-    query: ChargedQuery, client: int, module: ClientModule, x: Inputs, y: Tensor, generator: RandomGenerator
+    query: ChargedQuery,
+    client: int,
+    module: ClientModule,
+    x: Inputs,
+    y: Tensor,
+    generator: RandomGenerator,
+    passes: FixedPasses,
 ) -> Any:
     """The answer of a client from all its records `x [n, *X]`, `y [n]`, n >= 1: the noised sum `[k]`, the chosen index,
     or a plain answer. ValueError if the registered function does not return one row for each record.
 
-    **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time. The norm of a
-    row is at most `clip_norm` for `Gaussian` and `Laplace`; scores are in [0, 1] for `ExponentialMechanism`.
+    **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time, in passes in
+    which their bits do not depend on other records. The norm of a row is at most `clip_norm` for `Gaussian` and
+    `Laplace`; scores are in [0, 1] for `ExponentialMechanism`.
 
     **Privacy** One `event(1)` of the client's mechanism, which the caller has charged.
     """
@@ -96,14 +104,20 @@ def answer(
         plain = _computation(query, mechanism)(query.question, client, module, x, y)
         return plain if mechanism.noise is None else mechanism.noise.privatise(plain[None], generator, plain.dtype)[0]
     if isinstance(mechanism, ExponentialMechanism):
-        return mechanism.choose(_bounded_sum(query, client, module, x, y, _scores), generator)
-    total = _bounded_sum(query, client, module, x, y, lambda rows: _clipped(rows, mechanism))
+        return mechanism.choose(_bounded_sum(query, client, module, x, y, passes, _scores), generator)
+    total = _bounded_sum(query, client, module, x, y, passes, lambda rows: _clipped(rows, mechanism))
     return mechanism.privatise(total[None], generator, total.dtype)[0]
 
 
 @torch.no_grad()
 def _bounded_sum(
-    query: ChargedQuery, client: int, module: ClientModule, x: Inputs, y: Tensor, bounded: Callable[[Tensor], Tensor]
+    query: ChargedQuery,
+    client: int,
+    module: ClientModule,
+    x: Inputs,
+    y: Tensor,
+    passes: FixedPasses,
+    bounded: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The sum over all records of their bounded rows, `[k]` float64 on the CPU."""
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
@@ -116,10 +130,10 @@ def _bounded_sum(
             raise ValueError(f"the rows of {kind} must {must}, got {got}")
         return rows[0].to(summing_dtype(rows))
 
+    rows_of = vmap(row, randomness="different")
     total: Tensor | None = None
     with evaluating(module.net):
-        for records in _chunks(len(y)):
-            rows = vmap(row, randomness="different")(take(x, records), y[records])
+        for rows in passes.rows(kind, rows_of, x, y):
             part = bounded(rows).sum(dim=0)
             if total is not None and part.shape != total.shape:
                 raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")

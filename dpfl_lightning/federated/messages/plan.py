@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.models.augmentation import ClassAugmentation, RowsInPasses
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.mechanism import Mechanism
 
@@ -56,8 +56,8 @@ class ClassGradients:
         drawn = math.inf if self.most_records is None else self.num_classes * self.most_records
         return min(mechanism.expected_batch_size, drawn)
 
-    def augmented(self, x: Tensor, y: Tensor) -> Tensor:
-        return x if self.augmentation is None else self.augmentation(x, y)
+    def augmented(self, x: Tensor, y: Tensor, rows: RowsInPasses) -> Tensor:
+        return x if self.augmentation is None else self.augmentation.in_passes(x, y, rows)
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """How many numbers a release has, given the size of each parameter."""

@@ -1,21 +1,25 @@
-"""The fastest clipped sum that is correct for a net, found by comparing the fast one with the reference."""
+"""The fastest clipped sum that is correct and private for a net, found by tests on public records."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.privacy.clipping.fast import CPU_CHUNK, FastClippedSum, units_of
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
+from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
-    DEFAULT_CHUNK,
-    ClippedSum,
     ClipRequest,
+    LoopClippedSum,
     Params,
     SampleLoss,
     VmapClippedSum,
@@ -23,59 +27,198 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
+_KINDS = 6  # of records in a random example
+
+PassedSum = FastClippedSum | VmapClippedSum
+Kind = Callable[[nn.Module, SampleLoss, tuple[int, ...]], PassedSum]  # the last argument are sizes of passes
+
+
+class CheckedSum:
+    """The `ClippedSum` of a run: by rules or `vmap` in passes of sizes that this machine has passed, else by the loop.
+
+    `kind` None is the loop. The check for a number of threads takes place on first use.
+    """
+
+    def __init__(self, net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses, kind: Kind | None) -> None:
+        self.net, self.passes, self.kind = net, passes, kind
+        self._sample_loss = sample_loss
+        self._loop = LoopClippedSum(net, sample_loss)
+        self._checked: dict[tuple[int, ...], PassedSum] = {}
+
+    @property
+    def by_rules(self) -> bool:
+        """Whether rules of layers are used, not `vmap` or the loop."""
+        return isinstance(self.choose(), FastClippedSum)
+
+    def choose(self) -> PassedSum | LoopClippedSum:
+        """Return what computes the sums with the present number of threads."""
+        if self.kind is None:
+            return self._loop
+        sizes = self.passes.sizes("gradients", self._evidence)
+        if not sizes:
+            return self._loop
+        if sizes not in self._checked:
+            self._checked[sizes] = self.kind(self.net, self._sample_loss, sizes)
+        return self._checked[sizes]
+
+    def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
+        return self.choose()(params, x, y, request)
+
+    def _evidence(self, x: Records, y: Tensor, count: int) -> list[Tensor]:
+        assert self.kind is not None
+        with evaluating(*_quiet(self.net, self.passes)), tensors_restored(self.net):
+            one = self.kind(self.net, self._sample_loss, (len(y),))
+            return one.evidence(moved_parameters(self.net), x, y, count)
+
+    def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
+        return CheckedSum(net, sample_loss, self.passes, self.kind)
+
+    def enter(self, x: Records) -> Records:
+        return self.passes.enter(x)
 
 
 def clipped_sum_for(
-    net: nn.Module, sample_loss: SampleLoss | None, example_x: Records, example_y: Tensor, chunk: int | None = None
-) -> tuple[ClippedSum, str]:
-    """Return the fastest clipped sum that is correct for this model, and the reason: "fast: ..." or "vmap: ...".
+    net: nn.Module,
+    sample_loss: SampleLoss | None,
+    example_x: Records,
+    example_y: Tensor,
+    sizes: Sequence[int] = SIZES,
+) -> tuple[CheckedSum, str]:
+    """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
-    It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
-    in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in float32 for a model without
-    float64), with dropout off. Otherwise it is the reference, in which no record can influence another. No record is
-    read, only shape and dtype of the examples `[B, ...]`, B >= 0; shapes alone decide a `chunk` of None.
+    It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on random, constant, padded and
+    extreme records, alone and in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in
+    float32 for a model without float64), with dropout off. Otherwise it is `VmapClippedSum`, in which no record can
+    influence another, or the loop if `vmap` cannot run the model or tensors of the net change in a pass. No record is
+    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
     'fast: exact rules for all layers'
     """
     sample_loss = sample_loss or cross_entropy_of(net)
+    passes = FixedPasses(_examples(net, example_x, example_y, max(sizes)), sizes)
+    with _drawing_nothing(net):
+        kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
+        clipped_sum = CheckedSum(net, sample_loss, passes, kind)
+        if kind is not None and isinstance(clipped_sum.choose(), LoopClippedSum):
+            reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
+    return clipped_sum, reason
+
+
+def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor) -> CheckedSum:
+    """Return the reference of a run: `VmapClippedSum`, or the loop where `vmap` cannot run the model."""
+    passes = FixedPasses(_examples(net, example_x, example_y, max(SIZES)))
+    with _drawing_nothing(net):
+        needs_loop = _needs_loop(net, sample_loss, passes)
+    return CheckedSum(net, sample_loss, passes, None if needs_loop else functools.partial(_by_vmap, passes.padding))
+
+
+@contextmanager
+def _drawing_nothing(net: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and restore the generators of random numbers afterwards."""
     device = next(net.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(*_dropout_of(net)):
+        yield
+
+
+def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, sizes: tuple[int, ...]) -> VmapClippedSum:
+    return VmapClippedSum(sample_loss, sizes, padding)
+
+
+def _kind_of(
+    net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor, passes: FixedPasses
+) -> tuple[Kind | None, str]:
     cause, tolerance = "", 1e-8
-    with evaluating(*_dropout_of(net)), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
-            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float64)
-        except Exception:  # a device or loss without float64; any other error is raised again
-            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float32)
-            tolerance = 1e-4
-        for channels_last in (True, False):
-            try:
-                fast = FastClippedSum(net, loss, channels_last=channels_last)
-                wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
-                if wrong_parameter is None:
-                    _run_once(FastClippedSum(net, sample_loss, channels_last=channels_last), net, example_x, example_y)
-            except Exception as error:  # a user's forward pass may raise anything under hooks
-                cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
-                continue
+    vmap = functools.partial(_by_vmap, passes.padding)
+    if problem := _needs_loop(net, sample_loss, passes):
+        return None, f"loop: {problem}"
+    try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
+        loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float64)
+    except Exception:  # a device or loss without float64; any other error is raised again
+        loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float32)
+        tolerance = 1e-4
+    for channels_last in (True, False):
+        try:
+            fast = FastClippedSum(net, loss, (_KINDS,), channels_last)
+            wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
             if wrong_parameter is None:
-                widest = fast.widest_input(*example)
-                if chunk is None and device.type == "cpu":
-                    chunk = max(8, min(CPU_CHUNK, _CPU_NUMBERS // widest))
-                crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
-                mixing_unit = _reached_in_company(fast, *example, crowd, tolerance)
-                if mixing_unit is not None:
-                    cause = f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
-                    break
-                vmap_modules = ", ".join(fast.under_vmap())
-                reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
-                sparse = fast.sparse_layers(*example) if device.type == "cpu" else []
-                return FastClippedSum(net, sample_loss, chunk, channels_last, sparse), reason
-            cause = cause or f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
-    return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {cause}"
+                _run_once(FastClippedSum(net, sample_loss, (_KINDS,), channels_last), net, example_x, example_y)
+        except Exception as error:  # a user's forward pass may raise anything under hooks
+            cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
+            continue
+        if wrong_parameter is None:
+            widest = fast.widest_input(*example)
+            on_cpu = example[2].device.type == "cpu"
+            if on_cpu:
+                passes.most = max(8, min(passes.most, _CPU_NUMBERS // widest))
+            crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
+            mixing_unit = _reached_in_company(fast, *example, crowd, tolerance)
+            if mixing_unit is not None:
+                cause = f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
+                break
+            vmap_modules = ", ".join(fast.under_vmap())
+            reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
+            sparse = fast.sparse_layers(*example) if on_cpu else []
+            passes.enter = fast.enter
+            return functools.partial(_by_rules, passes.padding, channels_last, sparse), reason
+        cause = cause or f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
+    return vmap, f"vmap: {cause}"
+
+
+def _by_rules(
+    padding: Batch,
+    channels_last: bool,
+    sparse: Sequence[str],
+    net: nn.Module,
+    sample_loss: SampleLoss,
+    sizes: tuple[int, ...],
+) -> FastClippedSum:
+    return FastClippedSum(net, sample_loss, sizes, channels_last, sparse, padding)
+
+
+def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> str:
+    """Return why the gradients of a model have to be computed one record at a time; empty if they need not.
+
+    What `vmap` refuses may decide by the content of a batch, such as `mask.all()`, a packed sequence or an index.
+
+    Raises UserError if the loop gives a record other gradients in a later pass, and what the model raises in it.
+    """
+    params, (x, y) = moved_parameters(net), (take(passes.examples[0], slice(2)), passes.examples[1][:2])
+    passes.draws, before = False, _generator_state(y.device)
+    with tensors_restored(net) as restore:
+        try:
+            VmapClippedSum(sample_loss, (2,))(params, x, y, ClipRequest(1.0))
+            changed = restore()
+            problem = f"`{changed[0]}` changes in every pass" if changed else ""
+        except Exception as error:  # a user's forward pass may raise anything under `vmap`
+            problem = str(error).strip().split("\n")[0] or type(error).__name__
+    passes.draws = not torch.equal(before, _generator_state(y.device))
+    if problem:
+        loop, each = LoopClippedSum(net, sample_loss), torch.arange(3, device=y.device)
+        with evaluating(*_quiet(net, passes)):
+            rows = [0, 1, 0]
+            first, _, last = loop(params, take(x, rows), y[rows], ClipRequest(1.0, group=each, num_groups=3))[0]
+        if not torch.equal(first, last):
+            raise UserError(
+                "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
+                "and averages that the model keeps."
+            )
+    return problem
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _quiet(net: nn.Module, passes: FixedPasses) -> list[nn.Module]:
+    """Return what is in evaluation mode in a check of bits: layers with dropout, or all if other parts draw, too."""
+    return [net] if passes.draws else _dropout_of(net)
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
@@ -100,41 +243,69 @@ def _reference_answers(
         return sample_loss({**fixed, **params}, x, y)
 
     example = random_example(net, x, y, dtype)
-    return loss, example, _answers(VmapClippedSum(loss), *example)
+    return loss, example, _answers(VmapClippedSum(loss, (_KINDS // 2,)), *example)
 
 
-def random_example(net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype) -> tuple[Params, Records, Tensor]:
-    """Return three random records and parameters moved off zeros and symmetries, on the net's device."""
+def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params:
+    """Return the trainable parameters moved off zeros and symmetries, in `dtype` (None: their own)."""
     gen = torch.Generator().manual_seed(0)
+    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+    return {
+        name: (p + 0.05 * torch.randn(p.shape, generator=gen).to(p)).to(dtype or p.dtype) for name, p in params.items()
+    }
+
+
+def random_example(
+    net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype, records: int = _KINDS
+) -> tuple[Params, Records, Tensor]:
+    """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns."""
+    gen = torch.Generator().manual_seed(1)
     device = next(net.parameters()).device
     tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
 
     def like(example: Tensor, high: int) -> Tensor:
-        shape = (3, *example.shape[1:])
-        if example.is_floating_point():
-            return torch.randn(shape, generator=gen).to(device, dtype)
-        return torch.randint(high, shape, generator=gen).to(device, example.dtype)
+        shape = (records, *example.shape[1:])
+        floating = example.is_floating_point()
+        drawn = torch.randn(shape, generator=gen) if floating else torch.randint(high, shape, generator=gen)
+        if drawn.dim() > 1:
+            end = drawn.shape[1] // 2
+            drawn[3::_KINDS] = 1
+            drawn[4::_KINDS, end:] = 0
+            if floating:
+                drawn[5::_KINDS] *= 100
+            else:
+                drawn[5::_KINDS, end:] = high - 1
+        return drawn.to(device, dtype if floating else example.dtype)
 
-    params = {name: p.detach().to(dtype) for name, p in net.named_parameters() if p.requires_grad}
-    for name, p in params.items():
-        params[name] = p + 0.05 * torch.randn(p.shape, generator=gen).to(device, dtype)
-    return params, tree_map(lambda part: like(part, tokens), x), like(y, 2)
+    return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), like(y[:, None], 2)[:, 0]
 
 
-def _answers(clipped_sum: ClippedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
-    """Return what distinguishes two clipped sums: full gradients and clipped ones, record by record."""
-    groups = torch.arange(len(y), device=y.device)
-    clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
-    requests = [ClipRequest(clip_norm, order, groups, len(y)) for clip_norm, order in clips]
+def _examples(net: nn.Module, x: Records, y: Tensor, records: int) -> Batch:
+    """Return random records, the first of which is that of x and y, if there is one."""
+    some_x, some_y = random_example(net, x, y, _floating(x), records)[1:]
+    if len(y):
+        for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
+            part[:1] = given[:1]
+    return some_x, some_y
+
+
+def _floating(x: Records) -> torch.dtype:
+    """Return the dtype of floating records."""
+    floating = [part.dtype for part in tree_leaves(x) if part.is_floating_point()]
+    return floating[0] if floating else torch.get_default_dtype()
+
+
+def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
+    """Return what distinguishes two clipped sums: full gradients record by record, and sums of clipped ones."""
+    each = ClipRequest(math.inf, 2, torch.arange(len(y), device=y.device), len(y))
+    requests = [each, ClipRequest(1e-2, 2), ClipRequest(1e-2, 1)]
     return [clipped_sum(params, x, y, request)[0] for request in requests]
 
 
-def _run_once(clipped_sum: ClippedSum, net: nn.Module, x: Records, y: Tensor) -> None:
+def _run_once(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> None:
     """Run the clipped sum in the dtypes of the net and of its records: a net under autocast may raise only here."""
-    floating = [part.dtype for part in tree_leaves(x) if part.is_floating_point()]
-    dtype = floating[0] if floating else torch.get_default_dtype()
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    clipped_sum(params, *random_example(net, x, y, dtype)[1:], ClipRequest(1.0))
+    clipped_sum(params, *random_example(net, x, y, _floating(x))[1:], ClipRequest(1.0))
 
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels import dense_conv, pooling, sparse_conv
@@ -34,20 +35,18 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     conv2d_rule,
     has_special_backward,
 )
+from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
 from dpfl_lightning.privacy.clipping.reference import (
+    DEFAULT_SIZES,
     ClipRequest,
     Params,
     SampleLoss,
-    chunks_of,
     clip_factors,
     cross_entropy_of,
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.stages import computed_as_one, halves, mean_pooling, replaced_forward, stages_of
-
-CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
-ACCELERATOR_CHUNK = 512  # records: few, large kernels; reduce it if memory runs out
 
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
@@ -115,11 +114,12 @@ class FastClippedSum:
     rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
     module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
-    A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
-    `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if the net gains from it:
-    max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU and 2 x 2 max-pooling
-    is then one layer, without a gradient behind the convolution (`stages.py`). `sparse` names convolutions whose output
-    gradients are mostly zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
+    A pass has one of `sizes`. Its last records are `padding` `[1, ...]` (None: a record of the batch, for tests), which
+    compiled loops skip. `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if
+    the net gains from it: max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU
+    and 2 x 2 max-pooling is then one layer, without a gradient behind the convolution (`stages.py`). `sparse` names
+    convolutions whose output gradients are mostly zeros on random data (`sparse_layers`): private records never
+    influence how a pass is computed.
 
     Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
     https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
@@ -129,22 +129,25 @@ class FastClippedSum:
         self,
         net: nn.Module,
         sample_loss: SampleLoss | None = None,
-        chunk: int | None = None,
+        sizes: tuple[int, ...] = DEFAULT_SIZES,
         channels_last: bool = True,
         sparse: Collection[str] = (),
+        padding: Batch | None = None,
     ) -> None:
-        require(chunk is None or chunk >= 1, "chunk", "be at least 1 record", chunk)
+        require(min(sizes) >= 1, "sizes", "be at least 1 record", sizes)
+        self.sizes, self.padding = sizes, padding
         names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
         shared = set(names) - {name for name, _ in net.named_parameters()}
         if shared:
             raise Unsupported(f"`{min(shared)}` is also a parameter of another module")
-        self.chunk = chunk
         self._sample_loss = sample_loss or cross_entropy_of(net)
         self.units_of = dict(units_of(net))
         self._known = {full for unit in self.units_of.values() for full in unit.names.values()}
-        self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
+        inside = {id(part) for unit in self.units_of.values() for part in unit.module.modules()}
+        plain = [m for m in net.modules() if id(m) not in inside]  # rules may run the parts of units under `vmap`
+        self._pools = [m for m in plain if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
-        self._mean_pools = [m for m in net.modules() if type(m) is nn.AvgPool2d and halves(m)]
+        self._mean_pools = [m for m in plain if type(m) is nn.AvgPool2d and halves(m)]
         self._names = {unit.module: name for name, unit in self.units_of.items()}
         sequences = [m for m in net.modules() if type(m) is nn.Sequential]
         self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
@@ -159,19 +162,27 @@ class FastClippedSum:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
-        chunk = self.chunk or (CPU_CHUNK if y.device.type == "cpu" else ACCELERATOR_CHUNK)
-        x, wanted, group = self.enter(x), request.chosen(params), request.group
+        wanted, group = request.chosen(params), request.group
         totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=y.device)]
-        for rows in chunks_of(len(y), chunk):
-            grads = ChunkGradients(self._gradients(params, wanted, take(x, rows), y[rows]), request.order)
-            require_proved(len(y), chunk, grads.terms)
-            norms.append(grads.norms())
-            factors = clip_factors(norms[-1], request.clip_norm)
-            totals.add(grads, factors, None if group is None else group[rows])
+        with self._watched(wanted) as watch:
+            for rows, some_x, some_y in passes(x, y, self.sizes, self.padding, self.enter):
+                count = rows.stop - rows.start
+                grads = ChunkGradients(self._gradients(watch, params, some_x, some_y, count), request.order)
+                require_proved(len(y), max(self.sizes), grads.terms)
+                norms.append(grads.norms())
+                factors = clip_factors(norms[-1], request.clip_norm)
+                totals.add(grads, factors, None if group is None else group[rows])
         return totals.result(), torch.cat(norms)
 
+    @torch.no_grad()
+    def evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
+        """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
+        with self._watched(params) as watch:
+            grads = ChunkGradients(self._gradients(watch, params, self.enter(x), y, count), order=2)
+        return [grads.norms(), *(checksums(part) for form in grads.by_name.values() for part in form.parts)]
+
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
-        return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
+        return FastClippedSum(net, sample_loss, self.sizes, self.channels_last, self.sparse, self.padding)
 
     def enter(self, x: Records) -> Records:
         if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:
@@ -180,9 +191,10 @@ class FastClippedSum:
 
     def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, list[Tensor]]:
         """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
-        with torch.no_grad():
-            calls, dys, _ = self._pass(params, x, y, {})
-        return {name: [*call.inputs, *([dys[name]] if name in dys else [])] for name, call in calls.items()}
+        with torch.no_grad(), self._watched({}) as watch:
+            self._pass(watch, params, x, y, len(y))
+            dys = watch.dys
+            return {name: [*call.inputs, *([dys[name]] if name in dys else [])] for name, call in watch.calls.items()}
 
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
@@ -192,114 +204,164 @@ class FastClippedSum:
 
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
-        with torch.enable_grad(), self._watched({}, {}, {}) as (calls, _, _):
+        with self._watched({}) as watch, torch.enable_grad():
+            watch.begin(1)
             self._sample_loss(params, take(x, slice(1)), y[:1])
-        return max(1, *(a[0].numel() for call in calls.values() for a in call.inputs))
+            return max(1, *(a[0].numel() for call in watch.calls.values() for a in call.inputs))
 
-    def _gradients(self, params: Params, wanted: Params, x: Records, y: Tensor) -> ByName:
-        """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
-        calls, dys, grads = self._pass(params, x, y, wanted)
-        for name, dy in dys.items():
-            call = calls[name]
-            if params_of_unit := call.unit.local(wanted):
-                grads |= call.unit.in_net(call.rule(call.unit.module, params_of_unit, call.inputs, dy))
+    def _gradients(self, watch: _Watch, params: Params, x: Records, y: Tensor, count: int) -> ByName:
+        """Return the gradients of the first `count` records by the names in `watch.wanted`.
+
+        Those of parameters that no loss depends on are left out.
+        """
+        self._pass(watch, params, x, y, count)
+        watch.listening = False  # rules may run modules again
+        grads = watch.grads
+        for name, dy in watch.dys.items():
+            call = watch.calls[name]
+            if params_of_unit := call.unit.local(watch.wanted):
+                by_name = call.rule(call.unit.module, params_of_unit, call.inputs, dy)
+                grads |= call.unit.in_net({local: form.first(count) for local, form in by_name.items()})
         if not grads:
-            raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
+            raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in watch.wanted)}")
         return grads
 
-    def _pass(self, params: Params, x: Records, y: Tensor, wanted: Params) -> tuple[Calls, dict[str, Tensor], ByName]:
-        """Run one forward and backward pass, and return the units' inputs and output gradients.
+    def _pass(self, watch: _Watch, params: Params, x: Records, y: Tensor, count: int) -> None:
+        """Run one forward and backward pass, in which `watch` collects the units' inputs and output gradients.
 
-        Where a convolution on a CPU computes the gradients of `wanted` parameters itself, these are returned instead.
+        Where a convolution on a CPU computes the gradients of wanted parameters itself, these are collected instead.
         """
-        dys: dict[str, Tensor] = {}
-        grads: ByName = {}
-        with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
+        watch.begin(count)
+        with torch.enable_grad():
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(y),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
-        outputs: list[Any] = [*edges.values(), anchor]
+        outputs: list[Any] = [*watch.edges.values(), watch.anchor]
         *output_grads, _ = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
-        dys.update({name: dy for name, dy in zip(edges, output_grads, strict=True) if dy is not None})
-        for name, call in calls.items():
-            if any(a.shape[:1] != (len(y),) for a in (*call.inputs, *([dys[name]] if name in dys else []))):
+        watch.dys.update({name: dy for name, dy in zip(watch.edges, output_grads, strict=True) if dy is not None})
+        for name, call in watch.calls.items():
+            dy = [watch.dys[name]] if name in watch.dys else []
+            if any(a.shape[:1] != (len(y),) for a in (*call.inputs, *dy)):
                 raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
-        return calls, dys, grads
 
     @contextmanager
-    def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
-        """Collect the units' inputs and the edges of their outputs in the graph, which begins behind an anchor.
+    def _watched(self, wanted: Params) -> Iterator[_Watch]:
+        """Let a `_Watch` take part in the forward passes of the net.
 
-        A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, which
-        fills `grads`, or `dys` if none is wanted. A stage that it begins is computed as one layer.
+        A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, and a
+        stage that it begins is computed as one layer.
         """
-        calls: Calls = {}
-        edges: Edges = {}
-        anchor = torch.zeros((), requires_grad=True)
-
-        def note(name: str, unit: Unit, rule: Rule, inputs: Inputs) -> None:
-            if name in calls:
-                raise Unsupported(f"`{name}` is used twice in one forward pass")
-            calls[name] = Call(unit, rule, tuple(a.detach() for a in inputs))  # the graph would cause a reference cycle
-
-        def watch(name: str, output: Tensor) -> Tensor:
-            entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
-            edges[name] = get_gradient_edge(entered)
-            return entered
-
-        def tap(unit_name: str, unit: Unit, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
-            name = f"{unit_name}.{part}" if unit_name else part
-            note(name, unit, rule, inputs)
-            return watch(name, output)
-
-        def behind_seam(name: str, conv: nn.Conv2d, inputs: Inputs, output: Tensor, winners: Any = None) -> Tensor:
-            unit, x = self.units_of[name], calls[name].inputs[0]
-            weight = conv.weight.detach()  # the weight of this call: `functional_call` may swap it out again
-
-            def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                if not wanted:
-                    dys[name] = dy
-                local, sparse = unit.local(wanted), name in self.sparse
-                by_name, dx = conv2d_backward(conv, local, weight, x, dy, needs[0], sparse, winners)
-                grads.update(unit.in_net(by_name))
-                return (dx,)
-
-            return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
-
-        def stage(conv: nn.Conv2d, x: Tensor) -> Tensor:
-            name = self._names[conv]
-            note(name, self.units_of[name], conv2d_rule, (x,))
-            with torch.no_grad():
-                pooled, winners = pooling.max_relu(conv2d_forward(conv, x))
-            return behind_seam(name, conv, (x,), pooled, winners)
-
-        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
-                raise Unsupported(f"`{name}` does not map tensors to one tensor")
-            rule = RULES.get(type(module)) or functools.partial(any_module_rule, fixed=_state(module))
-            note(name, unit, rule, inputs)
-            if output.device.type == "cpu" and has_special_backward(module):
-                return behind_seam(name, module, inputs, output)
-            return watch(name, output)
-
+        watch = _Watch(self.units_of, self.sparse, wanted)
         with contextlib.ExitStack() as stack:
+            stack.callback(watch.begin, 0)  # its edges and the graph refer to each other
             if self.channels_last:  # before there are hooks
+                stage = functools.partial(watch.stage, self._names)
                 stack.enter_context(computed_as_one(self._stages, stage))
             for name, unit in self.units_of.items():
                 if forward := tapped_forward(unit.module):
-                    tapped = functools.partial(forward, unit.module, functools.partial(tap, name, unit))
+                    tapped = functools.partial(forward, unit.module, functools.partial(watch.tap, name))
                     stack.enter_context(replaced_forward(unit.module, tapped))
                 else:
                     if has_special_backward(unit.module):
-                        convolve = functools.partial(conv2d_forward, unit.module)
-                        stack.enter_context(replaced_forward(unit.module, convolve))
-                    watching = functools.partial(hook, name, unit)
-                    stack.callback(unit.module.register_forward_hook(watching).remove)
+                        stack.enter_context(
+                            replaced_forward(unit.module, functools.partial(watch.convolve, unit.module))
+                        )
+                    hook = functools.partial(watch.hook, name)
+                    stack.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
             for pool in self._pools:
                 stack.callback(pool.register_forward_hook(_keep_format).remove)
             for mean_pool in self._mean_pools:
                 stack.enter_context(replaced_forward(mean_pool, mean_pooling))
-            yield calls, edges, anchor
+            yield watch
+
+
+class _Watch:
+    """What forward and backward passes of a net show: the units' inputs, and the edges of their outputs in the graph.
+
+    The graph begins behind an anchor. `dys` are the gradients of outputs, `grads` those of `wanted` parameters that a
+    convolution has computed itself.
+    """
+
+    def __init__(self, units: Mapping[str, Unit], sparse: Collection[str], wanted: Params) -> None:
+        self.units, self.sparse, self.wanted = units, sparse, wanted
+        self.begin(0)
+
+    def begin(self, count: int) -> None:
+        """Forget the last pass; the next one has `count` records, and then padding."""
+        self.count, self.listening = count, True
+        self.calls: Calls = {}
+        self.edges: Edges = {}
+        self.dys: dict[str, Tensor] = {}
+        self.grads: ByName = {}
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
+        name = f"{unit_name}.{part}" if unit_name else part
+        self._note(name, self.units[unit_name], rule, inputs)
+        return self._entered(name, output)
+
+    def convolve(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
+        return conv2d_forward(conv, x, self.count)
+
+    def stage(self, names: Mapping[nn.Module, str], conv: nn.Conv2d, x: Tensor) -> Tensor:
+        name = names[conv]
+        self._note(name, self.units[name], conv2d_rule, (x,))
+        with torch.no_grad():
+            pooled, winners = pooling.max_relu(conv2d_forward(conv, x, self.count), self.count)
+        return self._behind_seam(name, conv, (x,), pooled, winners)
+
+    def hook(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if not self.listening:
+            return output
+        leaves, structure = tree_flatten((args, kwargs))
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if not inputs or not isinstance(output, Tensor):
+            raise Unsupported(f"`{name}` does not map tensors to one tensor")
+        rule = RULES.get(type(module))
+        if rule is None:
+            others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            arguments = functools.partial(_with_tensors, others, structure)
+            rule = functools.partial(any_module_rule, fixed=_state(module), arguments=arguments)
+        elif len(leaves) > 1:
+            raise Unsupported(f"`{name}` gets more than its input")
+        self._note(name, self.units[name], rule, inputs)
+        if output.device.type == "cpu" and has_special_backward(module):
+            return self._behind_seam(name, module, inputs, output)
+        return self._entered(name, output)
+
+    def _note(self, name: str, unit: Unit, rule: Rule, inputs: Inputs) -> None:
+        if name in self.calls:
+            raise Unsupported(f"`{name}` is used twice in one forward pass")
+        # the graph would cause a reference cycle
+        self.calls[name] = Call(unit, rule, tuple(a.detach() for a in inputs))
+
+    def _entered(self, name: str, output: Tensor) -> Tensor:
+        entered = output if output.requires_grad else _Seam.apply(output, self.anchor, None)
+        self.edges[name] = get_gradient_edge(entered)
+        return entered
+
+    def _behind_seam(self, name: str, conv: nn.Conv2d, inputs: Inputs, output: Tensor, winners: Any = None) -> Tensor:
+        unit, x, count = self.units[name], self.calls[name].inputs[0], self.count
+        weight = conv.weight.detach()  # the weight of this call: `functional_call` may swap it out again
+
+        def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+            if not self.wanted:
+                self.dys[name] = dy
+            local, sparse = unit.local(self.wanted), name in self.sparse
+            by_name, dx = conv2d_backward(conv, local, weight, x, dy, needs[0], sparse, winners, count)
+            self.grads.update(unit.in_net({local: form.first(count) for local, form in by_name.items()}))
+            return (dx,)
+
+        return _Seam.apply(output.detach(), self.anchor, special_backward, *inputs)
+
+
+_TENSOR = object()  # stands for a tensor among the arguments of a module
+
+
+def _with_tensors(leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
+    """Return positional and keyword arguments, with `tensors` in their places."""
+    remaining = iter(tensors)
+    return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in leaves], structure)
 
 
 def _suits_channels_last(net: nn.Module) -> bool:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs
+from dpfl_lightning.privacy.clipping.passes import SIZES
 
 Answer = TypeVar("Answer")
 
-CROWD = 200  # records in a large batch
+CROWD = SIZES[-1]  # records in a large batch: no pass has more
 SMALL_CROWD = 16
 #: multiples of the watched records that the other records are: similar, far larger, or zero
 LIVELY = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)

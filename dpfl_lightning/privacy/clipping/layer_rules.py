@@ -51,6 +51,15 @@ class Grads(ABC):
         """Permutation of the dimensions of a sum `[G, *shape]` into those of the parameter; empty if it is in order."""
         return ()
 
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors `[B, ...]` that hold the gradients."""
+
+    @abstractmethod
+    def first(self, count: int) -> Grads:
+        """Return the gradients of the first `count` records."""
+
     def pair(self) -> tuple[Tensor, Tensor] | None:
         """Return left `[B, p]` and right `[B, d]` if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
         return None
@@ -99,6 +108,13 @@ class Dense(Grads):
     def shape(self) -> tuple[int, ...]:
         return self.grads.shape[1:]
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.grads,)
+
+    def first(self, count: int) -> Grads:
+        return Dense(self.grads[:count], self.order)
+
     def pair(self) -> tuple[Tensor, Tensor]:
         return self.grads.new_ones(len(self.grads), 1), self.grads.flatten(1)
 
@@ -127,6 +143,13 @@ class Outer(Grads):
     @property
     def terms(self) -> int:
         return self.left.shape[1]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.left, self.right
+
+    def first(self, count: int) -> Grads:
+        return Outer(self.left[:count], self.right[:count])
 
     def pair(self) -> tuple[Tensor, Tensor] | None:
         return (self.left[:, 0], self.right[:, 0]) if self.terms == 1 else None
@@ -173,6 +196,13 @@ class Cropped(Grads):
     def terms(self) -> int:
         return self.inside.terms
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.inside.parts
+
+    def first(self, count: int) -> Grads:
+        return Cropped(self.inside.first(count), self.size, self.crop)
+
     def measurable(self, order: int) -> Grads:
         return Cropped(self.inside.measurable(order), self.size, self.crop)
 
@@ -202,6 +232,13 @@ class Lookup(Grads):
         same = ids[:, :, None] == ids[:, None, :]
         first = ~same.tril(-1).any(dim=2)
         return cls(ids, torch.where(first[:, :, None], same.to(dy.dtype) @ dy, 0.0), rows)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.ids, self.dy
+
+    def first(self, count: int) -> Grads:
+        return Lookup(self.ids[:count], self.dy[:count], self.rows)
 
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.dy.flatten(1), order)
@@ -246,7 +283,7 @@ def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
     return linear_gradients(params, inputs[0], dy)
 
 
-def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor, count: int | None = None) -> ByName:
     """`dW_j[o,c,u,v] = sum_hw dy_j[o,h,w] x_j[c, s h + d u, s w + d v]` (x padded), `db_j = sum_hw dy_j`.
 
     One of four ways: the gradient is never formed if the map is small compared with the kernel; compiled loops
@@ -254,11 +291,14 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
     and on accelerators.
     """
     assert isinstance(layer, nn.Conv2d)
-    forms = {"weight": lambda: _conv2d_weight_grads(layer, inputs[0], dy), "bias": lambda: Dense(dy.sum(dim=(2, 3)))}
+    forms = {
+        "weight": lambda: _conv2d_weight_grads(layer, inputs[0], dy, count or len(dy)),
+        "bias": lambda: Dense(dy.sum(dim=(2, 3))),
+    }
     return _only(params, **forms)
 
 
-def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Grads:
+def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor, count: int) -> Grads:
     out, positions, depth = layer.out_channels, dy.shape[2] * dy.shape[3], layer.weight[0].numel()
     window = (*layer.kernel_size, layer.in_channels)
     if layer.groups == 1 and _never_form(positions, out, depth):
@@ -266,7 +306,7 @@ def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Grads:
             dy.flatten(2).mT, _windows(layer, x, dy).permute(0, 4, 5, 3, 1, 2).reshape(len(x), positions, depth)
         )
     if has_special_backward(layer):
-        dw = dense_conv.weight_gradients(x, layer.weight, dy, *_form(layer))
+        dw = dense_conv.weight_gradients(x, layer.weight, dy, *_form(layer), count)
         if dw is not None:
             return Dense(dw, (0, 1, 4, 2, 3))
     if layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
@@ -284,13 +324,16 @@ def has_special_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
-def conv2d_forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the layer's output; on a CPU without a graph, for a layer that `has_special_backward`."""
+def conv2d_forward(layer: nn.Conv2d, x: Tensor, count: int) -> Tensor:
+    """Return the layer's output; on a CPU without a graph, for a layer that `has_special_backward`.
+
+    Compiled loops compute that of the first `count` records only.
+    """
     if x.device.type != "cpu" or x.dim() != 4:
         return nn.Conv2d.forward(layer, x)
     with torch.no_grad():
         form, crop = _without_padding(layer, *x.shape[2:])
-        return dense_conv.conv2d(x, _cropped(layer.weight, crop), layer.bias, *_form(form))
+        return dense_conv.conv2d(x, _cropped(layer.weight, crop), layer.bias, *_form(form), count)
 
 
 def conv2d_backward(
@@ -301,24 +344,27 @@ def conv2d_backward(
     dy: Tensor,
     need_dx: bool,
     sparse: bool,
-    winners: Tensor | None = None,
+    winners: Tensor | None,
+    count: int,
 ) -> tuple[ByName, Tensor | None]:
     """Return the result of `conv2d_rule`, and the gradient of the input if it is needed.
+
+    Compiled loops compute those of the first `count` records only: the results of others are missing, or zero.
 
     `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap. With `winners` of
     `pooling.max_relu`, `dy` is the gradient of the pooled map.
     """
     form, crop = _without_padding(layer, *x.shape[2:])
     if crop is not None:
-        by_name, dx = conv2d_backward(form, params, _cropped(weight, crop), x, dy, need_dx, sparse, winners)
+        by_name, dx = conv2d_backward(form, params, _cropped(weight, crop), x, dy, need_dx, sparse, winners, count)
         return {**by_name, **_only(params, weight=lambda: Cropped(by_name["weight"], weight.shape, crop))}, dx
     if (sparse or winners is not None) and sparse_conv.suits(layer, x, winners is not None):
-        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners)
+        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners, count)
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
     if winners is not None:
         dy = pooling.spread(dy, winners, dense_conv.output_size(x, weight, *_form(layer)[:3]))
-    dx = dense_conv.input_gradient(x, weight, dy, *_form(layer)) if need_dx else None
-    return conv2d_rule(layer, params, (x,), dy), dx
+    dx = dense_conv.input_gradient(x, weight, dy, *_form(layer), count) if need_dx else None
+    return conv2d_rule(layer, params, (x,), dy, count), dx
 
 
 def _form(layer: nn.Conv2d) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
@@ -446,15 +492,18 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
     return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
 
 
-def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor, fixed: Params) -> ByName:
+def any_module_rule(
+    module: nn.Module, params: Params, inputs: Inputs, dy: Tensor, fixed: Params, arguments: Callable[..., Any]
+) -> ByName:
     """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`.
 
-    `fixed` are the other parameters and the buffers of the module in its forward pass.
+    `fixed` are the other parameters and the buffers of the module in its forward pass. `arguments` returns all its
+    positional and keyword arguments from those that are tensors.
     """
 
     def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
-        pulled = vjp(lambda p: functional_call(module, {**fixed, **p}, tuple(a[None] for a in inputs)), dict(params))
-        return pulled[1](dy[None])[0]
+        given = arguments([a[None] for a in inputs])
+        return vjp(lambda p: functional_call(module, {**fixed, **p}, *given), dict(params))[1](dy[None])[0]
 
     return {name: Dense(grads) for name, grads in vmap(pull_back)(dy, *inputs).items()}
 

@@ -1,11 +1,10 @@
 """Sums of clipped per-record gradients, to which a mechanism adds its noise.
 
-`VmapClippedSum` is the slow and simple reference. `fast.py` computes the same sums faster.
+`LoopClippedSum` is the slow and simple reference, `VmapClippedSum` the same by `vmap`. `fast.py` is faster.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
 
-DEFAULT_CHUNK = 32  # records whose gradients the reference holds at once
+DEFAULT_SIZES = (32,)  # records whose gradients are computed at once
 CANCELLING = 1e3  # largest assumed ratio of the terms of a sum over positions to the norm used for the sum
 #: how far, in units of the clip norm, a clipped sum may be from the exact one; see `ClippedSum`
 SUM_ROUNDING = 5e-4
@@ -101,11 +102,11 @@ class ClippedSum(Protocol):
         terms would amount to without cancellation, so that A = 1000. D is at most `T chunk + B / chunk` plus a few. A
         batch that would exceed the bound raises an error, which depends on shapes alone.
 
+        `g_j` is a function of the record and the model alone, bit for bit (`passes.py`), given the same random draws.
         So one record changes the result by at most `(1 + 2 SUM_ROUNDING) clip_norm`, and only in one row.
 
-        Not proved: that torch's kernels round one record's gradient alike in batches of different sizes; that a net
-        does not mix records (`check_fits` tests it); parameters in float64 whose gradients leave [1e-150, 1e150];
-        anything on MPS, which has no float64.
+        Not proved: that a model does not mix records (`check_fits` tests it); parameters in float64 whose gradients
+        leave [1e-150, 1e150]; anything on MPS, which has no float64.
 
     Privacy:
         Sum and norms are private: they must pass a mechanism before the client releases them.
@@ -142,27 +143,15 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     return (clip_norm * (1 - 2**-26) / norms).clamp(max=1.0).nan_to_num(nan=0.0)
 
 
-def require_proved(records: int, chunk: int, terms: int = 1) -> None:
+def require_proved(records: int, size: int, terms: int = 1) -> None:
     """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING`; the proof is in `ClippedSum`.
 
-    `chunk` records are summed at once, and of each record's gradient T `terms` with those of other records.
+    `size` records are summed at once, and of each record's gradient T `terms` with those of other records.
     """
-    depth = terms * min(chunk, records) + math.ceil(records / chunk) + 8
+    depth = terms * min(size, records) + math.ceil(records / size) + 8
     rounding = 1.01 * depth * 2**-53 * records * (1 if terms == 1 else CANCELLING)
     must = "have fewer records, so that the sum is exact enough"
     require(rounding <= SUM_ROUNDING, "batch", must, records)
-
-
-def chunks_of(num_records: int, chunk: int) -> list[slice]:
-    """Return the fewest slices of at most `chunk` records that cover `num_records`, as even as possible.
-
-    >>> chunks_of(33, 32)
-    [slice(0, 17, None), slice(17, 33, None)]
-    """
-    pieces = math.ceil(num_records / chunk)
-    size, longer = divmod(num_records, max(pieces, 1))
-    ends = [i * size + min(i, longer) for i in range(pieces + 1)]
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 class _StatesOfRecords(TorchFunctionMode):
@@ -183,17 +172,17 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Inputs, Tenso
     def one_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
         with _StatesOfRecords():
             losses = sample_loss(params, take(x, None), y[None])
-        require(losses.shape == (1,), "sample_loss", "return one loss for each record, shape (B,)", tuple(losses.shape))
+        _require_one_loss(losses)
         return losses[0]
 
     return vmap(grad(one_loss), in_dims=(None, 0, 0), randomness="different")
 
 
 class VmapClippedSum:
-    """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time, at most `chunk` in memory at once.
+    """A `ClippedSum` by `vmap(grad(sample_loss))`, for models that no fast rule covers, in passes of these sizes.
 
-    It serves models that no fast rule covers. Under `vmap` the net sees batches of one record, so no record can
-    influence another record's gradient, whatever the net computes.
+    Under `vmap` the net sees batches of one record, so no record can influence another record's gradient, whatever the
+    net computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])
@@ -201,27 +190,82 @@ class VmapClippedSum:
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
-    def __init__(self, sample_loss: SampleLoss, chunk: int = DEFAULT_CHUNK) -> None:
-        require(chunk >= 1, "chunk", "be at least 1 record", chunk)
-        self.chunk = chunk
+    def __init__(
+        self, sample_loss: SampleLoss, sizes: tuple[int, ...] = DEFAULT_SIZES, padding: Batch | None = None
+    ) -> None:
+        require(min(sizes) >= 1, "sizes", "be at least 1 record", sizes)
+        self.sizes, self.padding = sizes, padding
         self._grads = record_gradients(sample_loss)
 
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
-        require_proved(len(y), self.chunk)
+        require_proved(len(y), max(self.sizes))
         params = {name: p.detach() for name, p in params.items()}
         wanted, norms = request.chosen(params), [torch.empty(0, device=y.device)]
         total = request.zeros(wanted)
-        for rows in chunks_of(len(y), self.chunk):
-            by_name = self._grads(params, take(x, rows), y[rows])
-            grads = torch.cat([by_name[name].flatten(1) for name in wanted], dim=1).to(total.dtype)
+        for rows, some_x, some_y in passes(x, y, self.sizes, self.padding):
+            grads = self._in_full(params, wanted, some_x, some_y)[: rows.stop - rows.start].to(total.dtype)
             norms.append(torch.linalg.vector_norm(grads, ord=request.order, dim=1))
             factors = clip_factors(norms[-1], request.clip_norm)
             groups = torch.zeros_like(factors, dtype=torch.long) if request.group is None else request.group[rows]
             total += one_hot(factors, groups, request.num_groups) @ kept(grads, factors)
         return total, torch.cat(norms)
 
+    def _in_full(self, params: Params, wanted: Params, x: Inputs, y: Tensor) -> Tensor:
+        by_name = self._grads(params, x, y)
+        return torch.cat([by_name[name].reshape(len(y), -1) for name in wanted], dim=1)
+
+    def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
+        """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
+        return [checksums(grads[:count]) for grads in self._grads(params, x, y).values()]
+
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
-        return VmapClippedSum(sample_loss, self.chunk)
+        return VmapClippedSum(sample_loss, self.sizes, self.padding)
 
     def enter(self, x: Inputs) -> Inputs:
         return x
+
+
+class LoopClippedSum:
+    """The reference `ClippedSum`: plain autograd, one record at a time, each a copy.
+
+    It computes what neither rules nor `vmap` can, such as packed sequences, and what decides by the content of a batch.
+    What `net` keeps in tensors is restored after every record.
+    """
+
+    def __init__(self, net: nn.Module, sample_loss: SampleLoss) -> None:
+        self._net, self._sample_loss = net, sample_loss
+
+    @torch.no_grad()  # except for the losses
+    def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
+        require_proved(len(y), 1)
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        wanted = request.chosen(leaves)
+        total = request.zeros(wanted)
+        norms = total.new_empty(len(y))
+        with tensors_restored(self._net) as restore:
+            for row, x_one, y_one in passes(x, y, (1,)):
+                grad = self._gradient(leaves, wanted, x_one, y_one).to(total.dtype)
+                norms[row] = torch.linalg.vector_norm(grad, ord=request.order, dim=1)
+                factor = clip_factors(norms[row], request.clip_norm)
+                group = 0 if request.group is None else int(request.group[row])
+                total[group] += factor * kept(grad, factor)[0]
+                restore()
+        return total, norms
+
+    @torch.enable_grad()
+    def _gradient(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor) -> Tensor:
+        """Return the gradient of the loss of one record, `[1, P]`."""
+        losses = self._sample_loss(leaves, x, y)
+        _require_one_loss(losses)
+        grads = torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
+        return torch.cat([one.reshape(1, -1) for one in grads], dim=1)
+
+    def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
+        return LoopClippedSum(net, sample_loss)
+
+    def enter(self, x: Inputs) -> Inputs:
+        return x
+
+
+def _require_one_loss(losses: Tensor) -> None:
+    require(losses.shape == (1,), "sample_loss", "return one loss for each record, shape (B,)", tuple(losses.shape))

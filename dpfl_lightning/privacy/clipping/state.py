@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
@@ -16,28 +16,39 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def tensors_restored(net: nn.Module) -> Iterator[None]:
+def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Restore what the net keeps in tensors besides its trainable parameters: a pass must leave nothing for the next.
 
     These are buffers, frozen parameters and attributes. They are restored whether they were changed in place or
-    replaced, and new ones are deleted.
+    replaced, and new ones are deleted. Yields a function that restores them at once, and returns their names.
     """
-    spaces: list[dict[str, Any]] = [s for part in net.modules() for s in (part._buffers, part._parameters, vars(part))]
-    before = [
-        (space, {name: (value, value.detach().clone()) for name, value in space.items() if _fixed(value)})
-        for space in spaces
+    spaces = [
+        (name, space) for name, part in net.named_modules() for space in (part._buffers, part._parameters, vars(part))
     ]
+    before: list[dict[str, tuple[Tensor, Tensor]]] = [
+        {name: (value, value.detach().clone()) for name, value in space.items() if _fixed(value)} for _, space in spaces
+    ]
+
+    @torch.no_grad()
+    def restore() -> list[str]:
+        changed = []
+        for (part, space), tensors in zip(spaces, before, strict=True):
+            for name in [name for name, value in space.items() if _fixed(value) and name not in tensors]:
+                changed.append(f"{part}.{name}".lstrip("."))
+                del space[name]
+            for name, (tensor, value) in tensors.items():
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+                    changed.append(f"{part}.{name}".lstrip("."))
+                elif space.get(name) is not tensor:
+                    changed.append(f"{part}.{name}".lstrip("."))
+                space[name] = tensor
+        return changed
+
     try:
-        yield
+        yield restore
     finally:
-        with torch.no_grad():
-            for space, tensors in before:
-                for name in [name for name, value in space.items() if _fixed(value) and name not in tensors]:
-                    del space[name]
-                for name, (tensor, value) in tensors.items():
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
-                    space[name] = tensor
+        restore()
 
 
 def _fixed(value: Any) -> bool:

@@ -22,7 +22,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.models.model import forward_chunk
-from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
@@ -72,9 +72,9 @@ class FastEngine(SerialEngine):
         self._pool: ThreadPoolExecutor | None = None  # later: rank 0 says how many threads are within an operator
 
     def choose_clipped_sum(self) -> ClippedSum:
-        clipped_sum, reason = checked_clipped_sum(self)
+        self._checked, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(clipped_sum, self.module, *self.population.empty_batch)
+        return quicker_without_clipping(self._checked, self.module, *self.population.empty_batch)
 
     def releases(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
@@ -114,7 +114,10 @@ class FastEngine(SerialEngine):
             finally:
                 self._seats.put(seat)
 
-        pool = self._pool = self._pool or thread_pool(self.workers or 1, "client", torch.get_num_threads())
+        if self._pool is None:
+            self._checked.choose()  # not in several threads, for the present number of threads within an operator
+            self._pool = thread_pool(self.workers or 1, "client", torch.get_num_threads())
+        pool = self._pool
         running: dict[Future[T], int] = {}
         waiting = iter(numbers)
         try:
@@ -152,7 +155,7 @@ class FastEngine(SerialEngine):
         return theta
 
 
-def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
+def checked_clipped_sum(engine: SerialEngine) -> tuple[CheckedSum, str]:
     """Return the clipped sum for the engine's module, and why."""
     module = engine.module
     x, y = dummy_batch(engine.population, records=4, device=module.device)

@@ -13,14 +13,16 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import forward_chunk
+from dpfl_lightning.privacy.clipping.checked import vmap_or_loop
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, VmapClippedSum, evaluating
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, evaluating
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
@@ -49,7 +51,9 @@ class SerialEngine:
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
     def choose_clipped_sum(self) -> ClippedSum:
-        return VmapClippedSum(self.module.sample_loss)
+        return vmap_or_loop(
+            self.module.net, self.module.sample_loss, *dummy_batch(self.population, 4, self.module.device)
+        )
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
@@ -122,7 +126,8 @@ class SerialEngine:
         x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
         generator = self.streams.generator(f"query {query.purpose}", round, client, charge_number)
         with tensors_restored(self.module.net):
-            return answers.answer(query, client, self.module, self.clipped_sum.enter(x), y, generator)
+            x = self.clipped_sum.enter(x)
+            return answers.answer(query, client, self.module, x, y, generator, self.clipped_sum.passes)
 
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
@@ -165,7 +170,9 @@ class SerialEngine:
             clip_norm, order = job.clip_norm(task.mechanism), task.mechanism.clip_order
             request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
             with tensors_restored(self.module.net):
-                sums = task.sum_of(self.module.unflatten(start), job.augmented(x, y), y, request)
+                sums = task.sum_of(
+                    self.module.unflatten(start), job.augmented(x, y, self.clipped_sum.passes.rows), y, request
+                )
             released = task.class_gradients(job, sums, start.dtype, y, self.labels(client))
         else:
             with tensors_restored(self.module.net):

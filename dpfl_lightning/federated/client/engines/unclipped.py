@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.fast_loss import FastLoss
-from dpfl_lightning.privacy.clipping.fast import CPU_CHUNK, FastClippedSum
+from dpfl_lightning.privacy.clipping.checked import CheckedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import (
     ClippedSum,
     ClipRequest,
     Params,
     SampleLoss,
-    chunks_of,
 )
 from dpfl_lightning.runtime.threads import thread_pool
 
 Pass = slice | Tensor  # its records
 
+CHUNK = 64  # records of a pass
 FEWEST = 16  # records a group on average: below, a separate pass for each group costs more than it saves
 
 
@@ -36,8 +36,8 @@ class UnclippedSum:
     **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
 
-    def __init__(self, clipped: FastClippedSum, loss: FastLoss) -> None:
-        self._clipped, self._loss = clipped, loss
+    def __init__(self, clipped: CheckedSum, loss: FastLoss) -> None:
+        self._clipped, self._loss, self.passes = clipped, loss, clipped.passes
         self._pool: ThreadPoolExecutor | None = None
 
     @torch.no_grad()  # except for the passes
@@ -60,7 +60,7 @@ class UnclippedSum:
                 parts = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True, materialize_grads=True)
             return torch.cat([one.flatten() for one in parts])
 
-        rows, passes = zip(*_passes(len(y), request.group, self._clipped.chunk or CPU_CHUNK), strict=True)
+        rows, passes = zip(*_passes(len(y), request.group, CHUNK), strict=True)
         total = request.zeros(chosen)
         for row, part in zip(rows, self._side_by_side(gradient, passes), strict=True):
             total[row] += part
@@ -83,15 +83,15 @@ class UnclippedSum:
 
 def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: Inputs, y: Tensor) -> ClippedSum:
     """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
-    if module.device.type != "cpu" or not isinstance(clipped_sum, FastClippedSum):
+    if module.device.type != "cpu" or not (isinstance(clipped_sum, CheckedSum) and clipped_sum.by_rules):
         return clipped_sum
     return UnclippedSum(clipped_sum, FastLoss(module, x, y))
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:
     if group is None:
-        yield from ((0, rows) for rows in chunks_of(num_records, chunk))
+        yield from ((0, slice(first, first + chunk)) for first in range(0, num_records, chunk))
         return
     for row in group.unique().tolist():
         records = (group == row).nonzero().flatten()
-        yield from ((row, records[part]) for part in chunks_of(len(records), chunk))
+        yield from ((row, part) for part in records.split(chunk))
