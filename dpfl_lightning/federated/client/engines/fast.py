@@ -74,7 +74,7 @@ class FastEngine(SerialEngine):
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(clipped_sum, self.module, *self.population.empty_batch)
+        return quicker_without_clipping(clipped_sum, self.module)
 
     def releases(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
