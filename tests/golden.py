@@ -171,12 +171,12 @@ class Checkout:
         """The names under which MLflow gets a run."""
         store = self.scratch / "mlflow.db"
         self.run(*self.digits(), *SIMULATED, "--tracking.uri", f"sqlite:///{store}", "--output_dir", "tracked")
-        tables = ("params", "metrics", "tags")
+        names = {}
         with sqlite3.connect(store) as opened:
-            return {
-                table: [key for (key,) in opened.execute(f"SELECT DISTINCT key FROM {table} ORDER BY key")]
-                for table in tables
-            }
+            for table in ("params", "metrics", "tags"):
+                rows = opened.execute(f"SELECT DISTINCT key FROM {table} ORDER BY key").fetchall()
+                names[table] = some([key for (key,) in rows], table)
+        return names
 
     def digits(self, *words: str) -> list[str]:
         """A small run on real digits."""
@@ -198,7 +198,8 @@ class Checkout:
             found[part.__name__] = part()
         for table in TABLES:
             printed = self.run(table, module=self.place("reproduce"))  # the scratch folder holds no finished cells
-            found[f"table {table}"] = [line for line in printed.splitlines() if line.startswith("|")]
+            lines = [line for line in printed.splitlines() if line.startswith("|")]
+            found[f"table {table}"] = some(lines, f"lines of {table}")
         return found
 
     def place(self, command: str) -> str:
@@ -212,17 +213,14 @@ def released(folder: Path) -> Answers:
 
     Raises:
         KeyError: the results or the ledger lack a key that is compared.
-        ValueError: there are no parameters, no charges, or no epsilons to compare.
+        ValueError: there are no parameters, charges or epsilons to compare.
     """
     result = json.loads((folder / "result.json").read_text())
     kept = sorted(path for path in folder.glob("*.pt") if not path.name.startswith("checkpoint"))
-    epsilons = [client["epsilon_spent"] for client in result["clients"]]
-    if not kept or not epsilons or None in epsilons:
-        raise ValueError(f"{folder}: parameters {kept}, epsilons {epsilons}")
     return {
-        "tensors": {path.name: digest_of(torch.load(path, weights_only=True)) for path in kept},
+        "tensors": {path.name: digest_of(torch.load(path, weights_only=True)) for path in some(kept, "parameters")},
         "charges": charges_of(folder / "ledger.jsonl"),
-        "epsilons": epsilons,
+        "epsilons": some([client["epsilon_spent"] for client in result["clients"]], "epsilons"),
         "accuracy": result["test_accuracy"],
     }
 
@@ -230,10 +228,15 @@ def released(folder: Path) -> Answers:
 def charges_of(ledger: Path) -> str:
     """SHA-256 of the charges in a ledger, of which there is at least one."""
     lines = [json.loads(line) for line in ledger.read_text().splitlines()[1:]]
-    if not lines:
-        raise ValueError(f"{ledger} has no charge")
-    charges = [[line[key] for key in ("client", "round", "purpose", "event")] for line in lines]
+    charges = [[line[key] for key in ("client", "round", "purpose", "event")] for line in some(lines, "charges")]
     return hashlib.sha256(json.dumps(charges, sort_keys=True).encode()).hexdigest()
+
+
+def some(values: list[Any], what: str) -> list[Any]:
+    """The values, which must be there: nothing compared with nothing would be equal."""
+    if not values or None in values:
+        raise ValueError(f"there are no {what} to compare: {values}")
+    return values
 
 
 def digest_of(value: Any) -> str:

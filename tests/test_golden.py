@@ -48,5 +48,5 @@ def test_a_missing_key_is_an_error(run, key, missing):
 
 @pytest.mark.parametrize("none", [{"clients": []}, {"clients": [{"epsilon_spent": None}]}, {"charges": []}])
 def test_nothing_is_not_compared_with_nothing(run, none):
-    with pytest.raises(ValueError, match=r"epsilons|no charge"):
+    with pytest.raises(ValueError, match=r"no (epsilons|charges) to compare"):
         run(**none)
