@@ -21,7 +21,6 @@ from dpfl_lightning.errors import require, require_one_of, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.engines.stacked import StackedEngine
 from dpfl_lightning.federated.client.engines.trainer import TrainerEngine
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import deciding_options
@@ -48,7 +47,6 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 ENGINES: dict[str, type[SerialEngine]] = {
     "fast": FastEngine,
     "serial": SerialEngine,
-    "stacked": StackedEngine,
     "trainer": TrainerEngine,
 }
 
@@ -123,7 +121,7 @@ class FederatedLoop(ServerLoop):
         privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
         callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`.
-        engine: fast (the default), serial, stacked or trainer.
+        engine: fast (the default), serial or trainer.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
@@ -202,9 +200,6 @@ class FederatedLoop(ServerLoop):
         local = _clients(sides, ranks, sites)
         settings = client_settings(population.num_records, clients, privacy, seed, population.names)
         optimizer = None if module.brings_optimizer else build_optimizer(clients.optimizer)
-        if engine is not None and engine.name == "stacked" and optimizer is not None:
-            advice = "Use the engine fast."
-            require(optimizer.plain, "clients.optimizer", "be plain sgd with engine stacked", clients.optimizer, advice)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
         _notice(module, clients)

@@ -3,8 +3,7 @@
 import dataclasses
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from pytest import MonkeyPatch
 from dpfl_lightning.federated.client import local_clients
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.federated.client.engines import serial as engine
-from dpfl_lightning.federated.client.engines import stacked
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy import sampling
@@ -22,8 +20,7 @@ from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import reference as clipping
-from dpfl_lightning.privacy.clipping import stacked as stacked_clipping
-from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, MechanismRows
+from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 Mutate = Callable[[MonkeyPatch], None]
@@ -34,20 +31,15 @@ def half_the_noise(patch: MonkeyPatch) -> None:
     def halved(mechanism: Mechanism) -> Mechanism:
         return dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 2)
 
-    alone, rows = Mechanism.privatise, MechanismRows.__init__
-
-    def set_up(self: MechanismRows, mechanisms: Sequence[Mechanism], *args: Any, **more: Any) -> None:
-        rows(self, [halved(one) for one in mechanisms], *args, **more)
-
-    patch.setattr(Mechanism, "privatise", lambda self, *args: alone(halved(self), *args))
-    patch.setattr(MechanismRows, "__init__", set_up)
+    privatise = Mechanism.privatise
+    patch.setattr(Mechanism, "privatise", lambda self, *args: privatise(halved(self), *args))
 
 
 def no_clipping(patch: MonkeyPatch) -> None:
     def ones(norms, clip_norm):
         return torch.isfinite(norms).to(norms.dtype)
 
-    for module in (clipping, fast_clipping, stacked_clipping):
+    for module in (clipping, fast_clipping):
         patch.setattr(module, "clip_factors", ones)
 
 
@@ -121,14 +113,7 @@ def floating_point_noise(patch: MonkeyPatch) -> None:
     def privatise(self, clipped, generator, dtype=torch.float32, into=None):
         return (alone if self.noise_multiplier == 0 else noisy)(self, clipped, generator, dtype)
 
-    def privatise_rows(self, clipped):
-        rows = zip(clipped, self._mechanisms, self._generators, strict=False)
-        return torch.stack(
-            [privatise(mechanism, row, generator, self._like.dtype) for row, mechanism, generator in rows]
-        )
-
     patch.setattr(Mechanism, "privatise", privatise)
-    patch.setattr(MechanismRows, "privatise", privatise_rows)
 
 
 def noise_of_the_key_alone(patch: MonkeyPatch) -> None:
@@ -261,25 +246,14 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
     drawn = _Drawn()
     for kind in SUMS:
         patch.setattr(kind, "__call__", _remembering(kind.__call__, drawn))
-    alone, rows, sums = Mechanism.privatise, MechanismRows.privatise, stacked.Stack.clipped_sums
+    exact = Mechanism.privatise
 
     def privatise(self, clipped, *args):
         first = (clipped.data_ptr() - drawn.place) // drawn.row_bytes
         factor = self.expected_batch_size / max(1.0, float(drawn.sizes[first : first + len(clipped)].sum()))
-        return alone(self, clipped, *args) * factor if noise_too else alone(self, clipped * factor, *args)
-
-    def clipped_sums(self, theta, draws):
-        drawn.sizes = torch.tensor([max(1.0, len(rows)) for rows in draws])[:, None, None]
-        return sums(self, theta, draws)
-
-    def privatise_rows(self, clipped):
-        planned = torch.tensor([one.expected_batch_size for one in self._mechanisms[: len(clipped)]])[:, None, None]
-        factor = (planned / drawn.sizes).to(clipped.dtype)
-        return (rows(self, clipped) * factor).to(self._like.dtype) if noise_too else rows(self, clipped * factor)
+        return exact(self, clipped, *args) * factor if noise_too else exact(self, clipped * factor, *args)
 
     patch.setattr(Mechanism, "privatise", privatise)
-    patch.setattr(stacked.Stack, "clipped_sums", clipped_sums)
-    patch.setattr(MechanismRows, "privatise", privatise_rows)
 
 
 def _remembering(call, drawn):

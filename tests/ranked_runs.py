@@ -17,7 +17,6 @@ from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Populatio
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.engines.stacked import StackedEngine
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
@@ -153,7 +152,6 @@ def free_port() -> int:
 RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
     "streamed": make_loop,
     "serial": lambda folder: make_loop(folder, engine=SerialEngine()),
-    "stacked": lambda folder: make_loop(folder, engine=StackedEngine()),
     "one step": one_step_each,
     "deltas": lambda folder: make_loop(folder, Median()),
     "models": lambda folder: make_loop(folder, EachItsOwn(), rounds=4),

@@ -268,7 +268,7 @@ OPTIONS = st.builds(
         noise_key=st.none() | st.just(NOISE_KEY),
     ),
     engine=st.builds(
-        EngineOptions, name=st.sampled_from(["fast", "serial", "stacked"]), workers=st.none() | st.integers(1, 8)
+        EngineOptions, name=st.sampled_from(["fast", "serial", "trainer"]), workers=st.none() | st.integers(1, 8)
     ),
     tracking=st.none() | st.builds(TrackingOptions, run_name=st.sampled_from([None, "1e3", "2024", "on", "a: b"])),
 )

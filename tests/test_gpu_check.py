@@ -22,7 +22,6 @@ MEASURED = {
     "ratio_vs_nonprivate": 2.0,
     "range_vs_nonprivate": [1.5, 2.5],
     "gpu": {"ours": {"peak_memory_mib": 1234, "utilisation_percent": 56}},
-    "useful_share": 0.5,
 }
 
 
@@ -34,14 +33,14 @@ def test_the_report_shows_every_section_and_only_wrong_results_count():
     for words in (
         "- correct: passed, 1 distances of at most 2e-06; products highest, TF32 of cuDNN off",
         "- common: FAILED, not done after 80 s",
-        "1,234 MiB of GPU memory, 56 % busy; 50% of the places hold records",
-        "| **2.00 x** | 1.50 to 2.50 | mixed_stacked  | plain SGD without privacy | 100 records/s | 50.0 records/s |",
+        "1,234 MiB of GPU memory, 56 % busy",
+        "| **2.00 x** | 1.50 to 2.50 | mixed         | plain SGD without privacy | 100 records/s | 50.0 records/s |",
         "On a GPU, torch 2.13, 400.0 s.",
     ):
         assert words in text, (words, text)
     assert status(results) == 0
-    results["correct_stacked"] = {**EXACT, "failed": "ArithmeticError: 0.1 is above 0.0001"}
-    assert status(results) == 1 and "- correct_stacked: FAILED, ArithmeticError: 0.1" in gpu_report(results)
+    results["correct"] = {**EXACT, "failed": "ArithmeticError: 0.1 is above 0.0001"}
+    assert status(results) == 1 and "- correct: FAILED, ArithmeticError: 0.1" in gpu_report(results)
 
 
 @pytest.mark.parametrize(
@@ -70,5 +69,4 @@ def test_all_of_it_runs_on_a_cpu(capfd, monkeypatch):
     out, err = capfd.readouterr()
     results = json.loads(out.splitlines()[-1])
     assert set(SECTIONS) < set(results) and not [name for name in SECTIONS if "failed" in results[name]], results
-    assert results["mixed_stacked"]["useful_share"] > 0.4 and "section mixed_stacked, at most" in err
-    assert "Tiny rounds test the check" in out
+    assert "section mixed, at most" in err and "Tiny rounds test the check" in out

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
 from dpfl_lightning.runtime.threads import side_by_side
 
@@ -238,8 +238,7 @@ class Matching:
         """
         settings = (tuple(names), distance, learning_rate, momentum)
         if module.flat.device.type == "cpu":
-            like = torch.empty(0, *input_shape), torch.empty(0, dtype=torch.long)
-            return cls(FastLoss(module, *like), *settings, threads=True)
+            return cls(ThreadSafeLoss(module), *settings, threads=True)
         params = module.unflatten(module.flat)
         gradients = fastest_class_gradients(module.sample_loss, params, names, input_shape)
         return cls(module.sample_loss, *settings, gradients=gradients)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
-from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
 from dpfl_lightning.privacy.noise import stream_words
 
 
@@ -51,7 +51,7 @@ def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how
     theta = start.detach().clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)
     x, y = records
-    sample_loss = FastLoss(module, x[:0], y[:0])
+    sample_loss = ThreadSafeLoss(module)
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
         for epoch in range(how.epochs):

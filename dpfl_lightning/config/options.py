@@ -207,8 +207,7 @@ class EngineOptions(_Section):
 
     Args:
         name: fast is the default, also on a GPU, where it trains one client after the other; serial is the reference;
-            stacked computes many clients as one batch, for small models on a GPU; trainer uses one lightning.Trainer
-            per client.
+            trainer uses one lightning.Trainer per client.
         device: auto uses a GPU if there is one.
         workers: number of clients trained at the same time (engine fast), >= 1; null uses one per core, or one on a
             GPU. With several ranks (torchrun, srun) it is the number on each rank, and null divides the cores of the

@@ -1,7 +1,7 @@
 """Loops that torch has no operator for, compiled by numba and checked against torch's operators.
 
-Without one of them a whole job on a CPU takes longer: the main job 1.31 times as long without `sparse_conv`, 1.22 times
-without `product_loops`, and distillation without noise 1.27 times without `fused_planes`.
+Without one of them a whole job on a CPU takes longer: the main job 1.31 times as long without `sparse_conv`, and 1.22
+times without `product_loops`.
 """
 
 LANES = 16  # float32 numbers in a vector: one register of AVX-512, two of AVX2

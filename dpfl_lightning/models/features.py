@@ -1,13 +1,11 @@
 """Random features of records: what nets with random parameters make of them, each record by itself."""
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfl_lightning.models.fast_loss import fuse_planes
 from dpfl_lightning.models.model import Model
 
 COUNT_WEIGHT = 0.2  # of the constant feature, whose sum counts records
@@ -40,10 +38,6 @@ def _features(module: Model) -> Callable[[Tensor, Tensor], Tensor]:
     if not (type(net) is nn.Sequential and len(net) > 1 and isinstance(net[-1], nn.Linear)):
         return lambda flat, x: module.output(module.unflatten(flat), x)
     layers = net[:-1]
-    if not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers.modules()):
-        layers = copy.deepcopy(layers)
-        assert isinstance(layers, nn.Sequential)  # for mypy
-        fuse_planes(layers)
 
     def of_layers(flat: Tensor, x: Tensor) -> Tensor:
         params = module.unflatten(flat)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent, SelectionEvent
 from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
-from dpfl_lightning.privacy.noise import PIECE, RandomGenerator, device_noise, integer_noise, noised_on_grid
+from dpfl_lightning.privacy.noise import PIECE, RandomGenerator, integer_noise, noised_on_grid
 
 #: the noise covers `clip_norm` times this: it adds twice the rounding of the sum, and the grid (at most 1/400)
 ENLARGED = 1 + 2 * SUM_ROUNDING + 1 / 400
@@ -131,10 +130,9 @@ class Mechanism:
         return float(numbers) if self.clip_order == 1 else math.sqrt(numbers)
 
 
-def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
+def on_grid(clipped_sum: Tensor, step: float) -> Tensor:
     """Return `round(clipped_sum / step)`, float64, on a device that has it."""
     values = clipped_sum.cpu() if clipped_sum.device.type == "mps" else clipped_sum
-    step = step.to(values.device) if isinstance(step, Tensor) else step
     return (values.double() / step).round_()
 
 
@@ -179,48 +177,6 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
         raise KeyError("its noise is not solved yet")
     kind = Laplace if isinstance(event, LaplaceEvent) else Gaussian
     return kind(clip_norm, event.noise_multiplier, event.sample_rate, event.sample_rate * num_records)
-
-
-class MechanismRows:
-    """`Mechanism.privatise` of S >= 1 clients of one class in a few operations, row by row.
-
-    One call of `privatise` is one step of each client whose row it is given. `generators` has one for each client; on a
-    GPU the first one seeds the device's generator for all rows. `like` has the dtype and the device of the releases,
-    and `numbers` is the number of values in the sum of one client.
-    """
-
-    def __init__(
-        self, mechanisms: Sequence[Mechanism], generators: Sequence[RandomGenerator], like: Tensor, numbers: int
-    ) -> None:
-        self._like, self._mechanisms, self._generators = like, mechanisms, generators
-        self._laplace = mechanisms[0].clip_order == 1
-        self._silent = any(mechanism.noise_multiplier == 0 for mechanism in mechanisms)
-        if self._silent:
-            return
-        dtype = like.dtype if like.device.type == "mps" else torch.float64
-        steps = [mechanism.grid(numbers) for mechanism in mechanisms]
-        pairs = list(zip(mechanisms, steps, strict=True))
-        self._scales = [mechanism.noise_scale(numbers) / step for mechanism, step in pairs]
-        # moved to the device once, not in every step
-        self._step, self._scale, self._unit = (
-            torch.tensor(column, dtype=dtype, device=like.device)[:, None, None]
-            for column in (steps, self._scales, [step / mechanism.expected_batch_size for mechanism, step in pairs])
-        )
-        self._on_device = generators[0].on(like.device) if like.device.type == "cuda" else None
-
-    def privatise(self, clipped_sums: Tensor) -> Tensor:
-        """Release the `[k, G, P]` sums of the first k <= S clients, shape kept; the other clients draw no noise."""
-        active = len(clipped_sums)
-        if self._silent:
-            rows = zip(clipped_sums, self._mechanisms, self._generators, strict=False)
-            return torch.stack([noise.privatise(sums, generator, self._like.dtype) for sums, noise, generator in rows])
-        integers = on_grid(clipped_sums, self._step[:active])
-        if self._on_device is None:
-            for row, generator, scale in zip(integers, self._generators, self._scales, strict=False):
-                row.add_(integer_noise(generator, self._laplace, scale, row))
-        else:
-            integers.add_(device_noise(self._on_device, self._laplace, self._scale[:active], integers))
-        return integers.to(self._like.device).to(self._step.dtype).mul_(self._unit[:active]).to(self._like.dtype)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ def integer_noise(generator: RandomGenerator, laplace: bool, scale: float, like:
     return torch.from_numpy(pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(like.shape)
 
 
-def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tensor, like: Tensor) -> Tensor:
-    """Return integer noise from the generator of a device; `scale` may be a tensor that broadcasts to `like`."""
+def device_noise(generator: torch.Generator, laplace: bool, scale: float, like: Tensor) -> Tensor:
+    """Return integer noise from the generator of a device."""
     noise = torch.empty(like.shape, dtype=torch.float64, device=like.device)
     if laplace:
         noise.exponential_(generator=generator).sub_(torch.empty_like(noise).exponential_(generator=generator))

@@ -39,7 +39,7 @@ def ours(width: int, x: Tensor, y: Tensor) -> Step:
     """`[num_classes, p]`, as the default engine computes it without privacy."""
     module = ClientModule(build(width)).to(x.device)
     clipped_sum = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0]
-    summed = quicker_without_clipping(clipped_sum, module, x[:0], y[:0])
+    summed = quicker_without_clipping(clipped_sum, module)
     names = matched_names({name: p.shape for name, p in module.named_trainable.items()}, "layerwise_cosine")
     keep_freed_memory()
 

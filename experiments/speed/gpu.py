@@ -25,8 +25,6 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.published import BATCH_SIZES
 from dpfl_lightning.errors import require_one_of
 from dpfl_lightning.federated.client.engines.fast import FastEngine
-from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.engines.stacked import StackedEngine, useful_share
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams, integer_noise
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.text import markdown
@@ -56,29 +54,25 @@ def _cases(tiny: bool) -> dict[str, Case]:
 # ---- sections
 
 
-def correct(device: torch.device, tiny: bool, keep: Keep, engines: Sequence[str] = ("fast", "trainer")) -> None:
+def correct(device: torch.device, tiny: bool, keep: Keep) -> None:
     """Hold engines to `serial` on sums without noise: one step, several, and unequal batches; `serial` to the CPU."""
-    nets = {"cnn_small": (1, 28, 28), **({} if tiny or "stacked" in engines else {"resnet20": (3, 32, 32)})}
+    nets = {"cnn_small": (1, 28, 28), **({} if tiny else {"resnet20": (3, 32, 32)})}
     records = 24 if tiny else 100
     for net, shape in nets.items():
         for batch_sizes in ((records,) * 3, (3, records // 4, records // 2)):
             case = Case(net, shape, clients=3, records=records, batch_size=records, batch_sizes=batch_sizes)
             words = f"{net}, batches {', '.join(map(str, batch_sizes))}"
             exact = _updates(case, device, "serial")
-            if "fast" in engines and batch_sizes[0] == records:
+            if batch_sizes[0] == records:
                 on_cpu = _updates(case, torch.device("cpu"), "serial")
                 _hold(keep, f"serial beside a CPU, {words}", _furthest(exact, on_cpu))
-            for engine in engines:
+            for engine in ("fast", "trainer"):
                 _hold(keep, f"{engine}, {words}", _furthest(_updates(case, device, engine), exact))
     noise = integer_noise(RandomGenerator(os.urandom(32)), False, 2.0**20, torch.zeros(1 << 20, device=device)).double()
     scale = float(noise.std()) / 2**20
     keep(products=products(), cudnn_tf32=torch.backends.cudnn.allow_tf32, noise_scale=f"{scale:.4f}")
     if abs(scale - 1) > 0.005:  # seven standard deviations
         raise ArithmeticError(f"the scale of the noise is {scale:.4f} times what is asked for")
-
-
-def correct_stacked(device: torch.device, tiny: bool, keep: Keep) -> None:
-    correct(device, tiny, keep, ["stacked"])
 
 
 def _updates(case: Case, device: torch.device, name: str) -> Tensor:
@@ -100,32 +94,22 @@ def _hold(keep: Keep, words: str, distance: float) -> None:
         raise ArithmeticError(f"{words}: {distance:.2g} is above {TOLERANCE:g}")
 
 
-def _measured(
-    name: str, engine: Callable[[], SerialEngine], repeats: int
-) -> Callable[[torch.device, bool, Keep], None]:
-    """A section that measures a round of the engine beside both loops."""
+def _measured(name: str, repeats: int) -> Callable[[torch.device, bool, Keep], None]:
+    """A section that measures a round of the default engine beside both loops."""
 
     def section(device: torch.device, tiny: bool, keep: Keep) -> None:
-        case, ours = _cases(tiny)[name], engine()
-        keep(**measure(name, case, 1 if tiny else repeats, device, ours, _say))
-        if isinstance(ours, StackedEngine):
-            loop, state = our_loop(case, build_net(case), random_records(case), torch.device("cpu"), SerialEngine())
-            plan = loop.view(state).plan()
-            keep(useful_share=round(useful_share(plan, list(ours.layouts(plan, range(case.clients)))), 3))
+        keep(**measure(name, _cases(tiny)[name], 1 if tiny else repeats, device, FastEngine(), _say))
 
     return section
 
 
-#: name -> seconds, and what it does: from what is surest to run to what may compile for minutes
+#: name -> seconds, and what it does: from what is surest to run to what takes longest
 SECTIONS: dict[str, tuple[float, Callable[[torch.device, bool, Keep], None]]] = {
     "correct": (60, correct),
-    "common": (80, _measured("common", FastEngine, 2)),
-    "small_clients": (60, _measured("small_clients", FastEngine, 2)),
-    "resnet18": (30, _measured("resnet18", FastEngine, 3)),
-    "mixed": (80, _measured("mixed", FastEngine, 1)),
-    "correct_stacked": (60, correct_stacked),
-    "common_stacked": (60, _measured("common", StackedEngine, 1)),
-    "mixed_stacked": (35, _measured("mixed", StackedEngine, 1)),
+    "common": (80, _measured("common", 2)),
+    "small_clients": (60, _measured("small_clients", 2)),
+    "resnet18": (30, _measured("resnet18", 3)),
+    "mixed": (80, _measured("mixed", 1)),
 }
 
 
@@ -202,12 +186,12 @@ def _say(text: str) -> None:
 
 
 def status(results: Mapping[str, Any]) -> int:
-    """1 if a correctness section failed, else 0.
+    """1 if the correctness section failed, else 0.
 
-    >>> status({"correct": {}, "correct_stacked": {}, "common": {"failed": "not done after 80 s"}})
+    >>> status({"correct": {}, "common": {"failed": "not done after 80 s"}})
     0
     """
-    return int(any("failed" in results[name] for name in ("correct", "correct_stacked")))
+    return int("failed" in results["correct"])
 
 
 def gpu_report(results: Mapping[str, Any]) -> str:
@@ -223,8 +207,7 @@ def gpu_report(results: Mapping[str, Any]) -> str:
             lines.append(f"- {name}: passed, {len(distances)} distances of at most {max(distances):.2g}; {tf32}")
         else:
             rows += report.rows_of(name, found)
-            share = f"; {found['useful_share']:.0%} of the places hold records" if "useful_share" in found else ""
-            lines.append(report.work_of(name, found) + share)
+            lines.append(report.work_of(name, found))
     table = [markdown(report.COLUMNS, rows)] if rows else []
     tiny = "Tiny rounds test the check; their rates mean nothing. " if results["tiny"] else ""
     words = f"{tiny}On {results['machine']['device']}, torch {results['machine']['torch']}, {results['seconds']} s."

@@ -124,18 +124,13 @@ WAYS = {
     "fast, two steps": Way(steps=2),
     "serial": Way("serial"),
     "serial, second of two steps": Way("serial", LastStep, steps=2),
-    "stacked, clients in one batch": Way("stacked"),
-    "stacked": Way("stacked", Alone),
-    "stacked, two steps": Way("stacked", steps=2),
     "class gradients": Way(kind="classes"),
     "class gradients, serial": Way("serial", kind="classes"),
     "Laplace": Way(mechanism="laplace"),
-    "Laplace, stacked": Way("stacked", Alone, mechanism="laplace"),
     "a question": Way(kind="loss"),
 }
 #: variations of others
-_LATER = {"fast, one client", "stacked, two steps", "serial, second of two steps", "class gradients, serial"}
-_LATER |= {"Laplace, stacked"}
+_LATER = {"fast, one client", "serial, second of two steps", "class gradients, serial"}
 MARKED = [pytest.param(name, marks=[pytest.mark.e2e] * (name in _LATER)) for name in WAYS]
 
 

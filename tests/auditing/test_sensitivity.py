@@ -18,7 +18,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.layer_rules import RULES
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
-ENGINES = ("fast", "serial", "stacked")  # a Trainer's sums are the serial engine's: `test_mutants.py` runs it
+ENGINES = ("fast", "serial")  # a Trainer's sums are the serial engine's: `test_mutants.py` runs it
 
 
 class Tokens(nn.Module):
@@ -89,7 +89,7 @@ def test_every_rule_has_a_net():
 
 def slow(kind, engine) -> bool:
     """The rule of every layer is held to the clip norm by `privacy/test_sensitivity.py`, too."""
-    quick = {"fast": (nn.Linear, nn.Conv2d, nn.LSTM, "no rule"), "serial": (nn.Linear,), "stacked": ()}
+    quick = {"fast": (nn.Linear, nn.Conv2d, nn.LSTM, "no rule"), "serial": (nn.Linear,)}
     return kind not in quick[engine]
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients
@@ -302,8 +301,6 @@ def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.05, optimizer=optimizer)
     for engine in ("fast", "trainer"):
         assert_as_serial(engine, make_loop, clients=clients, parts=[FedProx(0.5)])
-    with pytest.raises(UserError, match=r"`clients.optimizer` must be plain sgd with engine stacked"):
-        make_loop(engine=ENGINES["stacked"](), clients=clients)
     ours = released("serial", make_loop, clients=clients, privacy=None)
     loop, options = make_loop(clients=clients, privacy=None), {k: v for k, v in optimizer.items() if k != "name"}
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer["name"]]
@@ -321,13 +318,8 @@ def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
 def test_nets_that_do_not_fit_a_piece_of_noise_get_the_same_noise(make_loop):
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 600), nn.Linear(600, 3))
     options = {"population": images(20), "clients": ClientOptions(4, batch_size=8)}
-    ours, theirs = (released(name, make_loop, module=ClientModule(net), **options) for name in ("stacked", "serial"))
+    ours, theirs = (released(name, make_loop, module=ClientModule(net), **options) for name in ("fast", "serial"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_stacks_refuse_a_module_with_another_optimiser(make_loop):
-    with pytest.raises(UserError, match="overrides `configure_optimizers`, got 'stacked'"):
-        make_loop(engine=ENGINES["stacked"](), module=Adam(small_net())).run()
 
 
 def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):

@@ -91,8 +91,6 @@ def test_the_trainer_gets_a_tuple(make_loop, one_noise):
 
 
 def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(make_loop, tmp_path):
-    with pytest.raises(UserError, match=r"`engine.name` must be fast or serial for records that are not one tensor"):
-        trained(make_loop, "dictionary", "stacked", output_dir=tmp_path / "stacked").run()
     for kind in ("words", "dictionary"):
         loop = trained(make_loop, kind, "fast", parts=[Distillation()], privacy=private(), rounds=1)
         with pytest.raises(UserError, match="must have records that are one floating tensor"):

@@ -107,7 +107,7 @@ def test_an_error_of_all_clients_ends_the_run_before_the_next_charge(engine, mak
     assert {charge.round for charge in read_ledger(loop.clients.folder.ledger_file)} == {1, 2}
 
 
-@pytest.mark.parametrize("engine, options", [("serial", {}), ("fast", ONE_STEP), ("stacked", {})])
+@pytest.mark.parametrize("engine, options", [("serial", {}), ("fast", ONE_STEP)])
 def test_what_the_privacy_core_refuses_ends_the_run(engine, options, make_loop, failing):
     failing(2, {1}, UserError("`batch` must have fewer records"))
     with pytest.raises(UserError, match="fewer records"):

@@ -11,7 +11,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from conftest import FIXED_KEY, private, small_net
+from conftest import private, small_net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -403,27 +403,6 @@ def test_any_error_before_there_is_a_ledger_leaves_no_folder(tmp_path, make_loop
     with pytest.raises(KeyError):
         make_loop(output_dir=tmp_path / "run").run()
     assert not (tmp_path / "run").exists()
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-@pytest.mark.e2e
-def test_lstms_are_trained_equally_by_stacks(make_loop):
-    population = people(torch.randn(12, 4, 2), torch.arange(12) % 3, 3)
-    options = {"privacy": private(noise_key=FIXED_KEY), "clients": ClientOptions(2, batch_size=4)}
-    results = [
-        make_loop(population, ClientModule(Recurrent()), engine=ENGINES[name](), **options).run()
-        for name in ("serial", "stacked")
-    ]
-    torch.testing.assert_close(*(dict(result.model.named_parameters()) for result in results), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Remembering, InPlace, InData, InAttribute])

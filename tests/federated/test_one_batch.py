@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.engines.stacked import StackedEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.privacy.mechanism import Gaussian
@@ -44,17 +43,15 @@ def released(engine, plan, dtype=torch.float32) -> torch.Tensor:
     return torch.stack([rows[row] for row in sorted(rows)])
 
 
-@pytest.mark.parametrize("engine", [FastEngine, StackedEngine])
 @pytest.mark.parametrize("job", [LocalTraining(), ClassGradients(3)], ids=["training", "class gradients"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_a_group_releases_what_its_clients_release_alone(engine, job, dtype, tolerance, monkeypatch):
+def test_a_group_releases_what_its_clients_release_alone(job, dtype, tolerance, monkeypatch):
     anchors = torch.linspace(-1, 1, 83, dtype=dtype)[None]
     plan = plan_of(job=job, anchors=anchors, anchor_of=(0,) * CLIENTS, pull=0.7)
     theirs = released(SerialEngine(), plan, dtype)
     monkeypatch.setattr(one_batch, "MOST_CLIENTS", 12)
     monkeypatch.setattr(SerialEngine, "release", None)  # all are in groups: nobody is trained in another way
-    monkeypatch.setattr(StackedEngine, "stack_releases", None)
-    ours = released(engine(), plan, dtype)
+    ours = released(FastEngine(), plan, dtype)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 

@@ -145,8 +145,8 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     broken = ours.pop("broken client")
     protected = [results.pop("protected")["models"] for results in (ours, theirs)]
     for name in ranked_runs.RUNS:
-        rounding = {"rtol": 1e-4, "atol": 1e-5} if name == "stacked" else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(ours[name], theirs[name], **rounding, msg=lambda text, name=name: f"{name}: {text}")
+        same = {"rtol": 0, "atol": 0, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(ours[name], theirs[name], **same)
     notes = [json.loads((folder / "broken records" / "private.json").read_text()) for folder in (together, alone)]
     assert notes[0] == notes[1] and all(client["not_finite"] > 0 for client in notes[0]["clients"])
     assert not torch.equal(*protected), "each rank draws fresh noise"

@@ -30,7 +30,7 @@ def charged_rounds(loop) -> list[int]:
     return [charge.round for charge in read_ledger(loop.clients.folder.ledger_file)]
 
 
-@pytest.mark.parametrize("engine", ["fast", "serial", "stacked"])
+@pytest.mark.parametrize("engine", ["fast", "serial"])
 def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
     """Bit for bit, and charged once, though it was broken off in its first, a middle and its last round."""
     unbroken = make_loop(engine=ENGINES[engine](), rounds=5)

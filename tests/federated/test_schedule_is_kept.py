@@ -19,7 +19,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.mechanism import Gaussian, MechanismRows
+from dpfl_lightning.privacy.mechanism import Gaussian
 
 
 class Witness:
@@ -28,7 +28,6 @@ class Witness:
     def __init__(self, monkeypatch):
         self.drawn, self.noised = Counter(), Counter()
         draw, alone = sampling.poisson_rows, Gaussian.privatise
-        begin, together = MechanismRows.__init__, MechanismRows.privatise
 
         def poisson_rows(num_records, sample_rate, generator):
             self.drawn[num_records, sample_rate] += 1
@@ -38,18 +37,8 @@ class Witness:
             self.noised[mechanism] += 1
             return alone(mechanism, *args, **more)
 
-        def remember(rows, mechanisms, *args, **more):
-            begin(rows, mechanisms, *args, **more)
-            rows.mechanisms = mechanisms
-
-        def privatise_rows(rows, clipped_sums, *args, **more):
-            self.noised.update(rows.mechanisms[: len(clipped_sums)])
-            return together(rows, clipped_sums, *args, **more)
-
         monkeypatch.setattr(sampling, "poisson_rows", poisson_rows)
         monkeypatch.setattr(Gaussian, "privatise", privatise)
-        monkeypatch.setattr(MechanismRows, "__init__", remember)
-        monkeypatch.setattr(MechanismRows, "privatise", privatise_rows)
 
     def forget(self):
         self.drawn.clear()

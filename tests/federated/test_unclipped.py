@@ -12,7 +12,7 @@ from dpfl_lightning import models
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.unclipped import FEWEST, UnclippedSum
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.models.fast_loss import FastLoss
+from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 
@@ -34,8 +34,8 @@ def a_module(**convnet) -> ClientModule:
 
 
 def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
-    inner, labels = Watched(module.net, module.sample_loss, chunk), torch.empty(0, dtype=torch.long)
-    return UnclippedSum(inner, FastLoss(module, torch.empty(0, 1, 12, 12), labels)), inner
+    inner = Watched(module.net, module.sample_loss, chunk)
+    return UnclippedSum(inner, ThreadSafeLoss(module)), inner
 
 
 def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,8 @@ from torch import nn
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.models import MODELS, PersonalInput, build, check_net
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
+from dpfl_lightning.runtime.threads import side_by_side
 
 COUNTS = [
     ("cnn_small", (1, 28, 28), 10, {}, 28_938),
@@ -178,3 +180,13 @@ def test_the_loss_reads_a_tensor_of_several_names_from_the_given_parameters(kind
     given, x, y = torch.randn(3, 3), torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     expected = nn.functional.cross_entropy((x @ given.mT).tanh() @ given.mT, y, reduction="none")
     torch.testing.assert_close(Model(net).sample_loss({"0.weight": given}, x, y), expected)
+
+
+def test_several_threads_may_ask_for_the_loss_of_other_parameters_at_a_time():
+    module = Model(build("convnet", (1, 12, 12), 3, width=4, depth=2))
+    loss, x, y = ThreadSafeLoss(module), torch.randn(5, 1, 12, 12), torch.tensor([0, 1, 2, 0, 1])
+    starts = [factor * module.flat for factor in torch.linspace(0.5, 1.5, 40)]
+    expected = [loss(module.unflatten(start), x, y) for start in starts]
+    found = side_by_side(lambda start: loss(module.unflatten(start), x, y), starts)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(module.flat, starts[0] / 0.5)

@@ -14,7 +14,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian, Laplace, MechanismRows, mechanism_of
+from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian, Laplace, mechanism_of
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 KINDS = (Gaussian, Laplace)
@@ -142,21 +142,6 @@ def test_noise_is_independent_in_every_coordinate_and_call():
         rows = torch.cat([mechanism.privatise(torch.zeros(1, 20_000), generator, torch.float64) for _ in range(20)])
         correlation = np.corrcoef(rows.numpy())[np.triu_indices(20, 1)] * math.sqrt(20_000)
         assert np.abs(correlation).max() < stats.norm.isf(1e-6 / 2 / 190)  # seed 4: false alarm 1e-6
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_what_each_client_releases_alone(kind):
-    """Bit for bit, one row silent or none; clients beyond the active ones draw nothing."""
-    sums = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0)).double()
-    for silent, dtype in itertools.product((True, False), (torch.float32, torch.float64)):
-        mechanisms = [kind(1.0 + i, 0.0 if silent and i == 1 else 2.0, 1.0, 4.0 + i) for i in range(3)]
-        generators = [rng(i) for i in range(3)]
-        rows = MechanismRows(mechanisms, generators, torch.empty(0, dtype=dtype), numbers=100)
-        alone = [own.privatise(one, rng(i), dtype) for i, (own, one) in enumerate(zip(mechanisms, sums, strict=True))]
-        assert torch.equal(rows.privatise(sums[:2]), torch.stack(alone[:2]))
-        assert int(generators[2].words(1)[0]) == int(rng(2).words(1)[0])
-        if silent:
-            assert torch.equal(alone[1], (sums[1] / 5.0).to(dtype)), "without noise the sum is divided as it is"
 
 
 def test_a_planned_event_is_its_mechanism():

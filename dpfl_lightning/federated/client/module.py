@@ -83,9 +83,9 @@ class ClientModule(Model, L.LightningModule):
     object with such `logits` (Hugging Face). `task` is a key of `models.tasks.TASKS`, None to infer it from shapes and
     dtypes; `metrics` are keys of `federated.client.metrics.METRICS`, empty for those of the task. Of a LightningModule
     `forward`, the loss of `training_step` and `configure_optimizers` are used, and `unused` lists what is not. To
-    change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (not with the engine
-    `stacked`), or set `personal` to the names of parameters that stay with each client. A run refuses a subclass that
-    overrides other methods, such as `training_step` or a hook of Lightning.
+    change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser, or set `personal` to
+    the names of parameters that stay with each client. A run refuses a subclass that overrides other methods, such as
+    `training_step` or a hook of Lightning.
 
     With a loss of the user, outputs that stay in [0, 1] on random records (a last Sigmoid or Softmax) are scored as
     probabilities; set `probabilities` to True or False to state it.

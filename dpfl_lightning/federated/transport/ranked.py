@@ -68,7 +68,7 @@ class RankedEngine:
     **Guarantees** The result has the same bits for any number of ranks: a client's release depends only on its
     streams, all ranks are checked to have equal code, data, engine and device, and sums are exact until they are
     rounded once. (An engine that leaves the threads within an operator to the environment gives equal bits if
-    `OMP_NUM_THREADS` is equal. With a `batch_coupled` engine results are equal up to rounding.)
+    `OMP_NUM_THREADS` is equal.)
 
     **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
     noise), start models, released updates, noised answers, personal parameters, counts of gradients, outputs of
@@ -78,7 +78,6 @@ class RankedEngine:
     def __init__(self, inner: Engine, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
         self.name, self.description, self.workers = inner.name, inner.description, inner.workers
-        self.batch_coupled = inner.batch_coupled
         self.failed: dict[int, Exception] = {}
 
     @property

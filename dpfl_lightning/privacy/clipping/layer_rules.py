@@ -6,12 +6,11 @@ weighted sum do not need the full gradient.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -185,38 +184,6 @@ class Outer(Grads):
 
 
 @dataclass(frozen=True)
-class Cropped(Grads):
-    """Gradients of the weight of a convolution, `[B, *size]`, which are zero outside these rows and columns."""
-
-    inside: Grads
-    size: tuple[int, ...]
-    crop: Crop
-
-    @property
-    def terms(self) -> int:
-        return self.inside.terms
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.inside.parts
-
-    def first(self, count: int) -> Grads:
-        return Cropped(self.inside.first(count), self.size, self.crop)
-
-    def measurable(self, order: int) -> Grads:
-        return Cropped(self.inside.measurable(order), self.size, self.crop)
-
-    def norms(self, order: int = 2) -> Tensor:
-        return self.inside.norms(order)
-
-    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
-        part = totals.view(-1, *self.size)[(..., *self.crop)]
-        sums = totals.new_zeros(len(totals), part[0].numel())
-        self.inside.add(sums, factors, group)
-        part += arranged(sums, self.inside.shape, self.inside.order).reshape(part.shape)
-
-
-@dataclass(frozen=True)
 class Lookup(Grads):
     """Gradients of a table: `g_j[r]` is the sum of `dy_jt` over t with `ids_jt = r`; ids `[B, T]`, dy `[B, T, d]`.
 
@@ -249,7 +216,6 @@ class Lookup(Grads):
         totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
 
 
-Crop = tuple[slice, slice]  # rows and columns of a kernel
 Inputs = tuple[Tensor, ...]
 ByName = dict[str, Grads]
 # (layer, its parameters by local name, its inputs, gradient of its output) -> gradients by local name
@@ -332,8 +298,7 @@ def conv2d_forward(layer: nn.Conv2d, x: Tensor, count: int) -> Tensor:
     if x.device.type != "cpu" or x.dim() != 4:
         return nn.Conv2d.forward(layer, x)
     with torch.no_grad():
-        form, crop = _without_padding(layer, *x.shape[2:])
-        return dense_conv.conv2d(x, _cropped(layer.weight, crop), layer.bias, *_form(form), count)
+        return dense_conv.conv2d(x, layer.weight, layer.bias, *_form(layer), count)
 
 
 def conv2d_backward(
@@ -354,10 +319,6 @@ def conv2d_backward(
     `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap. With `winners` of
     `pooling.max_relu`, `dy` is the gradient of the pooled map.
     """
-    form, crop = _without_padding(layer, *x.shape[2:])
-    if crop is not None:
-        by_name, dx = conv2d_backward(form, params, _cropped(weight, crop), x, dy, need_dx, sparse, winners, count)
-        return {**by_name, **_only(params, weight=lambda: Cropped(by_name["weight"], weight.shape, crop))}, dx
     if (sparse or winners is not None) and sparse_conv.suits(layer, x, winners is not None):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners, count)
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
@@ -370,41 +331,6 @@ def conv2d_backward(
 def _form(layer: nn.Conv2d) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
     assert not isinstance(layer.padding, str)
     return layer.stride, layer.padding, layer.dilation, layer.groups
-
-
-def _without_padding(layer: nn.Conv2d, height: int, width: int) -> tuple[nn.Conv2d, Crop | None]:
-    """Return the form of a convolution without the outer part of the kernel that meets padding only, and what is left.
-
-    For example, a kernel of 3 x 3 on a map of 1 x 1 is one of 1 x 1. The form has no numbers. It is the layer itself,
-    and the part is None, if nothing can be left out in equal measure on opposite sides.
-    """
-    assert not isinstance(layer.padding, str)
-    sides = zip((height, width), layer.kernel_size, layer.padding, layer.stride, layer.dilation, strict=True)
-    cuts = tuple(_cut(*side) for side in sides)
-    if not any(cuts):
-        return layer, None
-    sizes = tuple(size - 2 * cut for size, cut in zip(layer.kernel_size, cuts, strict=True))
-    padding = tuple(pad - cut * apart for pad, cut, apart in zip(layer.padding, cuts, layer.dilation, strict=True))
-    stride, dilation = tuple(layer.stride), tuple(layer.dilation)
-    form = _form_of(layer.in_channels, layer.out_channels, sizes, stride, padding, dilation, layer.groups)
-    rows, columns = (slice(cut, cut + size) for cut, size in zip(cuts, sizes, strict=True))
-    return form, (rows, columns)
-
-
-def _cut(size: int, kernel: int, pad: int, step: int, apart: int) -> int:
-    """Return how many rows (or columns) at both ends of the kernel meet only the padding of a map of this size."""
-    last = (size + 2 * pad - apart * (kernel - 1) - 1) // step  # position of the output
-    first_rows, last_rows = -((last * step - pad) // apart), kernel - -(-(size + pad) // apart)
-    return max(0, min(first_rows, last_rows, pad // apart, (kernel - 1) // 2))
-
-
-@functools.lru_cache
-def _form_of(*form: Any) -> nn.Conv2d:
-    return nn.utils.skip_init(nn.Conv2d, *form, device="meta")
-
-
-def _cropped(weight: Tensor, crop: Crop | None) -> Tensor:
-    return weight if crop is None else weight[(..., *crop)].contiguous()
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import gates as compiled_gates
 from dpfl_lightning.privacy.clipping.layer_rules import (
     ByName,
     Inputs,
@@ -114,12 +113,6 @@ def _lstm_steps(gates: Tensor, w_hh: Tensor, hidden: Tensor, cell: Tensor) -> tu
     hiddens[0], cells[0] = hidden.detach(), cell.detach()
     tanhs = torch.empty_like(cells[1:])
     h, c, recurrent = hiddens.unbind(), cells.unbind(), w_hh.detach().mT
-    if compiled_gates.suits(gates):
-        compiled_step, arrays = compiled_gates.loops().lstm_step, compiled_gates.arrays(gates, cells, tanhs, hiddens)
-        for t, step in enumerate(gates.unbind()):
-            step.addmm_(h[t], recurrent)
-            compiled_step(t, *arrays)
-        return hiddens, cells, tanhs
     i, f, g, o = (gate.unbind() for gate in gates.chunk(4, dim=2))
     i_and_f = gates[:, :, : 2 * size].unbind()
     for t, (step, tanh) in enumerate(zip(gates.unbind(), tanhs.unbind(), strict=True)):
@@ -146,8 +139,6 @@ class _LSTMBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, doutput: Tensor, dhidden: Tensor, dcell: Tensor) -> tuple[Tensor | None, ...]:
         gates, w_hh, cells, tanhs = ctx.saved_tensors
-        if compiled_gates.suits(gates):
-            return _lstm_backward(gates.transpose(0, 1), w_hh, cells, tanhs, doutput, dhidden, dcell)
         i, f, g, o = gates.transpose(0, 1).chunk(4, dim=2)
         dgates = tanhs.new_empty(*tanhs.shape[:2], 4, tanhs.shape[2])
         # at first the derivatives of the cell by its three gates, and of the output by the last one
@@ -167,20 +158,6 @@ class _LSTMBackward(torch.autograd.Function):
             dc.mul_(f[t])
             dh = flat[t] @ w_hh
         return dgates.flatten(2).transpose(0, 1), dh, dc, None, None, None, None
-
-
-def _lstm_backward(
-    gates: Tensor, w_hh: Tensor, cells: Tensor, tanhs: Tensor, doutput: Tensor, dhidden: Tensor, dcell: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Do by compiled loops what `_LSTMBackward.backward` does."""
-    dh, dc = (state.clone(memory_format=torch.contiguous_format) for state in (dhidden, dcell))
-    dgates = tanhs.new_empty(gates.shape)
-    step_back = compiled_gates.loops().lstm_step_back
-    arrays = compiled_gates.arrays(gates, cells, tanhs, doutput.resolve_neg().contiguous(), dh, dc, dgates)
-    for t in reversed(range(len(gates))):
-        step_back(t, *arrays)
-        torch.mm(dgates[t], w_hh, out=dh)
-    return dgates.transpose(0, 1), dh, dc, None, None, None, None
 
 
 def gru_recurrence(layer: nn.Module, tap: Tap, suffix: str, x: Tensor, hidden: Tensor) -> tuple[Tensor, State]:

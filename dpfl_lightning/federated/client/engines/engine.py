@@ -31,14 +31,12 @@ class Engine(Protocol):
         workers, clipped_sum: clients that are trained at once, and how their gradients are summed; after `setup`.
         counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
         failed: the error of each client that failed in the last `train` or `ask`; private.
-        batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.
     """
 
     name: str
     description: str
     workers: int | None
     clipped_sum: ClippedSum
-    batch_coupled: bool
     failed: dict[int, Exception]
 
     @property
@@ -73,10 +71,8 @@ class Engine(Protocol):
 def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     """For each gradient by its norm `[...]` the numbers 0 or 1 to add up for `COUNTED`, `[..., 3]` int64. Private.
 
-    A norm of -1 stands for padding, which counts as none.
-
-    >>> count_outcomes(torch.tensor([0.5, 2.0, float("nan"), -1.0]), clip_norm=1.0).sum(dim=0)
+    >>> count_outcomes(torch.tensor([0.5, 2.0, float("nan")]), clip_norm=1.0).sum(dim=0)
     tensor([3, 1, 1])
     """
     finite = torch.isfinite(norms)
-    return torch.stack([norms != -1, finite & (norms > clip_norm), ~finite], dim=-1).long()
+    return torch.stack([torch.ones_like(finite), finite & (norms > clip_norm), ~finite], dim=-1).long()

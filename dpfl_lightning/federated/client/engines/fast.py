@@ -74,7 +74,7 @@ class FastEngine(SerialEngine):
     def choose_clipped_sum(self) -> ClippedSum:
         self._checked, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(self._checked, self.module, *self.population.empty_batch)
+        return quicker_without_clipping(self._checked, self.module)
 
     def releases(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]

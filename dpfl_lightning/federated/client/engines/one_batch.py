@@ -1,12 +1,12 @@
 """Trains clients that take one step from the same model as one batch, which saves the fixed cost of a pass."""
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
@@ -41,10 +41,23 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
 def releases(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
 ) -> Sequence[Tensor | None]:
-    """The release of each client of one of the `groups`; None if it fails. `charge_numbers` `[C]` are of the plan."""
+    """The release of each client of one of the `groups`; None if it fails. `charge_numbers` `[C]` are of the plan.
+
+    If the batch fails, its clients are trained one by one. Raises the error of the batch if no client fails alone.
+
+    **Privacy** The failed batch has released nothing, so that only the second noise and draw of a client are seen.
+    """
     if len(rows) == 1:
         return list(engine.one_by_one(plan, rows, models, charge_numbers))
-    return engine.together(functools.partial(_of_a_batch, engine), plan, rows, models, charge_numbers)
+    try:
+        return _of_a_batch(engine, plan, rows, models, charge_numbers)
+    except UserError:
+        raise
+    except Exception:  # a user's net and records may raise anything
+        released = list(engine.one_by_one(plan, rows, models, charge_numbers))
+        if all(release is not None for release in released):
+            raise
+        return released
 
 
 @torch.no_grad()  # in any thread

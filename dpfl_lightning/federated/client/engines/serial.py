@@ -37,7 +37,6 @@ class SerialEngine:
     name = "serial"
     description = "per-record gradients by vmap(grad), torch optimiser"
     workers: int | None = 1
-    batch_coupled = False
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
@@ -80,30 +79,6 @@ class SerialEngine:
         """Yield the releases of these rows of the plan; None if the client fails."""
         for row in rows:
             yield self.attempt(plan.clients[row], self.release, plan, row, models, charge_numbers[row])
-
-    def together(
-        self,
-        work: Callable[[RoundPlan, Sequence[int], Tensor, Sequence[int]], list[Tensor]],
-        plan: RoundPlan,
-        rows: Sequence[int],
-        models: Tensor,
-        charge_numbers: Sequence[int],
-    ) -> Sequence[Tensor | None]:
-        """The releases of these rows by `work`, for all at once; if it fails because of some clients, `one_by_one`.
-
-        Raises the error of `work` if no client fails alone.
-
-        **Privacy** The failed work has released nothing, so that only the second noise and draw of a client are seen.
-        """
-        try:
-            return work(plan, rows, models, charge_numbers)
-        except UserError:
-            raise
-        except Exception:  # a user's net and records may raise anything
-            released = list(self.one_by_one(plan, rows, models, charge_numbers))
-            if all(release is not None for release in released):
-                raise
-            return released
 
     def attempt(self, client: int, work: Callable[..., T], *args: Any) -> T | None:
         """`work(*args)`; None if it raises an error, and the client is then among `failed`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.models.fast_loss import FastLoss
+from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
 from dpfl_lightning.privacy.clipping.checked import CheckedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import (
@@ -36,7 +36,7 @@ class UnclippedSum:
     **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
 
-    def __init__(self, clipped: CheckedSum, loss: FastLoss) -> None:
+    def __init__(self, clipped: CheckedSum, loss: ThreadSafeLoss) -> None:
         self._clipped, self._loss, self.passes = clipped, loss, clipped.passes
         self._pool: ThreadPoolExecutor | None = None
 
@@ -81,11 +81,11 @@ class UnclippedSum:
         return self._clipped.enter(x)
 
 
-def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: Inputs, y: Tensor) -> ClippedSum:
+def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule) -> ClippedSum:
     """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
     if module.device.type != "cpu" or not (isinstance(clipped_sum, CheckedSum) and clipped_sum.by_rules):
         return clipped_sum
-    return UnclippedSum(clipped_sum, FastLoss(module, x, y))
+    return UnclippedSum(clipped_sum, ThreadSafeLoss(module))
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:
