@@ -422,10 +422,10 @@ def test_a_noise_key_is_checked_in_python_too(key):
 
 def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path):
     keys, folder = tmp_path / "keys", tmp_path / "run"
-    own = {"configure_optimizers": lambda self: torch.optim.SGD(self.trainable, 0.1)}
+    own = ClientModule(small_net(), optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
     refused = [
         {"privacy": PrivacyOptions(epsilon=5.0, delta=1e-3, signing_keys=str(keys))},
-        {"engine": StackedEngine(), "module": type("Own", (ClientModule,), own)(small_net())},
+        {"engine": StackedEngine(), "module": own},
     ]
     for change in refused:
         with pytest.raises(UserError):

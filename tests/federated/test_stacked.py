@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -142,8 +143,8 @@ def test_anchors_pull_each_client_to_its_own(dtype):
 
 
 def test_personal_parameters_stay_with_their_client():
-    kind = type("Personal", (ClientModule,), {"personal": ("0.bias", "2.weight")})
-    ours, theirs = (set_up(kind_of(), RAGGED, module=kind(small_net())) for kind_of in (StackedEngine, SerialEngine))
+    own = ClientModule(small_net(), personal=["0.bias", "2.weight"])
+    ours, theirs = (set_up(kind_of(), RAGGED, module=deepcopy(own)) for kind_of in (StackedEngine, SerialEngine))
     for round in (1, 2):
         plan = dataclasses.replace(plan_of(RAGGED), round=round)
         deltas = released(ours, plan)

@@ -137,11 +137,8 @@ def test_dropout_and_real_labels_do_not_hinder():
 
 
 def test_a_module_with_a_loss_of_its_own_keeps_it():
-    class Doubled(ClientModule):
-        def loss(self, output, y):
-            return 2 * super().loss(output, y)
-
-    module = Doubled(nn.Sequential(*layers(3), nn.Flatten(), nn.Linear(12, 2)))
+    net = nn.Sequential(*layers(3), nn.Flatten(), nn.Linear(12, 2))
+    module = ClientModule(net, loss=lambda output, y: 2 * nn.functional.cross_entropy(output, y, reduction="none"))
     x, y, params = torch.randn(5, 3, 4, 4), torch.tensor([0, 1, 1, 0, 1]), module.unflatten(module.flat)
     torch.testing.assert_close(FastLoss(module, *like((3, 4, 4)))(params, x, y), module.sample_loss(params, x, y))
 
