@@ -93,11 +93,8 @@ class Model(nn.Module):
             return (self.task or self.infer_task(output, y)).loss(output, y)
         losses = self.given_loss(output, y)
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        must, advice = (
-            f"return one loss for each record, of shape ({len(y)},)",
-            "Losses of torch do with reduction='none'.",
-        )
-        require(shape == (len(y),), "loss", must, shape, advice)
+        must = f"return one loss for each record, of shape ({len(y)},)"
+        require(shape == (len(y),), "loss", must, shape, "Losses of torch do with reduction='none'.")
         return losses
 
     def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
