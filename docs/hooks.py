@@ -32,9 +32,9 @@ RECEIVED = (
 #: names at the top of the page
 FIRST = ("FederatedLoop", "Population", "ClientModule", "ClientOptions", "PrivacyOptions", "RunResult")
 
-#: class -> its methods and attributes that users call or override, also inherited ones; of other classes all are shown
+#: class -> its methods and attributes that users call, also inherited ones; of other classes all are shown
 SHOWN = {
-    "ClientModule": ["loss", "sample_loss", "output", "personal", "personal_mask", "configure_optimizers"],
+    "ClientModule": ["sample_loss", "personal_mask"],
     "FederatedLoop": ["run", "client_model"],
 }
 

@@ -73,8 +73,8 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
     """
     model, task, metrics = _build_model(options, population), options.task, tuple(options.evaluation.metrics)
     if not isinstance(model, ClientModule):
-        return ClientModule(model, task, metrics)
-    advice = f"{type(model).__name__} sets it, too: set it in one place."
+        return ClientModule(model, task=task, metrics=metrics)
+    advice = "The ClientModule sets it, too: set it in one place."
     require(task is None or model.named_task in (None, task), "task", f"be {model.named_task!r}", task, advice)
     same = not metrics or tuple(model.metrics) in ((), metrics)
     require(same, "evaluation.metrics", f"be {list(model.metrics)}", list(metrics), advice)
@@ -199,7 +199,7 @@ class FederatedLoop(ServerLoop):
         require(sites is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
         local = _clients(sides, ranks, sites)
         settings = client_settings(population.num_records, clients, privacy, seed, population.names)
-        optimizer = None if module.brings_optimizer else build_optimizer(clients.optimizer)
+        optimizer = None if module.optimizer_from else build_optimizer(clients.optimizer)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
         _notice(module, clients)
@@ -231,7 +231,7 @@ class FederatedLoop(ServerLoop):
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,
         )
-        module.check_optimizer(rounds, [(client.learning_rate, client.steps) for client in settings])
+        module.check_optimizer(rounds, [client.steps for client in settings])
 
     def run(self, resume: bool = False) -> RunResult:
         result = super().run(resume)
@@ -276,12 +276,11 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
         lines.append(f"training_step of {name} runs for each record alone, which is slower than a loss of the outputs")
         if not module.adapted.calls_forward:
             lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
-    if module.brings_optimizer:
-        owner = type(module).__name__ if module.overrides("configure_optimizers") else name
+    if module.optimizer_from:
         usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")
         ignored = [f"clients.{key}" for key in keys if getattr(clients, key) != getattr(usual, key)]
-        if owner == name and ignored:
-            lines.append(f"configure_optimizers of {name} replaces {', '.join(ignored)}")
+        if ignored:
+            lines.append(f"{module.optimizer_from} replaces {', '.join(ignored)}")
     for line in lines:
         warn_user(line)
 

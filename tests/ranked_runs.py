@@ -131,10 +131,6 @@ class Failing(FastEngine):
         return super().release(plan, row, *args)
 
 
-class WithPersonalBias(ClientModule):
-    personal = ("0.bias",)
-
-
 def slurm(rank: int, hosts: int, ranks_on_each: int, port: int) -> dict[str, str]:
     """The variables of SLURM's `srun` for one rank, with all hosts on this machine."""
     size, host = hosts * ranks_on_each, rank // ranks_on_each
@@ -155,7 +151,7 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
     "one step": one_step_each,
     "deltas": lambda folder: make_loop(folder, Median()),
     "models": lambda folder: make_loop(folder, EachItsOwn(), rounds=4),
-    "personal": lambda folder: make_loop(folder, module=WithPersonalBias(small_net())),
+    "personal": lambda folder: make_loop(folder, module=ClientModule(small_net(), personal=["0.bias"])),
     "selection": lambda folder: make_loop(folder, Selection()),
     "classes": lambda folder: make_loop(folder, GradientsOfClasses()),
     "lost": lambda folder: make_loop(folder, engine=Losing()),

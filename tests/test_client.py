@@ -1,14 +1,20 @@
 """The client module alone: its seam, its parameters as a vector, and what it refuses."""
 
+import copy
+import pickle
+from functools import partial
+from operator import itemgetter
+
 import lightning as L
 import pytest
 import torch
-from conftest import small_net
+from conftest import blobs, small_net
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 
 
@@ -28,10 +34,10 @@ def test_batch_norm_is_refused_with_what_to_use_instead():
 
 def test_an_unknown_personal_name_is_refused():
     with pytest.raises(UserError, match="personal"):
-        type("Odd", (ClientModule,), {"personal": ("nope",)})(small_net())
-    every = tuple(name for name, _ in small_net().named_parameters())
+        ClientModule(small_net(), personal=["nope"])
+    every = [name for name, _ in small_net().named_parameters()]
     with pytest.raises(UserError, match="`personal` must leave out a parameter of the net"):
-        type("Odd", (ClientModule,), {"personal": every})(small_net())
+        ClientModule(small_net(), personal=every)
 
 
 def test_flat_and_named_views_are_one_memory():
@@ -56,16 +62,103 @@ def test_frozen_parameters_are_neither_trained_nor_counted():
     )
 
 
-def test_the_loss_of_a_subclass_is_what_every_engine_differentiates(make_loop):
-    class Halved(ClientModule):
-        def loss(self, output, y):
-            return 0.5 * super().loss(output, y)
+def halved(output, y):
+    return 0.5 * nn.functional.cross_entropy(output, y, reduction="none")
 
-    def moved(kind, **options) -> float:
-        loop = make_loop(module=kind(small_net()), rounds=1, privacy=None, **options)
-        loop.run()
-        return float((loop.state.models[0] - kind(small_net()).flat).norm())
 
-    plain = moved(ClientModule)
-    for name, engine in ENGINES.items():
-        assert 0 < moved(Halved, engine=engine()) < 0.9 * plain, name
+class Pair(nn.Module):
+    """A model that returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x):
+        return x.sum(dim=1), self.net(x)
+
+
+@pytest.mark.parametrize("engine", ["fast", "serial", "trainer"])
+def test_every_engine_trains_by_the_given_loss_output_and_optimizer(engine, make_loop):
+    """Against plain gradient descent: without noise, on full batches."""
+    module = ClientModule(
+        Pair(),
+        loss=halved,
+        optimizer=partial(torch.optim.SGD, lr=0.2, momentum=0.9),
+        personal=["net.0.bias"],
+        output=itemgetter(1),
+    )
+    clients = ClientOptions(1, batch_size=None, local_epochs=2)
+    options = {"population": blobs(1), "clients": clients, "rounds": 1, "privacy": None}
+    loop = make_loop(module=pickle.loads(pickle.dumps(copy.deepcopy(module))), engine=ENGINES[engine](), **options)
+    assert (loop.module.task.name, loop.module.users_loss) == ("multiclass", True)
+    loop.run()
+    x, y = loop.population.records(0, torch.arange(loop.population.num_records[0]))
+    expected = Pair()
+    torchs = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
+    for _ in range(2):
+        torchs.zero_grad()
+        halved(expected(x)[1], y).mean().backward()
+        torchs.step()
+    torch.testing.assert_close(ClientModule(loop.client_model(0)).flat, ClientModule(expected).flat)
+    assert torch.equal(loop.state.models[0][module.personal_mask], module.flat[module.personal_mask])
+
+
+def test_a_client_module_is_final():
+    with pytest.raises(UserError, match=r"must not be derived from, got class Own. Pass loss=.*wrap a LightningModule"):
+        type("Own", (ClientModule,), {})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"loss": "cross_entropy"}, r"`loss` must be a function, got 'cross_entropy'\. Such as"),
+        ({"loss": nn.MSELoss}, r"`loss` must be a function, got <class '.*MSELoss'>\. Such as"),
+        ({"loss": nn.BatchNorm1d(3)}, r"`loss` must have no parameters to train, got \['weight', 'bias'\]\. Make them"),
+        ({"output": 1}, r"`output` must be a function, got 1\. It gets what the model returns"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1)}, r"`optimizer` must be a .* got 'SGD'\. Such as"),
+        ({"personal": "0.bias"}, r"`personal` must be a list of names of parameters, got '0.bias'\. Pass \['0.bias'\]"),
+        ({"task": "binry"}, r"`task` must be one of .* got 'binry'\. Did you mean `binary`"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_refused_at_once(arguments, message):
+    with pytest.raises(UserError, match=message):
+        ClientModule(small_net(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"loss": nn.CrossEntropyLoss()}, r"`loss` must return .*, of shape \(2,\), got \(\)\. .*reduction='none'"),
+        ({"loss": lambda output, y: 1.0}, r"`loss` must return one loss for each record, of shape \(2,\), got 'float'"),
+        ({"loss": lambda output, y: output}, r"`loss` must return .*, of shape \(2,\), got \(2, 3\)"),
+        ({"output": lambda output: [output]}, r"`output` must return a tensor `\[B, ...\]`, got 'list'\. It gets"),
+        ({"optimizer": lambda parameters: parameters}, r"`optimizer` must return one torch optimizer .* got"),
+        ({"optimizer": lambda parameters: torch.optim.SGD(small_net().parameters(), 0.1)}, "`optimizer` must use the"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_refused_before_a_run(arguments, message, make_loop):
+    with pytest.raises(UserError, match=message):
+        make_loop(module=ClientModule(small_net(), **arguments))
+
+
+def test_given_functions_replace_those_of_a_lightning_module(make_loop):
+    class Lit(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError
+
+        configure_optimizers = training_step
+
+    module = ClientModule(Lit(), loss=halved, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+    with pytest.warns(UserNotice) as caught:
+        make_loop(module=module, rounds=1, clients=ClientOptions(4, learning_rate=0.3)).run()
+    assert [str(one.message) for one in caught] == [
+        "not used of Lit: training_step, configure_optimizers",
+        "optimizer replaces clients.learning_rate",
+    ]

@@ -52,6 +52,7 @@ ONLY_IN = {
     "lightning": {
         "distilled",
         "federated.client.module",
+        "federated.client.identity",
         "federated.client.lightning_loss",
         "federated.client.engines.trainer",
         "federated.transport.ranks",

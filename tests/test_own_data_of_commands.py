@@ -24,9 +24,8 @@ import lightning as L
 from torch.utils.data import DataLoader, TensorDataset
 from dpfl_lightning import ClientModule, Population
 
-class Own(ClientModule):
-    def __init__(self, task=None, metrics=()):
-        super().__init__(torch.nn.Linear(4, 2), task, metrics)
+def own(task=None, metrics=()):
+    return ClientModule(torch.nn.Linear(4, 2), task=task, metrics=metrics)
 
 def net(width):
     return torch.nn.Linear(4, width)
@@ -161,7 +160,7 @@ def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, plac
 
 
 def test_a_plan_takes_the_keys_of_a_run_without_a_file(place, capsys):
-    words = ["--data.class_path", "hospitals_of_tests.population", "--model.class_path", "hospitals_of_tests.Own"]
+    words = ["--data.class_path", "hospitals_of_tests.population", "--model.class_path", "hospitals_of_tests.own"]
     words += ["--rounds", "3", "--clients.batch_size", "8", "--privacy.epsilon", "8", "--engine.device", "cpu"]
     assert plan_command(words) == 0
     assert "berlin" in capsys.readouterr().out
@@ -187,7 +186,7 @@ def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_t
     assert "these are not the scores of the run: the personal parameters (input.scale, input.shift)" in printed.err
 
 
-OWN_MODEL = ["--model.class_path", "hospitals_of_tests.Own"]
+OWN_MODEL = ["--model.class_path", "hospitals_of_tests.own"]
 TASK, METRICS = ["--task", "multiclass"], ["--evaluation.metrics", "[f1, auroc]"]
 INIT = ["--model.init_args", "{task: multiclass, metrics: [f1]}"]
 
@@ -212,8 +211,14 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([*OWN_MODEL, *INIT, *METRICS], "`evaluation.metrics` must be ['f1'], got ['f1', 'auroc']. Own sets it"),
-        ([*OWN_MODEL, *INIT, "--task", "binary"], "`task` must be 'multiclass', got 'binary'. Own sets it, too"),
+        (
+            [*OWN_MODEL, *INIT, *METRICS],
+            "`evaluation.metrics` must be ['f1'], got ['f1', 'auroc']. The ClientModule",
+        ),
+        (
+            [*OWN_MODEL, *INIT, "--task", "binary"],
+            "`task` must be 'multiclass', got 'binary'. The ClientModule sets it",
+        ),
         (
             ["--model.class_path", "hospitals_of_tests.net"],
             "`model.init_args.width` must be given for hospitals_of_tests.net, got None.",

@@ -16,7 +16,6 @@ from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget, subjects
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
@@ -83,10 +82,9 @@ def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
         left_out.append(
             "the optimiser: the audit uses plain SGD in its place, because every optimiser sees noised gradients only"
         )
-    if module.brings_optimizer:
-        usual = {"brings_optimizer": False, "configure_optimizers": ClientModule.configure_optimizers}
+    if module.optimizer_from:
         module = copy.deepcopy(module)
-        module.__class__ = type(type(module).__name__, (type(module),), usual)
+        module.optimizer_from = ""
         loop = copy.copy(loop)
         loop.module = module
     return loop

@@ -136,8 +136,8 @@ class ClientOptions(_Section):
         local_epochs: passes over the client's records in a round, >= 1.
         learning_rate: learning rate of local steps, > 0.
         optimizer: what local steps do with noised gradients: {name: sgd, momentum: 0.9}, {name: adam} or {name: adamw};
-            every client starts each round with a new optimiser. It costs no privacy. A model that defines
-            `configure_optimizers` uses that instead, and sets its learning rate itself.
+            every client starts each round with a new optimiser. It costs no privacy. A LightningModule with
+            `configure_optimizers` or ClientModule(optimizer=...) uses that instead, and its learning rate.
         schedule: factor of the learning rate in each round, such as {name: cosine, warmup_rounds: 5}, {name: linear},
             {name: step, every: 10, gamma: 0.5}, {name: inverse, half_after: 200}.
         reported_epsilon: budgets that clients report to the server's strategies, > 0, in the forms that privacy.epsilon
@@ -294,7 +294,7 @@ class Options:
         seed: seed of initialisation, partition and drawn options, >= 0; it never determines the noise.
         data: see DataOptions.
         model: the model: {name, options}. personal_input: true adds an input transformation that each client keeps to
-            itself (PRIVATEFL). For your own model: {class_path: package.module.Class, init_args: {...}}.
+            itself (PRIVATEFL). For your own model: {class_path: package.module.class_or_function, init_args: {...}}.
         task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
             the model's outputs and the labels, and the plan shows it.
         clients: see ClientOptions.

@@ -87,7 +87,7 @@ def clients_of(terms: Terms, settings: Settings) -> LocalClients:
     module = build_module(options, _facts(terms))
     seats = seated(population, client, len(terms.plan.settings), terms.names).checked()
     clients = LocalClients(seats, module, build_engine("fast"), options.privacy)
-    module.check_optimizer(terms.plan.rounds, [(one.learning_rate, one.steps) for one in terms.plan.settings])
+    module.check_optimizer(terms.plan.rounds, [one.steps for one in terms.plan.settings])
     _check_module(module, terms)
     return clients
 

@@ -1,6 +1,6 @@
 """A trainable model: a net, the loss of each record, and its parameters as one flat vector."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,13 @@ def forward_chunk(device: torch.device) -> int:
 class Model(nn.Module):
     """A net with a loss for each record, `[B, *X]` -> the outputs of its task, such as `[B, num_classes]`.
 
-    `task` is a key of `TASKS`, None to infer it from shapes and dtypes. Records that are a tuple of tensors are the
-    net's arguments, those in a dictionary its keyword arguments. `ClientModule` adds the private training step.
-    Raises UserError if a layer mixes records (BatchNorm in training mode), no parameter is trainable, or `personal`
-    names no parameter.
+    The arguments are those of `ClientModule`, which adds the private training step. Records that are a tuple of tensors
+    are the net's arguments, those in a dictionary its keyword arguments. Raises UserError if a layer mixes records
+    (BatchNorm in training mode), no parameter is trainable, or an argument does not fit.
 
     >>> Model(nn.Linear(4, 3)).num_params
     15
     """
-
-    #: names of parameters of `net` that never leave the client; the engine stores them for each client. If it is empty,
-    #: the net's attribute `personal` is used, if there is one
-    personal: tuple[str, ...] = ()
 
     #: the task that fits net and data, once a run knows both; `task_note` says where it comes from,
     #: and `task_advice` how to choose another one
@@ -44,13 +39,25 @@ class Model(nn.Module):
     task_note: str = ""
     task_advice: str = ""
 
-    def __init__(self, net: nn.Module, task: str | None = None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        personal: Sequence[str] = (),
+        output: Callable[[Any], Tensor] | None = None,
+        task: str | None = None,
+    ) -> None:
         super().__init__()
         check_net(net)
         if task is not None:
             require_one_of(TASKS, "task", task)
+        _check_function("loss", loss, "Such as torch.nn.CrossEntropyLoss(reduction='none').")
+        _check_function("output", output, "It gets what the model returns.")
+        must = "be a list of names of parameters"
+        require(not isinstance(personal, str), "personal", must, personal, f"Pass [{personal!r}].")
         self.net, self.named_task = net, task
-        self.personal = self.personal or tuple(getattr(net, "personal", ()))
+        self.given_loss, self.given_output = loss, output
+        self.personal = tuple(personal) or tuple(getattr(net, "personal", ()))
         self._shares = _shares_tensors(net)  # known once, because finding it out takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
@@ -67,21 +74,28 @@ class Model(nn.Module):
 
     def output(self, params: Params, x: Inputs) -> Tensor:
         """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
-        return self.logits_of(functional_call(self.net, dict(params), *arguments(x), tie_weights=self._shares))
-
-    def logits_of(self, output: Any) -> Tensor:
-        """Return the tensor `[B, ...]` in what the net returns: itself, or its attribute or key `logits`."""
-        if isinstance(output, Tensor):
-            return output
-        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        got, advice = type(output).__name__, "Override ClientModule.logits_of for a net that returns something else."
-        require(isinstance(logits, Tensor), "net", "return a tensor, or an output with a tensor `logits`", got, advice)
+        returned = functional_call(self.net, dict(params), *arguments(x), tie_weights=self._shares)
+        if self.given_output is not None:
+            tensor, advice = self.given_output(returned), "It gets what the model returns."
+            require(isinstance(tensor, Tensor), "output", "return a tensor `[B, ...]`", type(tensor).__name__, advice)
+            return tensor
+        if isinstance(returned, Tensor):
+            return returned
+        logits = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+        must, advice = "return a tensor, or an output with a tensor `logits`", "Pass ClientModule(model, output=...)."
+        require(isinstance(logits, Tensor), "model", must, type(returned).__name__, advice)
         assert isinstance(logits, Tensor)  # for mypy
         return logits
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return one loss per record `[B]` for `output [B, ...]`, `y [B, ...]`: that of the task, see `tasks.TASKS`."""
-        return (self.task or self.infer_task(output, y)).loss(output, y)
+        """Return one loss per record `[B]` for `output [B, ...]`, `y [B, ...]`: the given one, or that of the task."""
+        if self.given_loss is None:
+            return (self.task or self.infer_task(output, y)).loss(output, y)
+        losses = self.given_loss(output, y)
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        must = f"return one loss for each record, of shape ({len(y)},)"
+        require(shape == (len(y),), "loss", must, shape, "Losses of torch do with reduction='none'.")
+        return losses
 
     def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
         """Return the task by its name, or from the shapes of `output [B, ...]` and `y [B, ...]` and the dtype of y."""
@@ -133,6 +147,14 @@ class Model(nn.Module):
         """Return `flat` `[P]` as named views that share its memory."""
         parts = flat.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+
+def _check_function(key: str, given: object, advice: str) -> None:
+    fits = given is None or (callable(given) and not isinstance(given, type))
+    require(fits, key, "be a function", given, advice)
+    named = given.named_parameters() if isinstance(given, nn.Module) else ()
+    trained = [name for name, parameter in named if parameter.requires_grad]
+    require(not trained, key, "have no parameters to train", trained, "Make them parameters of the model.")
 
 
 def _shares_tensors(net: nn.Module) -> bool:

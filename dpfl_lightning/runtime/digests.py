@@ -59,14 +59,15 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
     seen = {} if seen is None else seen
     if isinstance(value, Tensor | np.ndarray | np.generic):
         tensor = torch.as_tensor(value)
+        if tensor.requires_grad:  # what a run trains is no setting
+            return [str(tensor.dtype), list(tensor.shape)]
         return [str(tensor.dtype), list(tensor.shape), hex_digest(bytes(memory_of(tensor)))]
     if value is None or isinstance(value, str | int | float | complex | bytes):
         return repr(value)
     if isinstance(value, functools.partial):
         return ["partial", *(described(one, seen) for one in (value.func, value.args, value.keywords))]
     if isinstance(value, type) or inspect.isroutine(value):
-        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        return [f"{value.__module__}.{value.__qualname__}", described(cells, seen) if cells else None]
+        return [f"{value.__module__}.{value.__qualname__}", _kept_by(value, seen)]
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, tuple):
         return [name, [described(one, seen) for one in value]]
@@ -83,6 +84,17 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
         return [name, described(vars(value), seen)]
     text = repr(value)
     return [name, None if " at 0x" in text else text]
+
+
+def _kept_by(function: Any, seen: dict[int, int]) -> Any:
+    """A description of what a function closes over, of its defaults, and of the object that a method is bound to."""
+    kept = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    kept += [getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__")]
+    kept.append(function.__self__ if inspect.ismethod(function) else None)
+    if not any(one is not None for one in kept) or id(function) in seen:
+        return None
+    seen[id(function)] = len(seen)  # it may close over itself
+    return [described(one, seen) for one in kept]
 
 
 def _sources(names: Iterable[str]) -> dict[str, bytes]:

@@ -89,7 +89,7 @@ def _task_times(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     net, x, y, _ = TASK_CASES[name](batch)
-    module, x, y = ClientModule(net, name).to(device), x.to(device), y.to(device)
+    module, x, y = ClientModule(net, task=name).to(device), x.to(device), y.to(device)
     clipped_sum = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0]
     params = {key: p.detach() for key, p in module.named_trainable.items()}
     rival = GradSampleModule(deepcopy(module.net), loss_reduction="sum")

@@ -113,7 +113,7 @@ def runs_with(engine: str, task: str, optimizer: Mapping[str, Any]) -> str:
         try:
             FederatedLoop(
                 Population.from_datasets([(x, y)] * 2, held_out=0.0, num_classes=num_classes),
-                ClientModule(net, task),
+                ClientModule(net, task=task),
                 clients=ClientOptions(batch_size=4, optimizer=dict(optimizer)),
                 output_dir=Path(folder, "run"),
                 rounds=1,

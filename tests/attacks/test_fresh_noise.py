@@ -1,5 +1,6 @@
 """No noise protects two different values: separate runs, seeds, questions, edits, copies and restored folders."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -8,6 +9,7 @@ import pytest
 import torch
 from attack_tools import Asks, CutBetweenRounds, Releases, cut_after_training, independent, noise_apart
 from conftest import FIXED_KEY, PowerCut, small_loop, small_net
+from torch import nn
 from torch.nn import functional as F
 
 from dpfl_lightning.build import FederatedLoop
@@ -113,24 +115,38 @@ def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
     assert all(first[client] != second[client] for client in range(4)), "and has noise of its own"
 
 
-class Smoothed(ClientModule):
+class Smoothed:
     def __init__(self, smoothing: float) -> None:
-        super().__init__(small_net())
-        self._smoothing = smoothing
+        self.smoothing = smoothing
 
     def loss(self, output, y):
-        return F.cross_entropy(output, y, reduction="none", label_smoothing=self._smoothing)
+        return F.cross_entropy(output, y, reduction="none", label_smoothing=self.smoothing)
 
+
+def by_default(smoothing: float):
+    return lambda output, y, smoothing=smoothing: Smoothed(smoothing).loss(output, y)
+
+
+def by_closure(smoothing: float):
+    return lambda output, y: Smoothed(smoothing).loss(output, y)
+
+
+#: ways to give a loss its smoothing
+LOSSES = {
+    "bound method": lambda smoothing: Smoothed(smoothing).loss,
+    "default": by_default,
+    "closure": by_closure,
+    "partial": lambda smoothing: functools.partial(F.cross_entropy, reduction="none", label_smoothing=smoothing),
+    "module": lambda smoothing: nn.CrossEntropyLoss(reduction="none", label_smoothing=smoothing),
+}
 
 CALLS = itertools.count()
 
 
-class Counting(ClientModule):
+def counting(output, y):
     """A loss that counts its calls in training: the same records have another gradient each time."""
-
-    def loss(self, output, y):
-        factor = 0.01 + next(CALLS) % 7 if torch.is_grad_enabled() else 1.0
-        return super().loss(output, y) * factor
+    factor = 0.01 + next(CALLS) % 7 if torch.is_grad_enabled() else 1.0
+    return F.cross_entropy(output, y, reduction="none") * factor
 
 
 def broken_off(folder, module: ClientModule, round: int = 2) -> torch.Tensor:
@@ -142,20 +158,21 @@ def broken_off(folder, module: ClientModule, round: int = 2) -> torch.Tensor:
     return seen[round]
 
 
-def test_a_smoothing_that_was_edited_is_refused(tmp_path):
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_smoothing_that_was_edited_is_refused(loss, tmp_path):
     folder = tmp_path / "run"
-    broken_off(folder, Smoothed(0.0))
+    broken_off(folder, ClientModule(small_net(), loss(0.0)))
     before = (folder / "ledger.jsonl").read_bytes()
     with pytest.raises(UserError, match="module"):
-        run_of(folder, Releases(), module=Smoothed(0.3), reserve_rounds=1).run(resume=True)
+        run_of(folder, Releases(), module=ClientModule(small_net(), loss(0.3)), reserve_rounds=1).run(resume=True)
     assert (folder / "ledger.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", [ClientModule, Counting], ids=["plain", "a loss that counts"])
-def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(kind, tmp_path):
+@pytest.mark.parametrize("loss", [None, counting], ids=["plain", "a loss that counts"])
+def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(loss, tmp_path):
     folder = tmp_path / "run"
-    before = broken_off(folder, kind(small_net()))
-    loop, after = releases(folder, 2, resume=True, module=kind(small_net()), reserve_rounds=1)
+    before = broken_off(folder, ClientModule(small_net(), loss))
+    loop, after = releases(folder, 2, resume=True, module=ClientModule(small_net(), loss), reserve_rounds=1)
     assert sum(charge.round == 2 for charge in read_ledger(folder / "ledger.jsonl")) == 2 * 4
     assert_independent(loop, before, after)
 

@@ -11,6 +11,7 @@ import torch
 from attack_tools import CutBetweenRounds, cut_after_training, overspent
 from conftest import FIXED_KEY, PowerCut, blobs, small_loop, small_net
 from torch import nn
+from torch.nn import functional as F
 
 from dpfl_lightning.build import ENGINES, FederatedLoop
 from dpfl_lightning.config.load import load
@@ -94,11 +95,8 @@ def swapped(people, train_of) -> None:
     train_of[0][0], train_of[1][0] = int(train_of[1][0]), int(train_of[0][0])
 
 
-class Doubled(ClientModule):
-    """Another loss."""
-
-    def loss(self, output, y):
-        return 2 * super().loss(output, y)
+def doubled() -> ClientModule:
+    return ClientModule(small_net(), loss=lambda output, y: 2 * F.cross_entropy(output, y, reduction="none"))
 
 
 def frozen() -> ClientModule:
@@ -118,7 +116,7 @@ def smooth() -> ClientModule:
 
 
 def personal() -> ClientModule:
-    return type("Own", (ClientModule,), {"personal": ("0.bias",)})(small_net())
+    return ClientModule(small_net(), personal=["0.bias"])
 
 
 #: what is changed, and what the refusal must name (one of these words)
@@ -151,7 +149,7 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "one record less": (lambda: {"population": people(one_record_less)}, ("data", "records")),
     "records of two clients swapped": (lambda: {"population": people(swapped)}, ("data", "records")),
     "other data": (lambda: {"population": blobs(seed=1)}, ("data", "records")),
-    "another loss": (lambda: {"module": Doubled(small_net())}, ("module",)),
+    "another loss": (lambda: {"module": doubled()}, ("module",)),
     "another activation": (lambda: {"module": smooth()}, ("module",)),
     "a wider net": (lambda: {"module": wide()}, ("module", "model")),
     "a frozen parameter": (lambda: {"module": frozen()}, ("module", "model")),

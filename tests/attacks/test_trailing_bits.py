@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,32 +46,39 @@ class Zeros(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-class Alone(ClientModule):
+class WithOwn(Zeros):
     """A personal parameter keeps a client out of the batches that several clients share."""
 
     personal = ("own",)
 
     def __init__(self) -> None:
-        net = Zeros()
-        net.own = nn.Parameter(torch.zeros(1))
-        super().__init__(net)
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(1))
 
-    def sample_loss(self, params, x, y):
-        return super().sample_loss({"weight": params["weight"]}, x, y) + 0 * params["own"]
+    def forward(self, x):
+        return super().forward(x) + 0 * self.own
 
 
-class LastStep(ClientModule):
+class Second(torch.optim.SGD):
     """An optimiser that takes the second step alone: post-processing, so it must not give more away."""
 
-    def configure_optimizers(self):
-        class Second(torch.optim.SGD):
-            steps = 0
+    steps = 0
 
-            def step(self, closure=None):
-                self.steps += 1
-                return super().step() if self.steps == 2 else None
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step() if self.steps == 2 else None
 
-        return Second(self.trainable, lr=1.0)
+
+def plain() -> ClientModule:
+    return ClientModule(Zeros())
+
+
+def alone() -> ClientModule:
+    return ClientModule(WithOwn())
+
+
+def last_step() -> ClientModule:
+    return ClientModule(Zeros(), optimizer=functools.partial(Second, lr=1.0))
 
 
 class Classes(Releases):
@@ -88,7 +96,7 @@ class Way:
     """One way in which clients release, in so many local steps; the kind is "training", "classes" or "loss"."""
 
     engine: str = "fast"
-    module: type = ClientModule
+    module: Callable[[], ClientModule] = plain
     steps: int = 1
     kind: str = "training"
     mechanism: str = "gaussian"
@@ -120,10 +128,10 @@ class Way:
 
 WAYS = {
     "fast, clients in one batch": Way(),
-    "fast, one client": Way(module=Alone),
+    "fast, one client": Way(module=alone),
     "fast, two steps": Way(steps=2),
     "serial": Way("serial"),
-    "serial, second of two steps": Way("serial", LastStep, steps=2),
+    "serial, second of two steps": Way("serial", last_step, steps=2),
     "class gradients": Way(kind="classes"),
     "class gradients, serial": Way("serial", kind="classes"),
     "Laplace": Way(mechanism="laplace"),
@@ -146,11 +154,10 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
         "classes": Classes,
         "loss": lambda: Asks([MeanLoss], NOISE, fixed=True),
     }[way.kind]()
-    module = way.module() if way.module is Alone else way.module(Zeros())
     with tempfile.TemporaryDirectory() as folder:
         small_loop(
             Population.from_datasets([(own, y) for own in x], held_out=0.0, num_classes=2),
-            module,
+            way.module(),
             clients=ClientOptions(2 * trials, batch_size=None, learning_rate=1.0, local_epochs=way.steps),
             privacy=PrivacyOptions(noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0),
             engine=ENGINES[way.engine](),

@@ -55,8 +55,8 @@ def test_each_client_is_scored_by_its_model_with_its_personal_parameters(populat
         def personalised(self, model, client):
             return always(1) if client == 1 else model
 
-    kind = type("Personal", (ClientModule,), {"personal": ("bias",)})
-    personal = evaluate(kind(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)), Personal)
+    module = ClientModule(nn.Linear(3, 2), personal=["bias"])
+    personal = evaluate(module, population, ClientModels(always(0)[None], (0, 0)), Personal)
     assert accuracies(personal) == accuracies(scores) and personal.test.accuracy == scores.test.accuracy
     more_classes = ClientModule(nn.Linear(3, 7)), population, ClientModels(always(1, classes=7)[None], (0, 0))
     assert evaluate(*more_classes).test.accuracy == 0.75
@@ -78,7 +78,7 @@ def test_without_a_test_set_the_clients_stand_in():
 
 
 def test_scores_do_not_depend_on_a_finite_loss(population):
-    module = type("Broken", (ClientModule,), {"loss": lambda self, output, y: y / 0.0 * 0.0})(nn.Linear(3, 2))
+    module = ClientModule(nn.Linear(3, 2), loss=lambda output, y: y / 0.0 * 0.0)
     population = replace(population, test=None)
     scores = evaluate(module, population, ClientModels(torch.stack([always(0), always(1)]), (0, 1)))
     assert scores.test.accuracy == 0.875 and math.isnan(scores.test.loss)

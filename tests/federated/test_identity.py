@@ -1,6 +1,7 @@
 """What makes a run this run: digests of module, strategies and records, and every edit that resuming refuses."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
@@ -81,6 +82,26 @@ def test_the_source_of_a_net_and_of_what_it_uses_counts(changes, tmp_path, monke
             path = tmp_path / f"{changes}.py"
             path.write_text(path.read_text() + "\n# another version\n")
     assert (found[0] == found[1]) == (changes is None)
+
+
+@pytest.mark.parametrize("key", ["loss", "output", "optimizer"])
+def test_the_source_of_given_functions_counts(key, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "owners_functions", None)
+    path, found = tmp_path / "owners_functions.py", []
+    for factor in (1, 1, 2):
+        path.write_text(f"def given(*of):\n    return {factor} * of[0]\n")
+        function = functools.partial(load(path, "owners_functions").given)
+        found.append(module_digest(ClientModule(nn.Linear(6, 2), **{key: function})))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_a_loss_that_holds_the_model_is_the_same_after_training(recurrent):
+    def of_loss(weight):
+        net = nn.LSTM(6, 2) if recurrent else nn.Linear(6, 2)
+        return module_digest(ClientModule(net, loss=lambda output, y: weight * net(output)))
+
+    assert of_loss(0.1) == of_loss(0.1) != of_loss(0.2)
 
 
 def test_a_class_without_a_file_is_known_by_its_settings_only(monkeypatch):

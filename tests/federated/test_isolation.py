@@ -149,18 +149,15 @@ class Tokens(nn.Module):
         return ((self.words(tokens) + self.types(0 * tokens)) * mask).sum(dim=1) / lengths.clamp(min=1)
 
 
-class LongestText(ClientModule):
+def longest_text(output, y):
     """Ignored labels do not count, but the mean is that of the record with most labels."""
-
-    def loss(self, output, y):
-        losses = nn.functional.cross_entropy(output.movedim(-1, 1), y, reduction="none")
-        return losses.sum(dim=1) / (y != -100).sum(dim=1).max().clamp(min=1)
+    losses = nn.functional.cross_entropy(output.movedim(-1, 1), y, reduction="none")
+    return losses.sum(dim=1) / (y != -100).sum(dim=1).max().clamp(min=1)
 
 
-class Rescaled(ClientModule):
-    def loss(self, output, y):
-        scale = y.abs().max().clamp(min=10)
-        return ((output[:, 0] - y) / scale) ** 2
+def rescaled(output, y):
+    scale = y.abs().max().clamp(min=10)
+    return ((output[:, 0] - y) / scale) ** 2
 
 
 class RescaledInTheStep(L.LightningModule):
@@ -194,8 +191,8 @@ def test_whole_numbers_above_one_show_whether_padding_mixes_records(longest, opt
 
 def test_labels_that_are_ignored_or_large_show_what_mixes_records():
     mixing = [
-        (LongestText(nn.Embedding(9, 9)), people(torch.randint(9, (8, 5)), torch.randint(9, (8, 5)), 9)),
-        (Rescaled(nn.Linear(4, 1)), people(torch.randn(8, 4), torch.randn(8))),
+        (ClientModule(nn.Embedding(9, 9), longest_text), people(torch.randint(9, (8, 5)), torch.randint(9, (8, 5)), 9)),
+        (ClientModule(nn.Linear(4, 1), rescaled), people(torch.randn(8, 4), torch.randn(8))),
         (ClientModule(RescaledInTheStep()), people(torch.randn(8, 4), torch.randn(8))),
     ]
     for module, population in mixing:
@@ -203,35 +200,30 @@ def test_labels_that_are_ignored_or_large_show_what_mixes_records():
             check_fits(module, population)
 
 
-class OfSmallLabels(ClientModule):
+def of_small_labels(output, y):
     """Refuses large labels: the inputs of other records are still tried."""
-
-    def loss(self, output, y):
-        if not y.abs().max() < 5:
-            raise ValueError("labels must be small")
-        return (output[:, 0] - y) ** 2
+    if not y.abs().max() < 5:
+        raise ValueError("labels must be small")
+    return (output[:, 0] - y) ** 2
 
 
 def test_a_loss_that_refuses_labels_does_not_end_the_check():
     population = people(torch.randn(8, 4), torch.randn(8))
-    check_fits(OfSmallLabels(nn.Linear(4, 1)), population)
+    check_fits(ClientModule(nn.Linear(4, 1), of_small_labels), population)
     with pytest.raises(UserError, match="must see one record"):
-        check_fits(OfSmallLabels(nn.Sequential(Rescaling(), nn.Linear(3, 1))), population)
+        check_fits(ClientModule(nn.Sequential(Rescaling(), nn.Linear(3, 1)), of_small_labels), population)
 
 
 @pytest.mark.parametrize("function", [torch.sqrt, torch.log])
 def test_a_loss_that_is_never_finite_is_refused(function):
-    class OfOutputs(ClientModule):
-        def loss(self, output, y):
-            return function(output).sum(dim=1)
-
     class OfInputs(Small):
         def mixed(self, x):
             return function(x)
 
     population = people(torch.rand(8, 4), torch.arange(8) % 3, 3)
     with pytest.raises(UserError, match="must give finite losses and gradients, got none"):
-        check_fits(OfOutputs(nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))), population)
+        net = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
+        check_fits(ClientModule(net, loss=lambda output, y: function(output).sum(dim=1)), population)
     check_fits(ClientModule(OfInputs()), population)  # positive numbers are no error
 
 
@@ -416,10 +408,20 @@ def test_tensors_that_a_pass_changes_are_restored(kind):
     assert net.seen is before and not net.seen.any() and list(vars(net)) == attributes
 
 
-def test_a_loss_that_fails_for_one_record_is_refused(make_loop):
-    loss = {"loss": lambda self, output, y: nn.functional.cross_entropy(output.squeeze(), y, reduction="none")}
+class Squeezed(Small):
+    def forward(self, x):
+        return super().forward(x).squeeze()
+
+
+def test_a_model_or_loss_that_fails_for_one_record_is_refused():
+    def squeezed(output, y):
+        return nn.functional.cross_entropy(output.squeeze(), y, reduction="none")
+
+    population = people(torch.randn(8, 4), torch.arange(8) % 3, 3)
     with pytest.raises(UserError, match="`model` must take one record, and many, got"):
-        make_loop(module=type("Squeezed", (ClientModule,), loss)(small_net()))
+        check_fits(ClientModule(Squeezed()), population)
+    with pytest.raises(UserError, match=r"`loss` must return one loss for each record, of shape \(1,\), got \(\)"):
+        check_fits(ClientModule(Small(), squeezed), population)
 
 
 class Counting(Small):

@@ -95,5 +95,4 @@ def test_nothing_is_grouped_that_is_not_one_step_from_one_start():
     alone = [[row] for row in range(CLIENTS)]
     assert one_batch.groups(plan_of(steps=2), ClientModule(small_net())) == alone
     assert one_batch.groups(plan_of(models=CLIENTS), ClientModule(small_net())) == alone
-    own = type("Personal", (ClientModule,), {"personal": ("0.bias",)})
-    assert one_batch.groups(plan_of(), own(small_net())) == alone
+    assert one_batch.groups(plan_of(), ClientModule(small_net(), personal=["0.bias"])) == alone

@@ -26,7 +26,7 @@ from dpfl_lightning.models.optimizers import SGD, build_optimizer
 from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
 from dpfl_lightning.strategies.clustering.local import Local
 
-pytestmark = pytest.mark.filterwarnings("ignore:not used of|configure_optimizers of:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:not used of|configure_optimizers:UserWarning")
 
 
 class Lit(L.LightningModule):
@@ -87,14 +87,14 @@ class OfInputs(Lit):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
 
-class ByHand(ClientModule):
-    """What an engine does with `Lit`, as a module of this package: loss, optimiser and learning rates by round."""
+def halving_adam(parameters):
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
+    return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, step_size=1, gamma=0.5)}
 
-    def loss(self, output, y):
-        return F.cross_entropy(output, y, label_smoothing=0.1, reduction="none")
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.trainable, lr=0.05 * 0.5 ** (self.local_task.round - 1))
+def by_hand() -> ClientModule:
+    """What an engine does with `Lit`, by functions."""
+    return ClientModule(small_net(), nn.CrossEntropyLoss(label_smoothing=0.1, reduction="none"), halving_adam)
 
 
 def trained(make_loop, module, engine="fast", **options) -> torch.Tensor:
@@ -107,7 +107,7 @@ def trained(make_loop, module, engine="fast", **options) -> torch.Tensor:
 @pytest.mark.e2e
 def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, one_noise):
     options = {"rounds": 2, "clients": ClientOptions(4, batch_size=16)}
-    expected = trained(make_loop, ByHand(small_net()), "serial", **options)
+    expected = trained(make_loop, by_hand(), "serial", **options)
     for engine, kind in (("serial", Lit), ("trainer", Lit), ("fast", Lit), ("fast", OfAChild), ("fast", OwnFormula)):
         torch.testing.assert_close(trained(make_loop, kind(), engine, **options), expected, rtol=1e-4, atol=1e-5)
     ours, reference = (trained(make_loop, OfInputs(), name, **options) for name in ("fast", "serial"))
@@ -129,7 +129,7 @@ def test_what_is_not_used_of_a_lightning_module_is_said(make_loop):
         make_loop(module=Lit(), clients=ClientOptions(4, learning_rate=0.3))
     assert [str(one.message) for one in caught] == [
         "not used of Lit: validation_step, accuracy",
-        "configure_optimizers of Lit replaces clients.learning_rate",
+        "configure_optimizers replaces clients.learning_rate",
     ]
 
 
@@ -329,10 +329,9 @@ def test_a_schedule_over_the_steps_that_a_trainer_estimates(make_loop, one_noise
     assert not torch.allclose(ours, trained(make_loop, of_steps(60), **options))
 
 
-def configured(answer) -> type[ClientModule]:
-    """A module whose `configure_optimizers` returns `answer(optimizer)`."""
-    sgd = lambda module: torch.optim.SGD(module.trainable, lr=module.local_task.learning_rate)  # noqa: E731
-    return type("Own", (ClientModule,), {"configure_optimizers": lambda self: answer(sgd(self))})
+def configured(answer) -> ClientModule:
+    """A module whose optimiser is `answer(sgd)`."""
+    return ClientModule(small_net(), optimizer=lambda parameters: answer(torch.optim.SGD(parameters, lr=0.3)))
 
 
 @pytest.mark.parametrize(
@@ -346,9 +345,9 @@ def configured(answer) -> type[ClientModule]:
 )
 def test_schedules_go_on_from_round_to_round(answer, make_loop, one_noise):
     """As the schedule `step` of the options does, for which one round is one epoch."""
-    ours = trained(make_loop, configured(answer)(small_net()))
+    ours = trained(make_loop, configured(answer))
     every = {1: 0.5, 2: 0.25}
-    scheduled = ConfiguredOptimizer.of(answer(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    scheduled = ConfiguredOptimizer.of(answer(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "optimizer")
     rates = {"name": "constant"}
     if scheduled.scheduler is not None:
         rates = {"name": "step", "every": scheduled.frequency, "gamma": every[scheduled.frequency]}
@@ -370,8 +369,8 @@ def test_schedules_go_on_from_round_to_round(answer, make_loop, one_noise):
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_is_charged(answer, words, make_loop, tmp_path):
-    with pytest.raises(UserError, match=f"configure_optimizers.*{words}"):
-        make_loop(module=configured(answer)(small_net()), rounds=4, output_dir=tmp_path / "run").run()
+    with pytest.raises(UserError, match=f"`optimizer` must.*{words}"):
+        make_loop(module=configured(answer), rounds=4, output_dir=tmp_path / "run").run()
     assert not (tmp_path / "run").exists(), "so that the corrected run may have the same folder"
 
 
@@ -423,7 +422,7 @@ def by_epoch(factor, of=None):
         (lambda self: torch.optim.SGD(self.parameters(), lr=-1), "Invalid learning rate.*test_own_model.py, line"),
         (lambda self: torch.optim.SGD(self.parameters(), lr=torch.nan), "finite.*round 1, got nan"),
         (by_epoch(lambda epoch, rounds: 1 - epoch), "round 3, got -0.1"),
-        (by_epoch(lambda epoch, rounds: 0), "above 0 in some round"),
+        (by_epoch(lambda epoch, rounds: 0), "above 0 in some round, got 0"),
         (by_epoch(lambda epoch, rounds: 1, torch.optim.SGD([torch.zeros(1)], lr=0.1)), "a schedule of another"),
         (freezing, "leave the parameters"),
         (resetting, "leave the parameters"),
@@ -435,8 +434,7 @@ def test_an_optimiser_that_would_fail_or_train_nothing_is_refused(configure, wor
 
 
 def check(configure, rounds=4, steps=(2,)):
-    module = ClientModule(step(plain, configure_optimizers=configure))
-    module.check_optimizer(rounds, [(0.1, number) for number in steps])
+    ClientModule(step(plain, configure_optimizers=configure)).check_optimizer(rounds, steps)
 
 
 def test_an_optimiser_is_tried_with_the_rounds_and_steps_of_each_client():
@@ -446,8 +444,6 @@ def test_an_optimiser_is_tried_with_the_rounds_and_steps_of_each_client():
         return torch.optim.SGD(self.parameters(), lr=0.1 / (self.trainer.estimated_stepping_batches - 1))
 
     check(over_steps, rounds=1)
-    decaying = {"configure_optimizers": lambda self: torch.optim.SGD(self.trainable, 4.0 - self.local_task.round)}
-    own(**decaying)(small_net()).check_optimizer(4, [(0.1, 1)])
     with pytest.raises(UserError, match="ZeroDivisionError"):
         check(over_steps, rounds=1, steps=(1, 2))
 
@@ -462,48 +458,9 @@ def test_an_optimiser_of_some_parameters_or_a_round_without_a_step_is_a_warning(
     for configure in (head, by_epoch(lambda epoch, rounds: epoch / rounds), frozen):
         check(configure)
     assert [str(one.message) for one in recwarn] == [
-        "configure_optimizers of Own leaves out net.0.weight, net.0.bias: freeze what is not to be trained",
-        "configure_optimizers of Own gives learning rate 0 in round 1, which costs budget and trains nothing",
+        "configure_optimizers leaves out net.0.weight, net.0.bias: freeze what is not to be trained",
+        "configure_optimizers gives learning rate 0 in round 1, which costs budget and trains nothing",
     ]
-
-
-class Hooks(L.LightningModule):
-    def on_train_batch_end(self, *_):
-        pass
-
-
-def own(*bases, **attributes):
-    return type("Own", (*bases, ClientModule), attributes)
-
-
-def with_attribute(name, value):
-    def build(self, net):
-        ClientModule.__init__(self, net)
-        setattr(self, name, value)
-
-    return own(__init__=build)
-
-
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        (own(training_step=lambda self, batch, batch_idx: None), "training_step"),
-        (own(on_before_optimizer_step=lambda self, optimizer: None, load=None), "load, on_before_optimizer_step"),
-        (own(Hooks), "on_train_batch_end"),
-        (type("Own", (ClientModule, Hooks), {}), "on_train_batch_end"),
-        (own(automatic_optimization=True), "automatic_optimization"),
-        (with_attribute("training_step", print), "training_step"),
-        (with_attribute("loss", nn.CrossEntropyLoss()), "loss"),
-    ],
-)
-def test_a_module_that_trains_otherwise_is_refused(kind, name, make_loop):
-    with pytest.raises(UserError, match=f"`{name}` must be that of ClientModule, which clips"):
-        make_loop(module=kind(small_net()))
-
-
-def test_parameters_outside_the_net_are_a_warning(recwarn):
-    with_attribute("scale", nn.Parameter(torch.ones(1)))(small_net()).check_extension()
-    assert str(recwarn[0].message) == "Own does not train scale: only parameters of its net are trained"
 
 
 def test_a_net_that_is_frozen_after_it_was_wrapped_is_refused(make_loop):
@@ -516,7 +473,7 @@ def test_a_net_that_is_frozen_after_it_was_wrapped_is_refused(make_loop):
 def test_settings_of_a_schedule_are_those_of_its_optimiser():
     def new():
         optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.4)
-        return ConfiguredOptimizer(optimizer, CosineAnnealingLR(optimizer, T_max=5))
+        return ConfiguredOptimizer("optimizer", optimizer, CosineAnnealingLR(optimizer, T_max=5))
 
     usual, settings = new(), GroupSettings(new())
     for number in range(5):
@@ -614,18 +571,15 @@ def test_options_out_of_range_are_refused(build, options, words):
 SOURCE = """
 import lightning, torch
 from torch import nn
-from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning import ClientModule
 class Net(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     def forward(self, x):
         return self.layers(x)
-class Module(ClientModule):
-    def __init__(self, hidden):
-        super().__init__(Net(hidden))
-    def loss(self, output, y):
-        return 2 * super().loss(output, y)
+def module(hidden):
+    return ClientModule(Net(hidden), lambda output, y: 2 * nn.functional.cross_entropy(output, y, reduction="none"))
 class Lit(lightning.LightningModule):
     def __init__(self, hidden):
         super().__init__()
@@ -637,7 +591,7 @@ class Lit(lightning.LightningModule):
 """
 
 
-@pytest.mark.parametrize("kind", ["Lit", *(pytest.param(kind, marks=pytest.mark.e2e) for kind in ("Net", "Module"))])
+@pytest.mark.parametrize("kind", ["Lit", *(pytest.param(kind, marks=pytest.mark.e2e) for kind in ("Net", "module"))])
 def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeypatch):
     (tmp_path / f"own_{kind}.py").write_text(SOURCE)  # a name for each case: modules are imported once
     monkeypatch.chdir(tmp_path)
@@ -655,7 +609,7 @@ def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeyp
         }
     )
     result = fit(options)
-    assert type(result.model).__name__ == ("Net" if kind == "Module" else kind)
+    assert type(result.model).__name__ == ("Net" if kind == "module" else kind)
     report = evaluate_run(options, tmp_path / "run")
     assert report["test_accuracy"] == pytest.approx(result.test_accuracy)
     assert report["test_loss"] == pytest.approx(result.test_loss, rel=1e-4), "by the module's loss"

@@ -114,10 +114,9 @@ def test_a_run_that_was_killed_before_its_ledger_had_a_header_begins_anew(make_l
 
 def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loop):
     """The noise is that of the rounds that were planned; callbacks may come and go, personal parameters stay."""
-    kind = type("Mine", (ClientModule,), {"personal": ("0.bias",)})
 
     def a_loop(rounds=4, **options):
-        return make_loop(module=kind(small_net()), rounds=rounds, **options)
+        return make_loop(module=ClientModule(small_net(), personal=["0.bias"]), rounds=rounds, **options)
 
     unbroken = a_loop()
     unbroken.run()

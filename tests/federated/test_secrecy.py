@@ -108,7 +108,7 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
     from dpfl_lightning.reporting.mlflow import Tracking
 
     tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
-    personal = type("Personal", (ClientModule,), {"personal": ("0.bias",)})(small_net())
+    personal = ClientModule(small_net(), personal=["0.bias"])
     loop = make_loop(privacy=PROTECTED, module=personal, parts=[tracking])
     loop.options = {"rounds": 3, "privacy": {"delta": 1e-3}}
     keys, data_key = [], ClientFolder.data_key

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,13 @@ class Named(nn.Module):
 
     def forward(self, x):
         return {self.key: self.net(x)}
+
+
+class WithLogits(Named):
+    """A net that returns an object."""
+
+    def forward(self, x):
+        return SimpleNamespace(**super().forward(x))
 
 
 def test_loss_is_the_mean_over_a_records_labels_and_right_is_what_counts():
@@ -232,16 +240,13 @@ def test_evaluation_in_small_batches_gives_the_same_scores(task, monkeypatch):
         assert one.metrics == pytest.approx(other.metrics)
 
 
-class OwnLoss(ClientModule):
-    """One logit with a loss of the user."""
-
-    def loss(self, output, y):
-        return F.binary_cross_entropy_with_logits(output[:, 0], y.float(), reduction="none")
+def of_one_logit(output, y):
+    return F.binary_cross_entropy_with_logits(output[:, 0], y.float(), reduction="none")
 
 
 def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
     people = population("binary")
-    for module in (OwnLoss(nn.Linear(4, 1)), ClientModule(nn.Linear(4, 1))):
+    for module in (ClientModule(nn.Linear(4, 1), of_one_logit), ClientModule(nn.Linear(4, 1))):
         model = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0])  # the sign of the first feature, which is the label
         engine = SerialEngine()
         engine.setup(module, people, Streams(), "poisson")
@@ -250,10 +255,9 @@ def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
         assert scores.test.accuracy == 1.0 and module.task is TASKS["binary"]
 
 
-class Probabilities(ClientModule):
-    def loss(self, output, y):
-        output, y = output.reshape(len(y), -1), y.to(output).reshape(len(y), -1)
-        return F.binary_cross_entropy(output, y, reduction="none").mean(dim=1)
+def of_probabilities(output, y):
+    output, y = output.reshape(len(y), -1), y.to(output).reshape(len(y), -1)
+    return F.binary_cross_entropy(output, y, reduction="none").mean(dim=1)
 
 
 @pytest.mark.parametrize(("name", "last"), [("binary", ()), ("binary", (nn.Flatten(0),)), ("multilabel", ())])
@@ -261,7 +265,8 @@ def test_probabilities_are_recognised_and_scored_as_such(name, last):
     people = population(name)
     outputs = people.y[0].numel()
     net = nn.Sequential(nn.Linear(4, outputs), nn.Sigmoid(), *last)
-    module, logits = Probabilities(net, metrics=["auroc", "f1"]), ClientModule(net[0], metrics=["auroc", "f1"])
+    module = ClientModule(net, of_probabilities, metrics=["auroc", "f1"])
+    logits = ClientModule(net[0], metrics=["auroc", "f1"])
     scores = []
     for one in (module, logits):
         engine = SerialEngine()
@@ -275,8 +280,7 @@ def test_probabilities_are_recognised_and_scored_as_such(name, last):
         UserError, match=r"`model` must give logits for the default loss, got .*Remove its last Sigmoid"
     ):
         check_fits(ClientModule(net), people)
-    kind = type("Stated", (Probabilities,), {"probabilities": False})
-    stated = kind(net)
+    stated = ClientModule(net, of_probabilities, probabilities=False)
     check_fits(stated, people)
     assert stated.task is TASKS[name]
 
@@ -309,23 +313,32 @@ def test_a_segmentation_may_have_more_outputs_than_classes():
     assert scores.test.metrics["iou"] is not None
 
 
-class Reconstruction(ClientModule):
-    """The loss of an autoencoder, whose outputs fit no task for integer labels."""
+class Reconstruction(nn.Sequential):
+    """An autoencoder that returns the difference to its input, which its loss squares."""
 
-    def sample_loss(self, params, x, y):
-        return (self.output(params, x) - x).square().mean(dim=1)
-
-
-class Distance(ClientModule):
-    def loss(self, output, y):
-        return (output.mean(dim=(1, 2)) - y).square()
+    def forward(self, x):
+        return super().forward(x) - x
 
 
-@pytest.mark.parametrize(("kind", "net"), [(Reconstruction, nn.Linear(4, 4)), (Distance, nn.Unflatten(1, (2, 2)))])
-def test_a_users_loss_needs_no_known_task(kind, net, tmp_path):
-    module = kind(nn.Sequential(nn.Linear(4, 4), net))
+def size(output, y):
+    return output.square().mean(dim=1)
+
+
+def distance(output, y):
+    return (output.mean(dim=(1, 2)) - y).square()
+
+
+@pytest.mark.parametrize(
+    ("net", "loss"),
+    [
+        (Reconstruction(nn.Linear(4, 4), nn.Linear(4, 4)), size),
+        (nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))), distance),
+    ],
+)
+def test_a_users_loss_needs_no_known_task(net, loss, tmp_path):
+    module = ClientModule(net, loss)
     population = Population.from_datasets([(torch.randn(20, 4), torch.randint(3, (20,)))] * 2, num_classes=3)
-    fitting = kind is Reconstruction  # outputs [B, 4] for three classes
+    fitting = loss is size  # outputs [B, 4] for three classes
     run = FederatedLoop(
         population, module, rounds=1, clients=ClientOptions(batch_size=4), privacy=None, output_dir=tmp_path / "run"
     )
@@ -338,13 +351,12 @@ def test_outputs_with_logits_are_unwrapped_and_others_refused_before_a_run():
     people = population("multiclass")
     for module in (
         ClientModule(Named()),
-        type("Own", (ClientModule,), {"logits_of": lambda self, out: out["a"]})(Named("a")),
+        ClientModule(WithLogits()),
+        ClientModule(Named("a"), output=itemgetter("a")),
     ):
         check_fits(module, people)
         assert module.output(module.named_trainable, people.x).shape == (N, K)
-    holder = SimpleNamespace(logits=torch.ones(2, 3))
-    assert module.__class__.__mro__[1].logits_of(module, holder) is holder.logits
-    with pytest.raises(UserError, match="`net` must return a tensor, or an output with a tensor `logits`, got 'dict'"):
+    with pytest.raises(UserError, match=r"`model` must return a tensor, .* `logits`, got 'dict'"):
         check_fits(ClientModule(Named("scores")), people)
 
 

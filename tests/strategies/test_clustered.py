@@ -598,13 +598,6 @@ def test_users_are_warned_when_noise_hides_groups(start):
         start(Clustered(first_round_noise_multiplier=40.0)).plan_schedule()
 
 
-class Linear(ClientModule):
-    """A loss whose gradient is the record itself: `-x . theta`."""
-
-    def sample_loss(self, params, x, y):
-        return -(x * params["weight"]).sum(dim=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "noise"), [(1, 5.0), (4, 2.0)])
 def test_separation_follows_the_design_law(make_loop, epochs, noise):
@@ -621,7 +614,7 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
     clustered = Clustered(num_clusters=2, first_round_noise_multiplier=noise)
     loop = make_loop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=2),
-        module=Linear(nn.Linear(width, 1, bias=False)),
+        module=ClientModule(nn.Linear(width, 1, bias=False), loss=lambda output, y: -output[:, 0]),  # gradient: -x
         parts=[SizeWeighted(), clustered],
         clients=ClientOptions(count=12, batch_size=50, learning_rate=0.01, local_epochs=epochs),
         privacy=private(epsilon=20.0, delta=1e-4, clip_norm=1.0),

@@ -352,10 +352,6 @@ FLAT = ClientModule(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3).requires_grad
 REAL = Population.from_datasets([(torch.randn(20, 6), torch.randn(20)) for _ in range(4)], held_out=0.0)
 
 
-class Personal(ClientModule):
-    personal = ("0.bias",)
-
-
 def test_populations_and_nets_that_do_not_fit_are_refused(make_loop):
     def planned(options, **more):
         parts = [Distillation(**{"min_participants": 1, **options})]
@@ -366,7 +362,7 @@ def test_populations_and_nets_that_do_not_fit_are_refused(make_loop):
         ({"augmentation": "dsa"}, {}, r"augmentation` must be none for these data, got 'dsa'"),
         ({"aggregation": "class_count"}, {}, r"aggregation` must not be class_count if clients add noise"),
         ({"noise_scale": "paper_mean"}, {}, r"noise_scale` must be sum without .*, got 'paper_mean'"),
-        ({}, {"module": Personal(small_net())}, "`personal` must be empty"),
+        ({}, {"module": ClientModule(small_net(), personal=["0.bias"])}, "`personal` must be empty"),
         ({}, {"new_net": None}, "`new_net` must be a function, got None"),
         ({}, {"module": FLAT}, r"matching` must be cos or mse for a net .* got 'layerwise_cosine'"),
         ({"net_update": "aggregate"}, {"module": FLAT}, r"matching` must be cos or mse for a net"),

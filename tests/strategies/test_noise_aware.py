@@ -111,7 +111,7 @@ def test_two_clients_with_signals_of_their_own_do_not_stop_the_training(replayed
 
 def test_what_a_client_sends_for_personal_parameters_changes_no_weight(view):
     net = torch.nn.Sequential(torch.nn.Linear(40, 50, bias=False), torch.nn.Linear(50, 40, bias=False))
-    module = type("Personal", (ClientModule,), {"personal": ("1.weight",)})(net)
+    module = ClientModule(net, personal=["1.weight"])
     of_all = dataclasses.replace(view, facts=_of(view.facts, 8), module=module)
     deltas = torch.zeros(8, 4000)
     deltas[:, :2000] = torch.randn(8, 2000, generator=torch.Generator().manual_seed(0)) / 2000**0.5

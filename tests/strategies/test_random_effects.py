@@ -134,7 +134,7 @@ def test_the_variance_between_clients_is_their_spread_beyond_the_known_noise(spr
 
 def test_personal_parameters_have_no_noise_to_subtract(make_loop):
     loop, strategy = planned(make_loop)
-    module = type("Personal", (ClientModule,), {"personal": ("0.weight",)})(small_net())
+    module = ClientModule(small_net(), personal=["0.weight"])
     view = dataclasses.replace(loop.view(ServerState(torch.zeros(1, 83), (0,) * COUNT)), module=module)
     announced = ClientUpdates.announced(view.plan())
     noise = torch.tensor(announced.noise_std)[:, None] * torch.randn(

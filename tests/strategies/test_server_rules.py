@@ -213,7 +213,7 @@ def test_multi_krum_judges_the_clients_of_each_model_alone_and_keeps_few():
 def of_2000(personal=()):
     """A model of 2,000 parameters, of which the last 1,000 are `1.weight`."""
     net = nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(100, 10, bias=False))
-    return type("Personal", (Model,), {"personal": personal})(net)
+    return Model(net, personal=personal)
 
 
 def test_updates_below_the_noise_floor_are_left_out_and_no_weight_is_raised():
@@ -258,7 +258,7 @@ def test_a_false_update_of_personal_parameters_does_not_reach_the_model(streamed
     rules = {"size_weighted": None, **({} if streamed else {"noise_floor": None})}
     net = small_net()
     name = next(iter(dict(net.named_parameters())))
-    module = type("Personal", (ClientModule,), {"personal": (name,)})(net)
+    module = ClientModule(net, personal=[name])
     loop = make_loop(module=module, parts=strategies.build(rules))
     releases, mask = loop.clients.engine.releases, module.personal_mask
     loop.clients.engine.releases = lambda *a: ((row, one.clone().masked_fill(mask, 9.0)) for row, one in releases(*a))

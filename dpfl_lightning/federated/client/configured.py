@@ -1,4 +1,4 @@
-"""What `configure_optimizers` of a module returns: the optimiser of a client, and its learning rate schedule."""
+"""The optimiser of a client and its learning rate schedule, as the user's function or LightningModule returns them."""
 
 from __future__ import annotations
 
@@ -19,41 +19,45 @@ _ELEMENTWISE = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", 
 
 @dataclass(frozen=True)
 class ConfiguredOptimizer:
-    """An optimiser, and possibly a schedule that takes a step after every `frequency` rounds (or local steps)."""
+    """An optimiser, and possibly a schedule that takes a step after every `frequency` rounds (or local steps).
 
+    `key` names in errors what returned it: the argument `optimizer` or the method `configure_optimizers`.
+    """
+
+    key: str
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None = None
     every_step: bool = False
     frequency: int = 1
 
     @classmethod
-    def of(cls, answer: Any) -> ConfiguredOptimizer:
+    def of(cls, answer: Any, key: str) -> ConfiguredOptimizer:
         """Read an answer in one of the forms that Lightning accepts.
 
         Raises UserError for several optimisers, an optimiser that needs a closure, and `ReduceLROnPlateau`.
         """
         if isinstance(answer, list | tuple) and len(answer) == 2 and all(isinstance(one, list) for one in answer):
             optimizers, schedulers = answer
-            optimizer, schedule = _only(optimizers), _only(schedulers) if schedulers else None
+            optimizer, schedule = _only(key, optimizers), _only(key, schedulers) if schedulers else None
         elif isinstance(answer, Mapping):
             optimizer, schedule = answer.get("optimizer"), answer.get("lr_scheduler")
         elif isinstance(answer, list | tuple):
-            return cls.of(_only(answer))
+            return cls.of(_only(key, answer), key)
         else:
             optimizer, schedule = answer, None
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-            none = "no optimizer (remove the method to train with clients.optimizer)"
-            raise _refused(none if optimizer is None else type(optimizer).__name__)
+            none = "no optimizer (remove it to train with clients.optimizer)"
+            raise _refused(key, none if optimizer is None else type(optimizer).__name__)
         if schedule is None:
-            return cls(optimizer)
+            return cls(key, optimizer)
         settings = dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
         scheduler, interval = settings.get("scheduler"), settings.get("interval", "epoch")
         frequency = settings.get("frequency", 1)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-            raise _refused(f"a schedule by {type(scheduler).__name__}")
+            raise _refused(key, f"a schedule by {type(scheduler).__name__}")
         if interval not in ("step", "epoch") or not (isinstance(frequency, int) and frequency >= 1):
-            raise _refused(f"a schedule with interval {interval!r} and frequency {frequency!r}")
-        return cls(optimizer, scheduler, interval == "step", frequency)
+            raise _refused(key, f"a schedule with interval {interval!r} and frequency {frequency!r}")
+        return cls(key, optimizer, scheduler, interval == "step", frequency)
 
     def check(self, again: ConfiguredOptimizer, trainable: Mapping[str, Tensor]) -> list[str]:
         """Return the names of `trainable` parameters that no group contains.
@@ -61,16 +65,15 @@ class ConfiguredOptimizer:
         Raises UserError if `again`, the answer to a second call, is the same optimiser, the schedule is that of another
         one, or a parameter is not one of `trainable`. Frozen parameters are ignored.
         """
-        key, new = "configure_optimizers", self.optimizer is not again.optimizer
-        advice = "Make it in this method: each round of a client starts with a new one."
-        require(new, key, "return a new optimizer in every call", "one object", advice)
+        new, advice = self.optimizer is not again.optimizer, "Each round of a client starts with a new one."
+        require(new, self.key, "return a new optimizer in every call", "one object", advice)
         if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
-            raise _refused("a schedule of another optimizer")
+            raise _refused(self.key, "a schedule of another optimizer")
         grouped = {one for group in self.optimizer.param_groups for one in group["params"]}
         moved = {one for one in grouped if one.requires_grad}
-        advice = "Use self.parameters(), or self.trainable of a ClientModule."
+        advice = "Use self.parameters(), or those that ClientModule(optimizer=...) is given."
         fits = {*trainable.values()} >= moved > set()
-        require(fits, key, "use the parameters that the run trains", "other ones", advice)
+        require(fits, self.key, "use the parameters that the run trains", "other ones", advice)
         return [name for name, one in trainable.items() if one not in moved]
 
     def idle_rounds(self, rounds: int, steps: int) -> list[int]:
@@ -84,7 +87,7 @@ class ConfiguredOptimizer:
             rates = [rate for number in numbers for rate in rates_of(settings.after(number))]
             for rate in rates:
                 must = f"give learning rates >= 0 that are finite, also in round {round}"
-                require(0 <= rate < math.inf, "configure_optimizers", must, rate)
+                require(0 <= rate < math.inf, self.key, must, rate)
             idle += [] if any(rates) else [round]
         return idle
 
@@ -100,7 +103,7 @@ class GroupSettings:
     """The settings of an optimiser's parameter groups (`lr`, `momentum`, ...) after any number of schedule steps."""
 
     def __init__(self, configured: ConfiguredOptimizer) -> None:
-        self._optimizer, self._scheduler = configured.optimizer, configured.scheduler
+        self._key, self._optimizer, self._scheduler = configured.key, configured.optimizer, configured.scheduler
         for group in self._optimizer.param_groups:
             group["params"] = [torch.zeros(()) for _ in group["params"]]  # a step without gradients changes nothing
         self._known = [self._now()]
@@ -114,7 +117,7 @@ class GroupSettings:
                 self._scheduler.step()
             except ValueError as error:  # such as OneCycleLR after its last step
                 reason = f"a schedule that ends after {len(self._known) - 1} steps ({error})"
-                raise _refused(reason) from None
+                raise _refused(self._key, reason) from None
             self._known.append(self._now())
         return self._known[number]
 
@@ -143,14 +146,14 @@ def on_one_vector(optimizer: torch.optim.Optimizer, trainable: Sequence[Tensor],
     return True
 
 
-def _only(several: Any) -> Any:
+def _only(key: str, several: Any) -> Any:
     if len(several) != 1:
-        raise _refused(f"{len(several)} optimizers or schedules")
+        raise _refused(key, f"{len(several)} optimizers or schedules")
     return several[0]
 
 
-def _refused(got: str) -> UserError:
+def _refused(key: str, got: str) -> UserError:
     return UserError(
-        "`configure_optimizers` must return one torch optimizer that needs no closure, alone or with one learning rate "
-        f"schedule that needs no metric, got {got}."
+        f"`{key}` must return one torch optimizer that needs no closure, alone or with one learning rate schedule that "
+        f"needs no metric, got {got}."
     )

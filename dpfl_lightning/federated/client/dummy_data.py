@@ -154,7 +154,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     check_net(module.net)  # again: the modes of its layers may have changed
     if not any(one[1] is not None and one[1].pattern == _SLOW_VMAP for one in warnings.filters):
         warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
-    module.check_extension()
+    module.check_parameters()
     records = min(max(8, population.num_classes), 32)  # most classes
     with tensors_restored(module.net):
         module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
@@ -188,7 +188,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     if module.named_task is None and (others := other_tasks(task, *shapes)):
         module.task_advice = (
             f"task {task.name} is inferred from floating labels. Name it, or, for labels of 0 and 1, "
-            f"{' or '.join(others)}: `task` in YAML, ClientModule(net, task=...) in Python"
+            f"{' or '.join(others)}: `task` in YAML, ClientModule(model, task=...) in Python"
         )
     if task.name == "multiclass" and output.shape[1] > population.num_classes:
         warn_user(f"the model gives {output.shape[1]} outputs for {population.num_classes} classes")
@@ -314,7 +314,7 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):
         sums = finite.sum(dim=1)
         return module.users_loss and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
-    advice = "Remove its last Sigmoid, or override ClientModule.loss."
+    advice = "Remove its last Sigmoid, or pass ClientModule(model, loss=...)."
     require(module.users_loss, "model", "give logits for the default loss", "outputs in [0, 1]", advice)
     return True
 

@@ -1,6 +1,8 @@
 """The identity of a run, which its ledger's header contains, so that only the same run can be resumed."""
 
+import functools
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -9,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -27,9 +30,9 @@ from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
-# attributes of a `ClientModule` that are no settings, or follow from its net and the records
-_OF_A_ROUND = ("local_task", "local_optimizer", "net", "metrics", "task", "task_note", "task_advice")
-_OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # LayerNorm: its creation draws no random numbers
+#: what a user gives a `ClientModule`; its other attributes follow from its model and the records, or are of a round
+_GIVEN = ("given_loss", "given_output", "given_optimizer", "named_task", "probabilities")
+_OF_TORCH = frozenset(vars(L.LightningModule()))
 _COLUMNS = {
     "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),
     "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
@@ -129,7 +132,7 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
 def module_digest(module: ClientModule) -> str:
     """Digest of layers, settings, frozen parameters, buffers, and the source of their classes and the user's files."""
     words: list[Any] = [list(module.personal)]
-    classes: list[type] = []
+    classes = [_defining(getattr(module, name)) for name in _GIVEN]
     for name, part in module.named_modules():
         classes += type(part).__mro__
         kinds = [kind.__qualname__ for kind in type(part).__mro__]
@@ -139,10 +142,17 @@ def module_digest(module: ClientModule) -> str:
     return digest_with_sources(words, classes)
 
 
+def _defining(value: object) -> Any:
+    """The class or function whose source defines a value."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+
+
 def _settings(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a module other than parameters (of which LSTMs have a list), buffers and modules."""
-    skipped = (*_OF_TORCH, "_flat_weights", *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
-    return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}
+    """The attributes of a module other than parameters, buffers and modules."""
+    names = _GIVEN if isinstance(part, ClientModule) else sorted(vars(part).keys() - _OF_TORCH)
+    return {name: described(vars(part)[name]) for name in names if name in vars(part)}
 
 
 def _for_json(value: Any) -> Any:

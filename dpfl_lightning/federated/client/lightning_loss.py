@@ -126,7 +126,7 @@ class LightningLoss:
         if not separate:
             raise UserError(
                 "`training_step` must return the mean of the losses of single records, got a loss that depends on "
-                "other records of the batch (or weighs classes by a mean). Override `loss` of a ClientModule."
+                "other records of the batch (or weighs classes by a mean). Pass ClientModule(model, loss=...)."
             )
 
     def _is_additive(self, params: Params, x: Any, y: Tensor) -> bool:
@@ -167,7 +167,7 @@ class LightningLoss:
         return UserError(
             "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
             f"loggers or functional metrics), got {type(error).__name__}: {reason}. Move other work to "
-            "validation_step, or wrap the net alone by ClientModule(net)."
+            "validation_step, or pass ClientModule(model, loss=...)."
         )
 
     def _agrees(self, output: Output, part: str, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:

@@ -1,11 +1,9 @@
 """The private training step of a client as a LightningModule."""
 
 import copy
-import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, final
 
 import lightning as L
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.config.registry import users_code
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector, rates_of
+from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import drawing_alike
 from dpfl_lightning.federated.client.lightning_loss import (
     LightningLoss,
@@ -30,9 +28,7 @@ from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, P
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
-#: what a subclass of ClientModule may override: nothing that clips, adds noise, or trains
-_EXTENSIONS = {"loss", "sample_loss", "output", "logits_of", "infer_task", "configure_optimizers"}
-_EXTENSIONS |= {"personal", "personal_mask", "probabilities", "task"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,96 +72,107 @@ class LocalTask:
         return torch.cat([noised, numbers.to(noised.dtype) / self.mechanism.expected_batch_size], dim=1)
 
 
+def dp_step(
+    task: LocalTask, clipped: Tensor, theta: Tensor, move: Callable[[Tensor], T], into: Tensor | None = None
+) -> T:
+    """One local step of a client at parameters `theta` `[P]`, from `clipped` `[1, P]`, its sum of clipped gradients.
+
+    The sum is noised and divided by the expected batch size, and the proximal term is added; `move` steps along this
+    gradient `[P]`. `into` `[1, P]` is memory for it.
+
+    **Privacy** One step of the task's mechanism, also for an empty batch.
+    """
+    gradient = task.mechanism.privatise(clipped, task.noise, theta.dtype, into)[0]
+    if task.anchor is not None:
+        gradient.add_(theta - task.anchor, alpha=task.pull)
+    return move(gradient)
+
+
+@final
 class ClientModule(Model, L.LightningModule):
-    """The local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
+    """A model with the local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
 
-    Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to outputs `[B, ...]`, or to a dictionary or
-    object with such `logits` (Hugging Face). `task` is a key of `models.tasks.TASKS`, None to infer it from shapes and
-    dtypes; `metrics` are keys of `federated.client.metrics.METRICS`, empty for those of the task. Of a LightningModule
-    `forward`, the loss of `training_step` and `configure_optimizers` are used, and `unused` lists what is not. To
-    change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser, or set `personal` to
-    the names of parameters that stay with each client. A run refuses a subclass that overrides other methods, such as
-    `training_step` or a hook of Lightning.
+    Args:
+        model: maps records `[B, *X]` one by one to outputs `[B, ...]`, or to a dictionary or object with such `logits`.
+            Of a LightningModule `forward`, the loss of `training_step` and `configure_optimizers` are used.
+        loss: `loss(output, y)` returns one loss for each record, `[B]`; by default that of the task.
+        optimizer: `optimizer(parameters)` returns a new torch optimiser, also with a learning rate schedule in
+            Lightning's forms. An epoch of the schedule is a round of the run, and a step is a local step.
+        personal: names of the model's parameters that stay with each client.
+        output: returns the outputs `[B, ...]` from what the model returns.
+        task: a key of `models.tasks.TASKS`, None to infer it from shapes and dtypes.
+        metrics: keys of `federated.client.metrics.METRICS`, empty for those of the task.
+        probabilities: whether outputs are probabilities; None finds it out on random records if the loss is given.
 
-    With a loss of the user, outputs that stay in [0, 1] on random records (a last Sigmoid or Softmax) are scored as
-    probabilities; set `probabilities` to True or False to state it.
+    The class is final. Raises UserError as `Model`, and for a LightningModule with manual optimisation.
 
-    `configure_optimizers` may return a learning rate schedule in Lightning's forms. The optimiser is new in every round
-    of a client, but its schedule goes on: an epoch of the schedule is a round of the run, and a step is a local step.
-
-    Raises UserError as `Model`, and for a LightningModule with manual optimisation.
-
-    **Privacy** One `training_step` is one step of the mechanism of `local_task`, which was charged beforehand. It adds
-    noise before any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger
-    and is refused.
+    **Privacy** One `training_step` is one step of the mechanism of `local_task`, which was charged beforehand. A
+    `lightning.Trainer` alone has no ledger and is refused.
     """
 
-    probabilities: bool | None = None
-
-    def __init__(self, net: nn.Module, task: str | None = None, metrics: Sequence[str] = ()) -> None:
-        require(not isinstance(net, ClientModule), "net", "be the net of one ClientModule", type(net).__name__)
-        if isinstance(net, L.LightningModule):
-            net.configure_model()
-        super().__init__(net, task)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        optimizer: Callable[[list[Tensor]], Any] | None = None,
+        personal: Sequence[str] = (),
+        output: Callable[[Any], Tensor] | None = None,
+        task: str | None = None,
+        metrics: Sequence[str] = (),
+        probabilities: bool | None = None,
+    ) -> None:
+        require(not isinstance(model, ClientModule), "model", "be the model of one ClientModule", type(model).__name__)
+        advice = "Such as lambda parameters: torch.optim.Adam(parameters): each round of a client has a new one."
+        must = "be a function that returns an optimizer"
+        require(optimizer is None or callable(optimizer), "optimizer", must, type(optimizer).__name__, advice)
+        if isinstance(model, L.LightningModule):
+            model.configure_model()
+        super().__init__(model, loss, personal, output, task)
         self.adapted: LightningLoss | None = None
-        if isinstance(net, L.LightningModule) and overrides(net, "training_step"):
-            self.adapted = LightningLoss(net)
+        if loss is None and isinstance(model, L.LightningModule) and overrides(model, "training_step"):
+            self.adapted = LightningLoss(model)
+        self.given_optimizer = optimizer
+        by_method = "configure_optimizers" if self._defines("configure_optimizers") else ""
+        #: the argument or method that gives the optimiser, "" for `clients.optimizer`
+        self.optimizer_from = "optimizer" if optimizer is not None else by_method
         self.automatic_optimization = False
-        self.metrics = tuple(metrics)
+        self.metrics, self.probabilities = tuple(metrics), probabilities
         self.local_task: LocalTask | None = None
-        self._settings_of: dict[tuple[float, int], GroupSettings] = {}  # of a schedule, by learning rate and steps
+        self._settings_of: dict[int, GroupSettings] = {}  # of a schedule, by local steps
         self._rounds = 1  # of the run
 
-    def overrides(self, hook: str) -> bool:
-        """Return whether a subclass overrides a method of this class."""
-        return getattr(type(self), hook) is not getattr(ClientModule, hook)
-
-    @property
-    def brings_optimizer(self) -> bool:
-        """Whether the optimiser is that of `configure_optimizers` of a subclass or of a wrapped LightningModule."""
-        net = self.net
-        return self.overrides("configure_optimizers") or (
-            isinstance(net, L.LightningModule) and overrides(net, "configure_optimizers")
+    def __init_subclass__(cls) -> NoReturn:
+        raise UserError(
+            f"`ClientModule` must not be derived from, got class {cls.__name__}. Pass loss=..., optimizer=... or "
+            "output=... to it, or wrap a LightningModule."
         )
+
+    def _defines(self, hook: str) -> bool:
+        """Return whether the model is a LightningModule that overrides a method."""
+        return isinstance(self.net, L.LightningModule) and overrides(self.net, hook)
 
     @property
     def users_loss(self) -> bool:
-        """Whether the loss is that of a subclass or of a wrapped LightningModule."""
-        return self.adapted is not None or self.overrides("loss") or self.overrides("sample_loss")
+        """Whether the loss was given, or is that of a wrapped LightningModule."""
+        return self.adapted is not None or self.given_loss is not None
 
     @property
     def unused(self) -> list[str]:
         """Hooks and metrics of a wrapped LightningModule that a run does not use."""
-        return unused(self.net) if isinstance(self.net, L.LightningModule) else []
+        if not isinstance(self.net, L.LightningModule):
+            return []
+        given = {"training_step": self.given_loss, "configure_optimizers": self.given_optimizer}
+        replaced = [hook for hook, one in given.items() if one is not None and self._defines(hook)]
+        return replaced + unused(self.net)
 
     def plain_sgd(self, optimizer: LocalOptimizer | None) -> bool:
         """Return whether a step with the optimiser of a plan is plain SGD, which engines may compute in other ways."""
-        return optimizer is not None and optimizer.plain and not self.brings_optimizer
+        return optimizer is not None and optimizer.plain and not self.optimizer_from
 
-    def check_extension(self) -> None:
-        """Raise UserError if a subclass overrides what it must not, or parameters were frozen after this was made.
-
-        Warns of trainable parameters outside the net.
-
-        **Privacy** Another `training_step`, or a hook that only the engine `trainer` calls, could train without noise.
-        """
-        changed = [name for name in dir(ClientModule) if not name.startswith("__") and self._changes(name)]
-        must = "be that of ClientModule, which clips and adds noise"
-        advice = "Override `loss`, `sample_loss` or `configure_optimizers`, or wrap a LightningModule."
-        require(not changed, ", ".join(changed), must, type(self).__name__, advice)
+    def check_parameters(self) -> None:
+        """Raise UserError if other parameters are trainable than when this was made."""
         frozen = ", ".join(sorted(self._shapes.keys() ^ self.named_trainable.keys()))
-        require(not frozen, "requires_grad", "be set before a ClientModule is made", frozen, "Set it on the net.")
-        named = ((name, one) for name, one in self.named_parameters() if not name.startswith("net."))
-        if outside := [name for name, one in named if one.requires_grad]:
-            words = f"does not train {', '.join(outside)}: only parameters of its net are trained"
-            warn_user(f"{type(self).__name__} {words}")
-
-    def _changes(self, name: str) -> bool:
-        """Return whether a class or `__init__` replaces an attribute of ClientModule that is no extension."""
-        usual = inspect.getattr_static(ClientModule, name, None)
-        inherited = inspect.getattr_static(type(self), name, None) is usual
-        hidden = name in self._modules or (callable(usual) and name in vars(self))
-        return hidden or not (inherited or name in _EXTENSIONS or name.startswith("_abc_"))
+        require(not frozen, "requires_grad", "be set before a ClientModule is made", frozen, "Set it on the model.")
 
     @torch.no_grad()
     def prepare(self, x: Inputs, y: Tensor, num_classes: int) -> None:
@@ -176,7 +183,7 @@ class ClientModule(Model, L.LightningModule):
         if not isinstance(self.net, L.LightningModule):
             return
         advice = "Define it, such as `def forward(self, x): return self.net(x)`: evaluations need its outputs."
-        require(overrides(self.net, "forward"), "forward", "be a method of a LightningModule", "none", advice)
+        require(self._defines("forward"), "forward", "be a method of a LightningModule", "none", advice)
         if self.adapted is None:
             return
         self.adapted.prepare(self.output, self.named_trainable, x, y, num_classes)
@@ -217,32 +224,36 @@ class ClientModule(Model, L.LightningModule):
             raise
 
     def configure_optimizers(self) -> Any:
-        """The optimiser of the task, or of a wrapped LightningModule. It sees noised gradients only."""
-        if self.brings_optimizer:
-            assert isinstance(self.net, L.LightningModule)  # for mypy
-            return configured_by(self.net, self._rounds, self._require_task().steps)
+        """The optimiser of the task, the given one, or that of a LightningModule. It sees noised gradients only."""
         task = self._require_task()
+        if self.optimizer_from == "optimizer" and self.given_optimizer is not None:
+            return self.given_optimizer(self.trainable)
+        if self.optimizer_from and isinstance(self.net, L.LightningModule):
+            return configured_by(self.net, self._rounds, task.steps)
         return (task.optimizer or PLAIN_SGD).over(self.trainable, task.learning_rate)
 
-    def check_optimizer(self, rounds: int, clients: Sequence[tuple[float, int]]) -> None:
-        """Check that `configure_optimizers` fits a run of so many rounds of clients `(learning rate, local steps)`.
+    def configured(self) -> ConfiguredOptimizer:
+        """The answer of `configure_optimizers`. Raises UserError if a run cannot use it."""
+        return ConfiguredOptimizer.of(self.configure_optimizers(), self.optimizer_from)
 
-        It is called on a copy for the first and the last round, and for the least and the greatest rate and number of
-        steps. The optimiser takes one step.
+    def check_optimizer(self, rounds: int, steps: Collection[int]) -> None:
+        """Check that the user's optimiser fits a run of so many rounds, of clients with so many local steps each.
+
+        It is made twice on a copy, for the least and the greatest number of steps, and takes one step.
 
         Raises UserError if it or the step raises, its answer cannot be used, or it changes parameters. Warns of
         parameters in no group, and of rounds with a learning rate of 0.
         """
-        if not self.brings_optimizer:
+        if not self.optimizer_from:
             return
         self._rounds = rounds
         self._settings_of.clear()
-        name = type(self if self.overrides("configure_optimizers") else self.net).__name__
-        copied, notices, keys = copy.deepcopy(self), list[str](), (itemgetter(0), itemgetter(1))
+        key, copied, notices = self.optimizer_from, copy.deepcopy(self), list[str]()
         try:
-            with users_code("configure_optimizers", name), drawing_alike(self.device), torch.no_grad():
-                for learning_rate, steps in {end(clients, key=key) for end in (min, max) for key in keys}:
-                    left_out, idle = copied._try_optimizer(self.flat, rounds, learning_rate, steps)
+            name = type(self if key == "optimizer" else self.net).__name__
+            with users_code(key, name), drawing_alike(self.device), torch.no_grad():
+                for number in {min(steps), max(steps)}:
+                    left_out, idle = copied._try_optimizer(self.flat, rounds, number)
                     if left_out:
                         notices.append(f"leaves out {', '.join(left_out)}: freeze what is not to be trained")
                     if idle:
@@ -251,42 +262,33 @@ class ClientModule(Model, L.LightningModule):
         except UserError:
             raise
         except Exception as error:  # of an optimiser or a schedule of a library
-            raise UserError(f"`configure_optimizers` must work, got {type(error).__name__}: {error}") from error
+            raise UserError(f"`{key}` must work, got {type(error).__name__}: {error}") from error
         for notice in dict.fromkeys(notices):
-            warn_user(f"configure_optimizers of {name} {notice}")
+            warn_user(f"{key} {notice}")
 
-    def _try_optimizer(
-        self, start: Tensor, rounds: int, learning_rate: float, steps: int
-    ) -> tuple[list[str], list[int]]:
+    def _try_optimizer(self, start: Tensor, rounds: int, steps: int) -> tuple[list[str], list[int]]:
         """Return the parameters in no group, and the rounds with a learning rate of 0. Moves the parameters."""
-        mechanism, noise, answers = Gaussian(1.0, 0.0, 1.0, 1.0), Streams().generator("none", 0, 0), []
-        task = LocalTask(VmapClippedSum(self.sample_loss), mechanism, noise, learning_rate, optimizer=None, steps=steps)
+        mechanism, noise = Gaussian(1.0, 0.0, 1.0, 1.0), Streams().generator("none", 0, 0)
+        self.local_task = LocalTask(VmapClippedSum(self.sample_loss), mechanism, noise, 1.0, steps=steps)
         self.load(start)
-        for round in (1, rounds):
-            self.local_task = replace(task, round=round)
-            answers.append(ConfiguredOptimizer.of(self.configure_optimizers()))
+        first, last = self.configured(), self.configured()
         same = self._shapes.keys() == self.named_trainable.keys() and torch.equal(self.flat, start)
-        require(same, "configure_optimizers", "leave the parameters as they are", "others", "Set them in __init__.")
-        first, last = answers
+        require(same, self.optimizer_from, "leave the parameters as they are", "others", "Set them before the run.")
         left_out = first.check(last, self.named_trainable)
         for parameter in self.trainable:
             parameter.grad = torch.ones_like(parameter)
         first.optimizer.step()
         idle = last.idle_rounds(rounds, steps)
-        if len(idle) == rounds:  # or the rate follows the round of the task
-            rates = rates_of(first.optimizer.param_groups)
-            require(any(rates), "configure_optimizers", "give a learning rate above 0 in some round", rates)
-            return left_out, []
+        require(len(idle) < rounds, self.optimizer_from, "give a learning rate above 0 in some round", 0)
         return left_out, idle
 
     def training_step(self, batch: tuple[Inputs, Tensor], batch_idx: int) -> None:
         """Clip -> sum -> noise -> optimiser, on `x [B, *X]`, `y [B]`, B may be 0."""
         task = self._require_task()
-        clipped = task.sum_of(self.named_trainable, *batch)  # [1, P]
-        step = task.mechanism.privatise(clipped, task.noise, self.flat.dtype)[0]  # [P]
-        if task.anchor is not None:
-            step += task.pull * (self.flat - task.anchor)
-        self.set_gradient(step)
+        dp_step(task, task.sum_of(self.named_trainable, *batch), self.flat, self._move)
+
+    def _move(self, gradient: Tensor) -> None:
+        self.set_gradient(gradient)
         self.local_optimizer.step()
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -321,13 +323,13 @@ class StepOptimizer:
         if flat is not None:
             module.load(flat)  # an optimiser may use the parameters
         module.local_task, self._round, self._steps, self._taken = task, task.round, task.steps, 0
-        self._configured = ConfiguredOptimizer.of(module.configure_optimizers())
+        self._configured = module.configured()
         self._settings: GroupSettings | None = None
         if self._configured.scheduler is not None:
-            known, key = module._settings_of, (task.learning_rate, task.steps)
-            if key not in known:
-                known[key] = GroupSettings(ConfiguredOptimizer.of(module.configure_optimizers()))
-            self._settings = known[key]
+            known = module._settings_of
+            if task.steps not in known:
+                known[task.steps] = GroupSettings(module.configured())
+            self._settings = known[task.steps]
         self._module, self._flat = module, flat
         self._whole = flat is not None and on_one_vector(self._configured.optimizer, module.trainable, flat)
 

@@ -5,6 +5,7 @@ import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
-from dpfl_lightning.federated.client.module import ClientModule, LocalTask, StepOptimizer
+from dpfl_lightning.federated.client.module import ClientModule, LocalTask, StepOptimizer, dp_step
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.kernels.float64_sums import summing_dtype
@@ -138,20 +139,14 @@ class FastEngine(SerialEngine):
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
         plain = self.module.plain_sgd(task.optimizer)
-        optimizer = None if plain else StepOptimizer(self.module, task, theta)
+        descend: Callable[[Tensor], object] = partial(theta.add_, alpha=-task.learning_rate)
+        move = descend if plain else StepOptimizer(self.module, task, theta).step_by
         if self._sums is None:
             self._sums = torch.empty_like(theta[None], dtype=summing_dtype(theta))
             self._step = torch.empty_like(theta[None])
         request = ClipRequest(task.mechanism.clip_norm, task.mechanism.clip_order, into=self._sums)
         for x, y in batches:
-            clipped = task.sum_of(params, x, y, request)
-            step = task.mechanism.privatise(clipped, task.noise, theta.dtype, self._step)[0]
-            if task.anchor is not None:
-                step.add_(theta - task.anchor, alpha=task.pull)
-            if optimizer is None:
-                theta.add_(step, alpha=-task.learning_rate)
-            else:
-                optimizer.step_by(step)
+            dp_step(task, task.sum_of(params, x, y, request), theta, move, self._step)
         return theta
 
 

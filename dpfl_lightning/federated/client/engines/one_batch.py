@@ -1,5 +1,6 @@
 """Trains clients that take one step from the same model as one batch, which saves the fixed cost of a pass."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.module import ClientModule, LocalTask
+from dpfl_lightning.federated.client.module import ClientModule, dp_step
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
@@ -86,16 +87,12 @@ def _of_a_batch(
             for task, start, clipped, labels, client in parts
         ]
     else:
-        released = [_change(task, start, clipped) for task, start, clipped, _, _ in parts]
+        released = [
+            dp_step(task, clipped, start, functools.partial(Tensor.mul_, other=-task.learning_rate))
+            for task, start, clipped, _, _ in parts
+        ]
     engine.counts.index_add_(0, sent(torch.tensor(clients), y.device)[owner], count_outcomes(norms, clip_norm))
     return released
-
-
-def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
-    step = task.mechanism.privatise(clipped, task.noise, start.dtype)[0]
-    if task.anchor is not None:
-        step.add_(start - task.anchor, alpha=task.pull)
-    return step.mul_(-task.learning_rate)
 
 
 def _rows_of_sums(plan: RoundPlan) -> int:
