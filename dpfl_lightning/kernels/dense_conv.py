@@ -31,12 +31,20 @@ Pair = Sequence[int]
 
 
 def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int, count: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    count: int | None = None,
 ) -> Tensor:
     """Return `F.conv2d` of these arguments, without a graph, in the memory format of x.
 
-    Where loops compute it, the outputs of all but the first `count` records are zeros.
+    Where loops compute it, the outputs of all but the first `count` records (None: all) are zeros.
     """
+    count = len(x) if count is None else count
     fits = x.dim() == 4 and _fits(x, weight, bias, stride, padding, dilation)
     if fits and _by_blocks(x, weight, stride, dilation, groups):
         return _in_blocks(*_block_loops(weight.shape[2]), x, weight, bias, padding, count)
@@ -46,9 +54,17 @@ def conv2d(
 
 
 def input_gradient(
-    x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int, count: int
+    x: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    count: int | None = None,
 ) -> Tensor:
     """Return the gradient of x from that of the output, `dy` `[B, O, H', W']`; as `conv2d` for the first `count`."""
+    count = len(x) if count is None else count
     if _by_blocks(dy, weight.transpose(0, 1), stride, dilation, groups) and max(padding) < weight.shape[2]:
         size = weight.shape[2]
         flipped, padding = weight.flip(2, 3).transpose(0, 1), [size - 1 - n for n in padding]
@@ -59,7 +75,14 @@ def input_gradient(
 
 
 def weight_gradients(
-    x: Tensor, weight: Tensor, dy: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int, count: int
+    x: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    count: int | None = None,
 ) -> Tensor | None:
     """Return the gradients of the weight of the first `count` records, `[count, O, size, size, C]`.
 

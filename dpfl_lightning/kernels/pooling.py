@@ -29,17 +29,17 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
 
 
-def max_relu(y: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def max_relu(y: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
     """Return `max_pool2d(relu(y), 2)` `[B, C, H // 2, W // 2]` and uint8 winners `[B, H // 2, W // 2, C]`.
 
-    Compiled loops compute those of the first `count` records only; the others are 0, without winners.
+    Compiled loops compute those of the first `count` records (None: all) only; the others are 0, without winners.
 
     `y` is `[B, C, H, W]` (fastest with channels last in memory, as the result). A winner 0, 1, 2 or 3 is the place of
     the first largest number, row by row; it is 4 if ReLU passes no gradient on. As in torch, what is not a number wins.
     """
     if y.dtype != torch.float32 or min(y.shape[2:]) < 2:
         return _by_torch(y)
-    return _by_loops(_loops(), y, count)
+    return _by_loops(_loops(), y, len(y) if count is None else count)
 
 
 def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:

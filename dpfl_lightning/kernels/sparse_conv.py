@@ -40,18 +40,26 @@ def mostly_zeros(dy: Tensor) -> bool:
 
 
 def sparse_backward(
-    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, winners: Tensor | None, count: int
+    layer: nn.Conv2d,
+    weight: Tensor,
+    x: Tensor,
+    dy: Tensor,
+    need_dx: bool,
+    winners: Tensor | None = None,
+    count: int | None = None,
 ) -> Gradients:
     """Return gradients of weight `[count, O, kh, kw, C]` and bias `[count, O]`, and that of x or None.
 
-    They are those of the first `count` records; the gradient of x is zero for others.
+    They are those of the first `count` records (None: all); the gradient of x is zero for others.
 
     `weight` is `[O, C, kh, kw]`, `x` `[B, C, H, W]` (fastest with channels last in memory), `dy` `[B, O, H', W']`. With
     `winners` of `pooling.max_relu`, `dy` is the gradient of the pooled map, `[B, O, H' // 2, W' // 2]`.
     """
     _, channels, rows, columns = weight.shape
     loops = _loops(rows, columns, channels)
-    return _backward(loops, weight, layer.stride, layer.padding, x, dy, need_dx, winners, count)
+    return _backward(
+        loops, weight, layer.stride, layer.padding, x, dy, need_dx, winners, len(x) if count is None else count
+    )
 
 
 def _backward(

@@ -58,7 +58,7 @@ class RecordsFirst(nn.Module):
 def our_gradients(x, module, batch_first=True, loss_reduction="mean", grad_sample_mode="hooks"):
     """Return per-record gradients by name, as Opacus does.
 
-    Its three modes are: what we choose for the model, in chunks of two records ("ew"), and the reference ("functorch").
+    Its three modes are: what we choose for the model, in passes of two records ("ew"), and the reference ("functorch").
     """
     net = RecordsFirst(utils.clone_module(module), second=not (batch_first or isinstance(module, WITH_A_RULE)))
     if isinstance(x, PackedSequence):  # records of unequal lengths: one by one
@@ -76,7 +76,7 @@ def gradients(net, x, reduction, mode):
     params, y = dict(net.named_parameters()), torch.zeros(len(x))
     clipped_sum = VmapClippedSum(loss)
     if mode != "functorch":
-        clipped_sum, how = clipped_sum_for(net, loss, x, y, chunk=2 if mode == "ew" else None)
+        clipped_sum, how = clipped_sum_for(net, loss, x, y, sizes=(2,) if mode == "ew" else SIZES)
         assert isinstance(clipped_sum, FastClippedSum) or not isinstance(net.module, WITH_A_RULE), how
     every = ClipRequest(math.inf, group=torch.arange(len(x)), num_groups=max(len(x), 1))
     sums, norms = clipped_sum(params, x, y, every)

@@ -60,7 +60,7 @@ def cast(values, dtype):
 def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True, sparse=()):
     """Record by record (each its own group), clipped and not, then summed over two groups in small chunks."""
     mine, true = copy.deepcopy(net).to(dtype), copy.deepcopy(net).double()
-    fast = FastClippedSum(mine, squares_of(mine), 3, channels_last, sparse)
+    fast = FastClippedSum(mine, squares_of(mine), (3,), channels_last, sparse)
     reference = VmapClippedSum(squares_of(true))
     params, y = params_of(net, dtype), torch.zeros(len(x), dtype=torch.long)
     wide = {name: p.double() for name, p in params.items()}
@@ -339,7 +339,7 @@ def test_frozen_parts_chosen_parts_and_bad_records_of_kernels_on_small_maps():
     net = nn.Sequential(
         nn.Conv2d(2, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 5, padding=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     )
-    fast, reference = FastClippedSum(net, squares_of(net), 3), VmapClippedSum(squares_of(net))
+    fast, reference = FastClippedSum(net, squares_of(net), (3,)), VmapClippedSum(squares_of(net))
     params, group, y = params_of(net, torch.float32), torch.tensor([2, 0, 1, 0, 2]), torch.zeros(5, dtype=torch.long)
     frozen = {name: p for name, p in params.items() if name != "2.weight"}
     for size in ((1, 1), (6, 6), (2, 1), (1, 3), (1, 1)):
@@ -522,7 +522,7 @@ def test_fast_is_chosen_and_leaves_no_trace(name):
     before, state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
     with torch.set_grad_enabled(name != "residual"):
         clipped_sum, reason = clipped_sum_for(net, None, IMAGES, LABELS)
-    assert isinstance(clipped_sum, FastClippedSum), reason
+    assert clipped_sum.by_rules, reason
     assert clipped_sum.channels_last == (name == "cnn")  # pooled, and without .view
     assert reason == "fast: exact rules for all layers"
     assert torch.equal(torch.get_rng_state(), before)
@@ -552,7 +552,7 @@ REASONS = [
 def test_engine_is_chosen_with_its_reason():
     for net, words in REASONS:
         clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
-        assert isinstance(clipped_sum, FastClippedSum if words.startswith("fast") else VmapClippedSum)
+        assert isinstance(clipped_sum.choose(), FastClippedSum if words.startswith("fast") else VmapClippedSum)
         assert reason == words
 
 
@@ -577,11 +577,11 @@ def test_losses_in_float32_are_checked_and_those_that_read_parameters_left_to_th
     assert reason == "vmap: the gradient of `0.weight` differs from what the layers' rules give"
 
 
-def test_chunk_shrinks_for_wide_layers():
+def test_passes_shrink_for_wide_layers():
     wide = nn.Sequential(nn.Linear(2, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 2))
-    assert clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].chunk == 16
-    assert clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].chunk == 128
-    assert clipped_sum_for(cnn(), None, IMAGES, LABELS, chunk=5)[0].chunk == 5
+    assert max(clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].choose().sizes) == 16
+    assert max(clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].choose().sizes) == 64
+    assert clipped_sum_for(cnn(), None, IMAGES, LABELS, sizes=(32,))[0].choose().sizes == (32,)
 
 
 def test_embedding_that_scales_by_frequency_has_no_rule():
@@ -592,9 +592,9 @@ def test_embedding_that_scales_by_frequency_has_no_rule():
 
 @pytest.fixture(params=["vmap", "fast"])
 def engine(request):
-    def build(net, chunk=3):
+    def build(net, size=3):
         loss = cross_entropy_of(net)
-        return VmapClippedSum(loss, chunk) if request.param == "vmap" else FastClippedSum(net, loss, chunk)
+        return VmapClippedSum(loss, (size,)) if request.param == "vmap" else FastClippedSum(net, loss, (size,))
 
     return build
 
@@ -613,9 +613,9 @@ def test_no_records_give_zeros(engine, net):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_chunks_change_rounding_only_and_sums_are_float64(engine, net, dtype):
+def test_sizes_of_passes_change_rounding_only_and_sums_are_float64(engine, net, dtype):
     params, x = params_of(net, dtype), IMAGES.to(dtype)
-    sums = [summed(engine(net, chunk), params, x, LABELS, 0.5) for chunk in (1, 4, 100)]
+    sums = [summed(engine(net, size), params, x, LABELS, 0.5) for size in (1, 4, 100)]
     for total in sums:
         assert total.dtype == torch.float64 and not total.requires_grad
         torch.testing.assert_close(total, sums[0], rtol=0, atol=10 * TOLERANCE[dtype])
@@ -676,13 +676,13 @@ def test_record_without_finite_gradient_contributes_exactly_zero(engine, net, ba
     params, x = params_of(net, torch.float32), IMAGES.clone()
     x[place] = bad
     others = torch.arange(7) != 2
-    total = summed(engine(net, chunk=100), params, x, LABELS, math.inf, LABELS, 3)
+    total = summed(engine(net, size=100), params, x, LABELS, math.inf, LABELS, 3)
     assert torch.isfinite(total).all()
-    alone = summed(engine(net, chunk=100), params, x[2:3], LABELS[2:3], 1.0)
+    alone = summed(engine(net, size=100), params, x[2:3], LABELS[2:3], 1.0)
     is_zero = torch.equal(alone, torch.zeros_like(alone))
     assert is_zero or (bad == 1e30 and alone.norm() <= 1 + 1e-6)  # the loss may be flat there
     if is_zero:
-        expected = summed(engine(net, chunk=100), params, x[others], LABELS[others], math.inf, LABELS[others], 3)
+        expected = summed(engine(net, size=100), params, x[others], LABELS[others], math.inf, LABELS[others], 3)
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -705,7 +705,7 @@ def test_user_errors(net):
     for attempt, message in [
         (lambda: summed(FastClippedSum(net), *args, 0), "`clip_norm` must be positive, got 0"),
         (lambda: summed(VmapClippedSum(loss), *args, -1), "`clip_norm` must be positive, got -1"),
-        (lambda: FastClippedSum(net, chunk=0), "`chunk` must be at least 1 record, got 0"),
+        (lambda: FastClippedSum(net, sizes=(0,)), "`sizes` must be at least 1 record, got (0,)"),
         (
             lambda: clipped_sum_for(net, lambda *batch: loss(*batch).mean(), IMAGES, LABELS),
             "`sample_loss` must return one loss for each record",
@@ -719,7 +719,7 @@ def test_user_errors(net):
 @pytest.mark.parametrize("kind", ["fast", "vmap"])
 def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4))
-    first = FastClippedSum(net, chunk=5) if kind == "fast" else VmapClippedSum(cross_entropy_of(net), chunk=5)
+    first = FastClippedSum(net, sizes=(5,)) if kind == "fast" else VmapClippedSum(cross_entropy_of(net), (5,))
     twin = copy.deepcopy(net)
     second = first.copy_for(twin, cross_entropy_of(twin))
     params = {name: p.detach() for name, p in net.named_parameters()}
@@ -727,7 +727,7 @@ def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     calls: list[int] = []
     net.register_forward_hook(lambda *_: calls.append(1))
     ours = summed(second, params, x, y, 1.0)
-    assert second.chunk == 5 and not calls, "only the twin was run"
+    assert second.sizes == (5,) and not calls, "only the twin was run"
     assert torch.equal(ours, summed(first, params, x, y, 1.0)) and calls
 
 

@@ -108,7 +108,7 @@ def hostile(net: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[dict[str
 
 
 def sums_of(engine: str, net: nn.Module, loss):
-    return VmapClippedSum(loss, chunk=9) if engine == "vmap" else FastClippedSum(net, loss, chunk=9, sparse=["0", "2"])
+    return VmapClippedSum(loss, (9,)) if engine == "vmap" else FastClippedSum(net, loss, (9,), sparse=["0", "2"])
 
 
 VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
@@ -154,7 +154,7 @@ def test_tiny_gradients_of_large_features_are_measured():
 def test_what_a_record_is_does_not_move_the_others_by_a_bit(first):
     net = nn.Sequential(pooled(), nn.Linear(144, 4))
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 2, 12, 12), torch.empty(0, dtype=torch.long))
-    assert isinstance(clipped_sum, FastClippedSum) and clipped_sum.sparse == {"0.0"}, reason
+    assert clipped_sum.by_rules and clipped_sum.choose().sparse == {"0.0"}, reason
     params = values(net)
     x, y, each = torch.randn(9, 2, 12, 12), torch.arange(9) % 4, torch.arange(9)
     rows = summed(clipped_sum, params, x, y, 0.1, each, 9)
@@ -234,7 +234,7 @@ def meets_a_question(net, x):
 )
 def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width, layer):
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, width), torch.empty(0, dtype=torch.long))
-    assert isinstance(clipped_sum, VmapClippedSum) and f"`{layer}` do not have one row" in reason
+    assert isinstance(clipped_sum.choose(), VmapClippedSum) and f"`{layer}` do not have one row" in reason
     with pytest.raises(Unsupported, match=layer):
         summed(FastClippedSum(net), values(net), torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
 
@@ -252,7 +252,7 @@ def test_chunks_of_other_forms_add_up():
     params = values(net)
     doubled = {name: p.double() for name, p in params.items()}
     expected = summed(FastClippedSum(net.double()), doubled, x.double(), y, 1.0, group, 2)
-    ours = summed(FastClippedSum(net.float(), chunk=2), params, x, y, 1.0, group, 2)
+    ours = summed(FastClippedSum(net.float(), sizes=(2,)), params, x, y, 1.0, group, 2)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -283,11 +283,11 @@ def test_factors_stay_below_the_exact_ones():
 
 
 def test_batches_whose_sum_is_not_proved_are_refused():
-    require_proved(records=100_000, chunk=128, terms=64)
-    require_proved(records=10_000_000, chunk=128)
+    require_proved(records=100_000, size=128, terms=64)
+    require_proved(records=10_000_000, size=128)
     words = "`batch` must have fewer records, so that the sum is exact enough, got 10000000"
     with pytest.raises(UserError, match=words):
-        require_proved(records=10_000_000, chunk=128, terms=64)
+        require_proved(records=10_000_000, size=128, terms=64)
 
 
 def test_the_reference_agrees_with_the_default_loss():
