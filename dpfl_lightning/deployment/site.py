@@ -28,6 +28,7 @@ from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.runtime.text import at_most
 
 
 def site_of(settings: Settings) -> tuple[Site, Population]:
@@ -65,7 +66,7 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
         math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."
     )
     within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta
-    must = f"cost at most the budget that it states, ({budget:g}, {settings.delta:g})"
+    must = f"cost at most the budget that it states, ({at_most(budget)}, {at_most(settings.delta)})"
     require(within, "PLAN", must, (epsilon, schedule.delta))
     return planned
 
@@ -228,5 +229,5 @@ def verified(state: StateFolder, plan: str) -> float:
         fits = fits and line is not None and paid[charge.purpose] <= line.count
         require(fits, str(folder / "ledger.jsonl"), "pay for planned releases of this site only", charge)
     within = spent <= max(reserved.epsilon, cost_of(terms, reserved.client).guarantee.epsilon)
-    require(within, "STATE_DIR", f"have spent at most {reserved.epsilon:g}", spent)
+    require(within, "STATE_DIR", f"have spent at most {at_most(reserved.epsilon)}", spent)
     return spent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,15 +17,16 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.strict_json import parsed
+from dpfl_lightning.runtime.text import at_most
 
 T = TypeVar("T")
 
 _MOST_TEXT = 1 << 28  # bytes of a plan's file
 _MOST_WORDS = 1000  # characters of a caveat or a name
-_RELATIVE_ROUNDING = 1e-9  # of a sum of epsilons
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StateFolder:
     def reserved(self, epsilon: float = 0.0, delta: float = 0.0) -> tuple[float, float]:
         """Return the sums of epsilon and of delta that all plans reserve, and one more plan of this cost."""
         plans = self.plans().values()
-        return math.fsum([epsilon, *(one.epsilon for one in plans)]), math.fsum([delta, *(one.delta for one in plans)])
+        return exact_sum([epsilon, *(one.epsilon for one in plans)]), exact_sum([delta, *(one.delta for one in plans)])
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
         """Store an accepted plan and return its hash; call it under `locked`.
@@ -162,8 +162,8 @@ class StateFolder:
         require(len(relations) == 1, "PLAN", must, reservation.adjacency, "Refuse the plan.")
         totals = self.reserved(reservation.epsilon, reservation.delta)
         for name, limit, total in zip(("epsilon", "delta"), (epsilon_limit, delta_limit), totals, strict=True):
-            must = f"be at least {total:.6g}, the {name} of this plan and of {len(others)} accepted before"
-            require(within(total, limit), f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
+            must = f"be at least {at_most(total)}, the {name} of this plan and of {len(others)} accepted before"
+            require(total <= limit, f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
         folder = self.plan_folder(plan)
         folder.mkdir(exist_ok=True)
         write_text(folder / "plan.json", wire.to_text(terms))
@@ -182,11 +182,6 @@ class StateFolder:
 
     def _write(self, plan: str, reservation: Reservation) -> None:
         write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
-
-
-def within(total: float, limit: float) -> bool:
-    """Whether a sum of epsilons or deltas is at most a limit, but for rounding."""
-    return total <= limit * (1 + _RELATIVE_ROUNDING)
 
 
 def ledger_is_lost(folder: Path) -> bool:
