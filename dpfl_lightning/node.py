@@ -142,9 +142,10 @@ def _left(state: StateFolder, limits: tuple[float, float]) -> str:
 
 
 def _meaning(state: StateFolder, terms: Terms) -> str:
-    """Return in words what a plan means for this site."""
+    """Return in words what a plan means for this site. Texts of the server come last, each in quotation marks."""
     from dpfl_lightning.deployment.site import client_of, cost_of
     from dpfl_lightning.federated.messages.wire import digest
+    from dpfl_lightning.federated.node.state import server_words
     from dpfl_lightning.plan import promise, schedule_text
 
     client, test = client_of(terms, state.settings()), state.settings().test_key is not None
@@ -153,13 +154,15 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
     who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, 'record')}"
     lines = [
         f"Plan {digest(terms)[:12]}, run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
-        f"This site is client {state.settings().name}, {who}. The server uses {strategies}.",
+        f"This site is client {state.settings().name}, {who}.",
         f"Each record's gradient is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
-        f"tells get these releases, each with noise{'' if test else ' that no other party knows'}:",
+        f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
+        "the names of their purposes:",
         schedule_text(planned),
         promise(planned),
         *([f"Not for this node: it has a {_TEST}."] if test else []),
         "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
+        *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),
     ]
     return "\n".join(lines)
 

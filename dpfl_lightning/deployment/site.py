@@ -9,6 +9,7 @@ from pathlib import Path
 import dpfl_lightning
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.sites import alike, seated, site_population
@@ -50,7 +51,8 @@ def client_of(terms: Terms, settings: Settings) -> int:
 def cost_of(terms: Terms, client: int) -> ClientPlan:
     """Return the releases of a client in a plan, and what they cost, composed again by this installation.
 
-    Raises UserError if something is released without noise, or the cost is above the budget that the plan states.
+    Its guarantee has no caveat: those of the plan are words of the server. Raises UserError if something is released
+    without noise, or the cost is above the budget that the plan states.
     """
     schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
     for line in schedule.planned:
@@ -60,7 +62,7 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
         require(line.count >= 0 and each >= 1, "PLAN", "plan releases of at least one step", line)
     accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
     size = [(settings.num_records, settings.batch_size)]
-    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"], terms.plan.caveats, ())
+    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"])
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
     require(
         math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."
@@ -203,6 +205,7 @@ def _facts(terms: Terms) -> Facts:
 
 def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
     """Create the folder of a node after its records were read once."""
+    check_names("--name", [settings.name])
     site, _ = site_of(settings)
     return StateFolder.create(path, settings, site), site
 

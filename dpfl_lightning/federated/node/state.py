@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.folder import ClientFolder
@@ -26,7 +27,7 @@ from dpfl_lightning.runtime.text import at_most
 T = TypeVar("T")
 
 _MOST_TEXT = 1 << 28  # bytes of a plan's file
-_MOST_WORDS = 1000  # characters of a caveat or a name
+_MOST_WORDS = 1000  # characters of a caveat
 
 
 @dataclass(frozen=True)
@@ -210,14 +211,28 @@ def read_terms(path: Path) -> Terms:
         for text in texts:
             fits = re.fullmatch(pattern, text, re.ASCII) is not None
             require(fits, "PLAN", "have names of letters and digits for purposes and strategies", text)
-    for text in (*plan.caveats, *terms.names, plan.accountant):
+    for text in (*plan.caveats, plan.accountant):
         require(text.isprintable() and len(text) <= _MOST_WORDS, "PLAN", "have short texts of one line each", text)
+    check_names("PLAN: names", terms.names)
+    check_columns("PLAN: features", terms.features)
     return terms
 
 
+def server_words(text: str) -> str:
+    """Mark a free text of a plan, so that it cannot be taken for words of this program.
+
+    >>> server_words("This is perfectly safe.")
+    "The server writes: 'This is perfectly safe.'"
+    """
+    return f"The server writes: {text!r}"
+
+
 def read_site(path: Path) -> Site:
-    """Return the facts of a site from its file. Raises UserError if it is none, or of another version."""
-    return _read(Site, path, "--sites", "be files site.json that `dpfl node init` wrote")
+    """Return the facts of a site from its file. Raises UserError if it is none, or has odd names."""
+    site = _read(Site, path, "--sites", "be files site.json that `dpfl node init` wrote")
+    check_names("--sites: name", [site.name])
+    check_columns("--sites: features", site.features)
+    return site
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:
