@@ -17,7 +17,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
-from dpfl_lightning.runtime.text import columns, counted, shown
+from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
@@ -164,7 +164,6 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
 
 def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     """Format the scores and the largest epsilon of every seed, and mean and standard deviation of the scores."""
-    from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 
     def scores(one: Mapping[str, Any], end: str = "") -> dict[str, float | None]:
         return {"accuracy": one[f"test_accuracy{end}"], "loss": one[f"test_loss{end}"], **one[f"test_metrics{end}"]}
@@ -173,7 +172,7 @@ def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
         return [_score(name, values.get(name)) for name in names]
 
     names = [name for name, mean in scores(summary).items() if mean is not None]
-    epsilons = [f"{shown_epsilon(*_largest_epsilon(one)):.6g}" for one in results]
+    epsilons = [at_most(_largest_epsilon(one)) for one in results]
     rows = [
         [seed, *cells(scores(one)), epsilon]
         for seed, one, epsilon in zip(summary["seeds"], results, epsilons, strict=True)
@@ -190,11 +189,9 @@ def _scored_on(results: Sequence[Mapping[str, Any]]) -> str:
     return "Test scores" if any(one["test_set"] for one in results) else "Mean over clients on held-out records"
 
 
-def _largest_epsilon(result: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the largest epsilon of a client, and the largest budget."""
-    columns = [[client[key] for client in result["clients"]] for key in ("epsilon_spent", "epsilon_budget")]
-    spent, budget = (max(math.inf if one is None else one for one in column) for column in columns)
-    return spent, budget
+def _largest_epsilon(result: Mapping[str, Any]) -> float:
+    spent = [client["epsilon_spent"] for client in result["clients"]]
+    return max(math.inf if one is None else one for one in spent)
 
 
 def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | None, str | None]:
@@ -237,19 +234,18 @@ def _description(summary: dict, results: Sequence[Mapping[str, Any]]) -> str:
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     """Return mean and spread of test scores over seeds, and a guarantee for all runs together."""
-    from dpfl_lightning.privacy.accounting.accountant import delta_text
-    from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
+    from dpfl_lightning.privacy.accounting.accountant import exact_sum
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
     losses = [result["test_loss"] for result in results if result["test_loss"] is not None]
     metrics = [result["test_metrics"] for result in results]
     values = {name: [one[name] for one in metrics if one[name] is not None] for name in metrics[0]}
-    epsilons = [_largest_epsilon(result)[0] for result in results]
-    delta = delta_text(math.fsum(max(client["delta"] for client in result["clients"]) for result in results))
+    epsilons = list(map(_largest_epsilon, results))
+    delta = exact_sum(max(client["delta"] for client in result["clients"]) for result in results)
     largest = results[epsilons.index(max(epsilons))]
     together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
         f"Every seed is a separate release. All {len(results)} runs together cost a record at most the sum of their "
-        f"epsilons, {shown_epsilon(math.fsum(epsilons)):.6g} at delta {delta} (basic composition of each run's "
+        f"epsilons, {at_most(exact_sum(epsilons))} at delta {at_most(delta)} (basic composition of each run's "
         f"largest epsilon).{_LARGEST}{largest['guarantee']}"
     )
     return {

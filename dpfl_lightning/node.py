@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Sequence
+from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, command, require
-from dpfl_lightning.runtime.text import counted, shown
+from dpfl_lightning.runtime.text import at_least, at_most, counted, shown
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.messages.exchange import Terms
@@ -113,7 +114,7 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     for name in ("epsilon", "delta"):
         one, other = (getattr(settings, f"{name}_limit") for settings in (before, after))
         if one not in (None, other):
-            print(f"The limit of {name} was {one:g} and is now {other:g}.")
+            print(f"The limit of {name} was {at_most(one)} and is now {at_most(other)}.")
 
 
 def _comparison(
@@ -121,27 +122,30 @@ def _comparison(
 ) -> str:
     """Return in words what a plan would reserve, and whether the limits leave so much."""
     from dpfl_lightning.deployment.site import client_of, cost_of, limits_of
-    from dpfl_lightning.federated.node.state import within
 
     settings = state.settings()
     cost = cost_of(terms, client_of(terms, settings)).guarantee
-    words = f"It would reserve epsilon {cost.epsilon:.6g} and delta {cost.delta:.6g}"
+    words = f"It would reserve epsilon {at_most(cost.epsilon)} and delta {at_most(cost.delta)}"
     if epsilon_limit is None and settings.epsilon_limit is None:
         return f"{words}. No limit is set: give --epsilon_limit."
     limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
-    fits = all(map(within, state.reserved(cost.epsilon, cost.delta), limits))
+    fits = all(map(le, state.reserved(cost.epsilon, cost.delta), limits))
     return f"{words}; {_left(state, limits)} is left. It {'fits' if fits else 'does not fit'}."
 
 
 def _left(state: StateFolder, limits: tuple[float, float]) -> str:
-    left = [max(0.0, limit - reserved) for limit, reserved in zip(limits, state.reserved(), strict=True)]
-    return f"epsilon {left[0]:.6g} of {limits[0]:g} and delta {left[1]:.6g} of {limits[1]:.6g}"
+    from dpfl_lightning.privacy.accounting.accountant import exact_sum
+
+    left = [exact_sum([limit, -reserved]) for limit, reserved in zip(limits, state.reserved(), strict=True)]
+    parts = [f"{at_least(max(0.0, one))} of {at_most(limit)}" for one, limit in zip(left, limits, strict=True)]
+    return f"epsilon {parts[0]} and delta {parts[1]}"
 
 
 def _meaning(state: StateFolder, terms: Terms) -> str:
-    """Return in words what a plan means for this site."""
+    """Return in words what a plan means for this site. Texts of the server come last, each in quotation marks."""
     from dpfl_lightning.deployment.site import client_of, cost_of
     from dpfl_lightning.federated.messages.wire import digest
+    from dpfl_lightning.federated.node.state import server_words
     from dpfl_lightning.plan import promise, schedule_text
 
     client, test = client_of(terms, state.settings()), state.settings().test_key is not None
@@ -150,13 +154,15 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
     who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, 'record')}"
     lines = [
         f"Plan {digest(terms)[:12]}, run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
-        f"This site is client {state.settings().name}, {who}. The server uses {strategies}.",
+        f"This site is client {state.settings().name}, {who}.",
         f"Each record's gradient is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
-        f"tells get these releases, each with noise{'' if test else ' that no other party knows'}:",
+        f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
+        "the names of their purposes:",
         schedule_text(planned),
         promise(planned),
         *([f"Not for this node: it has a {_TEST}."] if test else []),
         "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
+        *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),
     ]
     return "\n".join(lines)
 
@@ -169,7 +175,7 @@ def _budget(state: StateFolder) -> str:
     withdrawn, (epsilon, delta) = sum(one.withdrawn for one in plans), state.reserved()
     left = _left(state, (settings.epsilon_limit, settings.delta_limit))
     accepted = counted(len(plans) - withdrawn, "accepted plan") + (f" and {withdrawn} withdrawn" if withdrawn else "")
-    return f"{accepted}: epsilon {epsilon:.6g} and delta {delta:.6g} are reserved; {left} is left."
+    return f"{accepted}: epsilon {at_most(epsilon)} and delta {at_most(delta)} are reserved; {left} is left."
 
 
 def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
@@ -216,7 +222,7 @@ def _planned(state: StateFolder, plan: str, reserved: Reservation) -> int:
 def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
     paid = f"{state.released(plan)} of {_planned(state, plan, reserved)} releases paid"
     condition = _condition(state, plan, reserved)
-    return f"  {plan[:12]}  {condition}: {paid}, reserves ({reserved.epsilon:.6g}, {reserved.delta:g})"
+    return f"  {plan[:12]}  {condition}: {paid}, reserves ({at_most(reserved.epsilon)}, {at_most(reserved.delta)})"
 
 
 def _verify(state: StateFolder, flags: argparse.Namespace) -> None:
@@ -224,7 +230,7 @@ def _verify(state: StateFolder, flags: argparse.Namespace) -> None:
 
     for plan, reserved in state.plans().items():
         spent = verified(state, plan)
-        bound = f"epsilon {spent:.6g} of at most {reserved.epsilon:.6g}"
+        bound = f"epsilon {at_most(spent)} of at most {at_most(reserved.epsilon)}"
         print(f"  {plan[:12]}  ledger unchanged, every release planned, {bound}")
     print(f"{counted(len(state.plans()), 'plan')} verified. {_budget(state)}")
 
@@ -237,9 +243,8 @@ def _withdraw(state: StateFolder, flags: argparse.Namespace) -> None:
     with state.locked():
         kept = state.withdraw(found[0])
     why = "because it has released something" if kept.epsilon else "because it released nothing"
-    print(
-        f"Plan {found[0][:12]} is withdrawn: the node refuses its server. It still reserves {kept.epsilon:.6g}, {why}."
-    )
+    reserves = f"It still reserves {at_most(kept.epsilon)}, {why}."
+    print(f"Plan {found[0][:12]} is withdrawn: the node refuses its server. {reserves}")
     print(_budget(state))
 
 

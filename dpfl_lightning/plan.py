@@ -16,9 +16,8 @@ from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
+from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
-from dpfl_lightning.runtime.text import shown
 
 
 @command
@@ -165,16 +164,12 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
         "batch size": f"{client_plan.batch_size} (sample rate {client_plan.sample_rate:.6g})",
         "steps": f"{client_plan.steps} ({rounds}, {each})",
         "noise multiplier": f"{client_plan.noise_multiplier:.6g} ({unit} / clip norm, on the sum)",
-        "epsilon": _epsilon(client_plan),
-        "delta": f"{client_plan.guarantee.delta:g}",
+        "epsilon": at_most(client_plan.guarantee.epsilon),
+        "delta": at_most(client_plan.guarantee.delta),
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
     return "\n".join([*lines, "", schedule_text(client_plan), "", promise(client_plan)])
-
-
-def _epsilon(client_plan: ClientPlan) -> str:
-    return f"{shown_epsilon(client_plan.guarantee.epsilon, client_plan.schedule.target_epsilon):.6g}"
 
 
 def promise(client_plan: ClientPlan) -> str:
@@ -186,12 +181,12 @@ def schedule_text(client_plan: ClientPlan) -> str:
     """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
     rows = [
-        [line.purpose, line.count, *_event_cells(line.event), f"{shown_epsilon(alone):.6g}"]
+        [line.purpose, line.count, *_event_cells(line.event), at_most(alone)]
         for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True)
     ]
     if len(rows) == 1:
         return _columns([head, *rows])
-    together = f"together they cost {_epsilon(client_plan)}"
+    together = f"together they cost {at_most(client_plan.guarantee.epsilon)}"
     return f"{_columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
 
 
@@ -202,7 +197,8 @@ def _event_cells(event: Event) -> list[str]:
     if isinstance(event, LaplaceEvent):
         return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
     if isinstance(event, SelectionEvent):
-        return ["1", f"{1 / event.epsilon if event.epsilon else math.inf:.6g} (Gumbel)", str(event.count)]
+        scale = 1 / event.epsilon if event.epsilon else math.inf
+        return ["1", f"{scale:.6g} (Gumbel)", str(event.count)]
     return ["1", "none", "-"]  # `NonPrivateEvent`: uses all records, and its noise does not count
 
 
@@ -218,9 +214,9 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
             f"{client_plan.sample_rate:.5f}",
             client_plan.steps,
             f"{client_plan.noise_multiplier:.6g}" if any(client_plan.schedule.releases) else "-",
-            "none" if math.isinf(client_plan.schedule.target_epsilon) else f"{client_plan.schedule.target_epsilon:g}",
-            _epsilon(client_plan),
-            *[f"{client_plan.guarantee.delta:g}"] * (not one_delta),
+            "none" if math.isinf(client_plan.schedule.target_epsilon) else at_most(client_plan.schedule.target_epsilon),
+            at_most(client_plan.guarantee.epsilon),
+            *[at_most(client_plan.guarantee.delta)] * (not one_delta),
             ", ".join(f"{line.count} {line.purpose}" for line in client_plan.schedule.planned),
         ]
         for name, client_plan in zip(names, planned, strict=True)

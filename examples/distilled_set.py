@@ -42,7 +42,7 @@ hospitals = Population.partitioned(load("digits"), num_clients=4)
 privacy, once = PrivacyOptions(epsilon=[4.0, 4.0, 8.0, 8.0], delta=1e-3), FeatureMeans()
 run = FederatedLoop(hospitals, ClientModule(net()), rounds=1, privacy=privacy, strategies=[once], new_net=net).run()
 for client in run.clients:
-    print(f"{client['name']}: epsilon {client['epsilon_spent']:.2f} of {client['epsilon_budget']}")
+    print(f"{client['name']}: epsilon {client['epsilon_spent']} of {client['epsilon_budget']}")
 
 data = DistilledDataModule(run.output_dir)
 trainer = L.Trainer(max_epochs=100, logger=False, enable_checkpointing=False, enable_progress_bar=False)

@@ -20,7 +20,7 @@ def save_figure(title: str, **results: RunResult) -> None:
         rounds = [one["round"] for one in history]
         left.plot(rounds, [one["test_accuracy"] for one in history], marker="o", markersize=3, label=label)
         for client in result.clients:
-            print(f"{client['name']}: epsilon {client['epsilon_spent']:.2f} of {client['epsilon_budget']}")
+            print(f"{client['name']}: epsilon {client['epsilon_spent']} of {client['epsilon_budget']}")
         print(f"final accuracy {result.test_accuracy:.3f}")
     for client in result.clients:
         epsilons = [one["clients"]["epsilon"][client["name"]] for one in history]

@@ -46,7 +46,7 @@ def test_json_is_printed_alone_and_nothing_is_refuted(capsys):
     bounds = {one["check"]: one["figures"]["epsilon_low"] for one in findings if "epsilon_low" in one["figures"]}
     assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
     out = text(result)
-    assert out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, pld): 18 steps")
+    assert out.startswith("Client 0 claims epsilon 2 at delta 0.001 (add or remove one record, pld): 18 steps")
     width = max(len(line) for line in out.splitlines() if line.lstrip().startswith(("check ", "canary ", "round ")))
     assert "sensitivity" in out and width <= 80
     assert "proves nothing" in out and "REFUTED" not in out

@@ -168,7 +168,7 @@ def test_the_text_has_every_line_and_its_price(shown):
     assert rows["first_round"][1:5] == ["1", "1", "5", "1"]
     assert rows["select"][1:5] == ["3", "1", "10", "(Gumbel)"]
     assert rows["train"][1:3] == ["5", "0.0533333"] and rows["train"][4] == "4"
-    assert f"{get_accountant('pld').epsilon([GaussianEvent(1.0, 5.0)], 1e-4):.4f}" <= rows["first_round"][5]
+    assert get_accountant("pld").epsilon([GaussianEvent(1.0, 5.0)], 1e-4) == float(rows["first_round"][5])
     assert "together they cost 2." in text and "Not covered: test and held-out records" in text
     assert command._columns([["a", "bc"], [10, 2]]) == " a  bc\n10   2"
 

@@ -127,7 +127,7 @@ def test_a_search_and_a_table_are_shown(tmp_path):
     page = report([tmp_path / "search", tmp_path / "table.json"])
     text = words(page)
     assert "1 (best) complete 0.75 0.1 0 complete 0.5 0" in text and "PRIVATE: 2 trials" in text
-    assert "client epsilon delta berlin 1.001 0.001 paris \N{INFINITY} 0.001" in text
+    assert "client epsilon delta berlin 1.00001 0.001 paris \N{INFINITY} 0.001" in text
     assert "Table 1 mnist ours 0.9 \N{PLUS-MINUS SIGN} 0.01 (paper 0.91)" in text
     assert charts(page)[0]["data"][0]["x"] == [0.0, 0.1]
 

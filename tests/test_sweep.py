@@ -347,7 +347,7 @@ def test_a_distilled_set_is_searched_and_its_cost_is_named(search, tmp_path):
     source = str(a_set(tmp_path / "set", data={"name": "digits", "public_records": 90}))
     text, _ = search(changed(distilled=source, networks=2, pruner={"name": "median"}))
     assert "2 new models on a distilled set (40 records) and scores on 90 public records" in text
-    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001. Searching on it costs nothing more" in text
+    assert "The set cost its clients at most epsilon 8 at delta 0.001. Searching on it costs nothing more" in text
 
 
 def test_a_set_without_public_records_is_scored_on_images_that_were_held_out(tmp_path):

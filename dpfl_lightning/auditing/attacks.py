@@ -18,7 +18,7 @@ from dpfl_lightning.auditing.bounds import threshold_epsilon
 from dpfl_lightning.auditing.exact import moved, with_one_more
 from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, made_up
 from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
-from dpfl_lightning.auditing.report import Finding, at_least, at_most
+from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import FederatedLoop, build_engine
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -37,6 +37,7 @@ from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.runtime.text import at_least, at_most
 
 BITS = 200  # releases with a record, and as many without, whose bits are read
 _NUMBERS = 1 << 24  # largest number of noisy values for that
@@ -232,7 +233,8 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     unprotected = [line for line in lines if not isinstance(line.event, NoisedEvent | SelectionEvent)]
     epsilon = loop.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
     if unprotected and epsilon < math.inf:
-        problems.append(f"epsilon {epsilon:.3g}, but {', '.join(line.purpose for line in unprotected)} without noise")
+        free = ", ".join(line.purpose for line in unprotected)
+        problems.append(f"epsilon {at_most(epsilon)}, but {free} without noise")
     strategy = _Asks()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import releases_to_tell, shift_interval, std_interval, threshold_epsilon
 from dpfl_lightning.auditing.harness import NOBODY, Harness, Scene
-from dpfl_lightning.auditing.report import Finding, at_least, at_most
+from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.runtime.text import at_least, at_most
 
 VALUES = 20_000  # noised numbers of each kind, so that their std is known to 0.5 %
 RATIO = 1.5  # deviation from the claim that the white-box canary can detect with enough releases

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dpfl_lightning.auditing import bounds
 from dpfl_lightning.auditing.harness import NOBODY, Scene
-from dpfl_lightning.auditing.report import Finding, at_least, at_most
+from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.runtime.text import at_least, at_most
 
 MOST, FEWEST = 400, 20  # limits of the number of canaries
 _NUMBERS = 1 << 26  # numbers of their gradients that are held at once

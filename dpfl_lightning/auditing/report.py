@@ -1,12 +1,10 @@
 """Findings of an audit, and their text report: measured and claimed values, and their interpretation."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpfl_lightning.privacy.accounting.accountant import epsilon_text
-from dpfl_lightning.runtime.text import columns
+from dpfl_lightning.runtime.text import at_most, columns
 
 #: check -> what it shows
 MEANING = {
@@ -39,24 +37,6 @@ class Finding:
     refuted: bool
     confidence: float | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-
-
-def at_least(value: float) -> str:
-    """Format a lower bound, rounded down.
-
-    >>> at_least(1.9999), at_least(math.inf)
-    ('1.999', 'inf')
-    """
-    return f"{math.floor(value * 1000) / 1000:.3f}" if math.isfinite(value) else str(value)
-
-
-def at_most(value: float) -> str:
-    """Format a claim, rounded up.
-
-    >>> at_most(1.0001)
-    '1.001'
-    """
-    return epsilon_text(value, decimals=3)
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -95,7 +75,7 @@ def claim_words(client: Mapping[str, Any]) -> str:
     claim = client["claim"]
     sampling = {"poisson": "Poisson", "shuffle": "shuffled"}[claim["sampling"]]
     return (
-        f"Client {client['name']} claims epsilon {at_most(claim['epsilon'])} at delta {claim['delta']:g} "
+        f"Client {client['name']} claims epsilon {at_most(claim['epsilon'])} at delta {at_most(claim['delta'])} "
         f"({claim['adjacency']}, {claim['accountant']}): {claim['steps']} steps, {sampling} batches of "
         f"{claim['expected_batch_size']:g} at rate {claim['sample_rate']:.4g}, clip norm {claim['clip_norm']:g}, "
         f"{'Laplace ' if claim.get('mechanism') == 'laplace' else ''}noise multiplier {claim['noise_multiplier']:.4g}."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.errors import nearest, require
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def frame_of(table: Any) -> "DataFrame":
     wrong = next((one for one in columns if not isinstance(one, str) or columns.count(one) > 1), None)
     advice = "Rename them, as in df.columns = [...]."
     require(wrong is None, "df", "have columns of different names, each a text", wrong, advice)
+    check_columns("columns of df", columns)
     return table
 
 
@@ -42,6 +44,7 @@ def clients_of_frame(table: Any, client: str, label: str | Sequence[str]) -> dic
     groups = list(frame.groupby(client, sort=True))
     names = [str(name) for name, _ in groups]
     require(len(set(names)) == len(names), f"df: {client}", "hold different names as text", names)
+    check_names(f"df: {client}", names)
     return {name: rows for name, (_, rows) in zip(names, groups, strict=True)}
 
 
@@ -123,6 +126,7 @@ def check_choices(
         listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         must = "be a list of different values"
         require(listed and len(set(values)) == len(values), f"categories: {name}", must, values)
+        check_columns(f"categories: {name}", values)
     for name, values in scale.items():
         fits = name not in categories and len(values) == 2 and values[1] > 0
         require(fits, f"scale: {name}", "be the public mean and standard deviation of a column of numbers", values)

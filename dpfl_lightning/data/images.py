@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import Dataset as TorchDataset
 
+from dpfl_lightning.config.names import check_names
 from dpfl_lightning.errors import UserError, require
 
 TEST = "test"
@@ -49,6 +50,7 @@ def image_folders(
     fits = size is None or (len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size))
     require(fits, "size", "be (height, width) in pixels, or null", size)
     folders = {one.name: one for one in _folders(root)}
+    check_names("path", folders)
     classes_of = {name: [one.name for one in _folders(folder)] for name, folder in folders.items()}
     test = folders.pop(TEST, None)
     require(len(folders) >= 1, "path", "hold one folder for each client", str(path))

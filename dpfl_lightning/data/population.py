@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import check_choices, clients_of_frame, features_of, frame_of, records_of_frame
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
@@ -70,10 +71,10 @@ class Population:
         if self.names:
             fits = len(set(self.names)) == len(self.names) == len(self.train_of)
             require(fits, "names", f"be {len(self.train_of)} different names, one per client", self.names)
-            odd = next((name for name in self.names if not name.isprintable() or not name.strip()), None)
-            require(odd is None, "names", "be printable", odd)
+            check_names("names", self.names)
             advice = "In options per client this key selects a distribution."
             require("name" not in self.names, "names", "not contain `name`", "name", advice)
+        check_columns("features", self.features)
 
     def __repr__(self) -> str:
         """Return sizes only: a notebook or a log that shows a population must show no record."""
@@ -273,6 +274,7 @@ class Population:
             require(fits, "classes", "be different names, as many as num_classes", list(classes))
             num_classes = len(classes)
         names = tuple(map(str, clients)) if isinstance(clients, Mapping) else ()
+        check_names("names", names)  # before errors name a client
         given = clients.values() if isinstance(clients, Mapping) else clients
         whose = [f"client {name}" for name in names or range(len(clients))]
         sources = [Source.of(records, where, classes) for where, records in zip(whose, given, strict=True)]

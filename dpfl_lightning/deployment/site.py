@@ -9,6 +9,7 @@ from pathlib import Path
 import dpfl_lightning
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.sites import alike, seated, site_population
@@ -28,6 +29,7 @@ from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.runtime.text import at_most
 
 
 def site_of(settings: Settings) -> tuple[Site, Population]:
@@ -49,7 +51,8 @@ def client_of(terms: Terms, settings: Settings) -> int:
 def cost_of(terms: Terms, client: int) -> ClientPlan:
     """Return the releases of a client in a plan, and what they cost, composed again by this installation.
 
-    Raises UserError if something is released without noise, or the cost is above the budget that the plan states.
+    Its guarantee has no caveat: those of the plan are words of the server. Raises UserError if something is released
+    without noise, or the cost is above the budget that the plan states.
     """
     schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
     for line in schedule.planned:
@@ -59,13 +62,13 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
         require(line.count >= 0 and each >= 1, "PLAN", "plan releases of at least one step", line)
     accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
     size = [(settings.num_records, settings.batch_size)]
-    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"], terms.plan.caveats, ())
+    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"])
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
     require(
         math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."
     )
     within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta
-    must = f"cost at most the budget that it states, ({budget:g}, {settings.delta:g})"
+    must = f"cost at most the budget that it states, ({at_most(budget)}, {at_most(settings.delta)})"
     require(within, "PLAN", must, (epsilon, schedule.delta))
     return planned
 
@@ -202,6 +205,7 @@ def _facts(terms: Terms) -> Facts:
 
 def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
     """Create the folder of a node after its records were read once."""
+    check_names("--name", [settings.name])
     site, _ = site_of(settings)
     return StateFolder.create(path, settings, site), site
 
@@ -228,5 +232,5 @@ def verified(state: StateFolder, plan: str) -> float:
         fits = fits and line is not None and paid[charge.purpose] <= line.count
         require(fits, str(folder / "ledger.jsonl"), "pay for planned releases of this site only", charge)
     within = spent <= max(reserved.epsilon, cost_of(terms, reserved.client).guarantee.epsilon)
-    require(within, "STATE_DIR", f"have spent at most {reserved.epsilon:g}", spent)
+    require(within, "STATE_DIR", f"have spent at most {at_most(reserved.epsilon)}", spent)
     return spent

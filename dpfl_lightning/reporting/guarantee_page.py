@@ -5,7 +5,8 @@ import platform
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import dpfl_lightning
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, shown_epsilon
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.text import counted, span
+from dpfl_lightning.runtime.text import at_most, counted, span
 
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
@@ -53,7 +54,7 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         warning=_warning(guarantees, weakest),
         weakest=weakest,
         client=result.clients[order[0]]["name"],
-        spent=f"{shown_epsilon(weakest.epsilon, budgets[order[0]]):.6g}",
+        spent=at_most(weakest.epsilon),
         units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],
         covered=_covered(guarantees),
         gaps=_gaps(guarantees),
@@ -101,9 +102,9 @@ def _client_row(row: dict[str, Any], guarantee: Guarantee, budget: float) -> dic
         "noise multiplier": "-" if noise is None else f"{noise:.6g}",
         "releases": f"{row['releases']:,}",
         "steps": f"{row['steps']:,}",
-        "epsilon spent": _number(shown_epsilon(guarantee.epsilon, budget), "\N{INFINITY}"),
-        "of budget": _number(budget, "none"),
-        "delta": f"{guarantee.delta:g}",
+        "epsilon spent": _bound(guarantee.epsilon),
+        "of budget": _bound(budget, "none"),
+        "delta": at_most(guarantee.delta),
         "share of budget": guarantee.epsilon / budget if bounded else "",
     }
 
@@ -111,19 +112,17 @@ def _client_row(row: dict[str, Any], guarantee: Guarantee, budget: float) -> dic
 def _summary(result: RunResult, guarantees: Sequence[Guarantee], budgets: Sequence[float]) -> list[dict[str, str]]:
     """Return smallest, median and largest value over all clients, separately for each column."""
     noises = [row["noise_multiplier"] for row in result.clients if row["noise_multiplier"] is not None]
-    columns = {
-        "epsilon spent": [shown_epsilon(guarantee.epsilon) for guarantee in guarantees],
-        "of budget": budgets,
-        "noise multiplier": noises or [0.0],
-        "records": [row["num_records"] for row in result.clients],
-        "releases": [row["releases"] for row in result.clients],
+    number = "{:.6g}".format
+    columns: dict[str, tuple[Sequence[float], Callable[[float], str]]] = {
+        "epsilon spent": ([guarantee.epsilon for guarantee in guarantees], _bound),
+        "of budget": (budgets, partial(_bound, infinite="none")),
+        "noise multiplier": (noises or [0.0], number),
+        "records": ([row["num_records"] for row in result.clients], number),
+        "releases": ([row["releases"] for row in result.clients], number),
     }
     rows = []
     for name, pick in (("smallest", min), ("median", statistics.median_high), ("largest", max)):
-        picked = {
-            title: _number(pick(values), "none" if title == "of budget" else "\N{INFINITY}")
-            for title, values in columns.items()
-        }
+        picked = {title: show(pick(values)) for title, (values, show) in columns.items()}
         rows.append({"": name, **picked})
     return rows
 
@@ -134,9 +133,9 @@ def _listed(words: Iterable[str]) -> str:
     return "; ".join(different[:_MOST_KINDS]) + more
 
 
-def _number(value: float, infinite: str) -> str:
-    return f"{value:.6g}" if math.isfinite(value) else infinite
+def _bound(value: float, infinite: str = "\N{INFINITY}") -> str:
+    return at_most(value) if math.isfinite(value) else infinite
 
 
 _TEMPLATES = Environment(loader=PackageLoader(__name__, "."), autoescape=True)
-_TEMPLATES.filters |= {"listed": _listed, "span": span}
+_TEMPLATES.filters |= {"listed": _listed, "span": partial(span, shown=at_most), "at_most": at_most}

@@ -4,7 +4,7 @@ import atexit
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,9 +20,8 @@ from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.runtime.launcher import invocation
-from dpfl_lightning.runtime.text import counted, data_size, duration, span
+from dpfl_lightning.runtime.text import at_most, counted, data_size, duration, span
 from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
@@ -31,7 +30,8 @@ _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no rou
 #: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
 #: silent: only why a run stopped
 Detail = Literal["full", "short", "quiet", "silent"]
-_Columns = dict[str, tuple[Sequence[float | str | None], str]]  # title -> values (None: not known), and their format
+#: title -> values (None: not known), and their format
+_Columns = dict[str, tuple[Sequence[Any], str | Callable[[float], str]]]
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
@@ -93,7 +93,7 @@ class Progress(Callback):
         estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
         score = _score(report.test_accuracy, report.test_loss, report.test_metrics)
-        epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets) + " (simulated)" * view.run.simulated
+        epsilon = _largest_epsilon(report.epsilon_spent) + " (simulated)" * view.run.simulated
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
         if self._bar is not None:
@@ -224,11 +224,11 @@ def print_table(columns: _Columns, console: Console | None = None) -> None:
     console.print()
 
 
-def _text(value: float | str | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+def _text(value: Any, form: str | Callable[[float], str]) -> str:
+    return "-" if value is None else f"{value:{form}}" if isinstance(form, str) else form(value)
 
 
-def _summarised(values: Sequence[float | str | None], form: str) -> list[str]:
+def _summarised(values: Sequence[Any], form: str | Callable[[float], str]) -> list[str]:
     known = [value for value in values if isinstance(value, int | float)]
     return [_text(pick(known) if known else None, form) for pick in (min, statistics.median_low, max)]
 
@@ -243,10 +243,10 @@ def _plan_columns(view: View) -> _Columns:
     }
     if _noised(view):
         planned = [schedule.target_epsilon for schedule in schedules]
-        columns["budget"] = view.run.budgets, ".6g"
+        columns["budget"] = view.run.budgets, at_most
         if planned != list(view.run.budgets):
-            columns["planned"] = planned, ".6g"
-        columns["delta"] = [schedule.delta for schedule in schedules], ".3g"
+            columns["planned"] = planned, at_most
+        columns["delta"] = [schedule.delta for schedule in schedules], at_most
         columns["noise"] = [noise_multiplier(schedule) for schedule in schedules], ".4g"
     return columns
 
@@ -257,10 +257,9 @@ def _result_columns(result: RunResult) -> _Columns:
 
     columns: _Columns = {"client": (values("name"), "")}
     if _private(result):
-        budgets = values("epsilon_budget", math.inf)
-        spent = list(map(shown_epsilon, values("epsilon_spent", math.inf), budgets))
-        columns["simulated epsilon" if result.simulated else "epsilon spent"] = spent, ".6g"
-        columns["of budget"] = budgets, ".6g"
+        spent = "simulated epsilon" if result.simulated else "epsilon spent"
+        columns[spent] = values("epsilon_spent", math.inf), at_most
+        columns["of budget"] = values("epsilon_budget", math.inf), at_most
     columns["batch"] = values("batch_size"), ","
     if _private(result):
         columns["noise"] = values("noise_multiplier"), ".4g"
@@ -282,7 +281,7 @@ def _frame(view: View) -> str:
     if guarantee.unprotected:
         return f"Guarantee: {guarantee.words()}"
     unit, noise = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}", f"noise {view.run.noise}"
-    delta = f"delta {span(schedule.delta for schedule in view.schedule.clients)}"
+    delta = f"delta {span((schedule.delta for schedule in view.schedule.clients), at_most)}"
     return "; ".join([unit, guarantee.sampling, guarantee.accountant, delta, noise, *guarantee.caveats])
 
 
@@ -313,10 +312,10 @@ def score_words(result: Mapping[str, Any], held_out: bool) -> str:
     return score and (f"Mean over clients on held-out records: {score}" if held_out else f"Test {score}")
 
 
-def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
+def _largest_epsilon(spent: Sequence[float]) -> str:
     if all(math.isinf(epsilon) for epsilon in spent):
         return "no privacy"
-    return f"max epsilon {shown_epsilon(max(spent), max(budgets)):.6g}"
+    return f"max epsilon {at_most(max(spent))}"
 
 
 def _gradients(diagnostics: Diagnostics | None) -> str:

@@ -16,12 +16,10 @@ from plotly.offline import get_plotlyjs
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
-from dpfl_lightning.privacy.accounting.accountant import delta_text
-from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.reporting.curves import Round, history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
-from dpfl_lightning.runtime.text import counted, distinct, flattened
+from dpfl_lightning.runtime.text import at_most, counted, distinct, flattened
 
 _COLOURS = (
     "#2f6fde",
@@ -193,18 +191,13 @@ def _largest(results: Sequence[Mapping[str, Any]]) -> str:
     worst = max(rows, key=lambda client: math.inf if client["epsilon_spent"] is None else client["epsilon_spent"])
     if worst["epsilon_spent"] is None:
         return "\N{INFINITY}"
-    budget = math.inf if worst["epsilon_budget"] is None else worst["epsilon_budget"]
-    return f"{_epsilon(worst['epsilon_spent'], budget)} at delta {delta_text(worst['delta'])}"
+    return f"{at_most(worst['epsilon_spent'])} at delta {at_most(worst['delta'])}"
 
 
 def _largest_so_far(group: RunGroup) -> str:
     """Return the largest epsilon after the finished rounds; a round that was charged and not finished adds to it."""
     known = [epsilon for run in group.runs if (epsilon := _last(run, "train_epsilon_max")) is not None]
-    return f"at least {_epsilon(max(known))} so far" if known else "see the ledger"
-
-
-def _epsilon(value: float, budget: float = math.inf) -> str:
-    return f"{shown_epsilon(value, budget):.6g}"
+    return f"at least {at_most(max(known))} so far" if known else "see the ledger"
 
 
 def _spread(values: Sequence[float | None], score: str) -> str:
@@ -298,8 +291,8 @@ def _clients(results: Sequence[Mapping[str, Any]]) -> Rows:
                 "batch size": f"{first['batch_size']:,}",
                 "noise multiplier": _number(first["noise_multiplier"], "-"),
                 "epsilon": _largest([{"clients": same}]).partition(" ")[0],
-                "budget": _number(first["epsilon_budget"], "none"),
-                "delta": f"{first['delta']:g}",
+                "budget": "none" if first["epsilon_budget"] is None else at_most(first["epsilon_budget"]),
+                "delta": at_most(first["delta"]),
                 **{name: _spread([_scores(one).get(name) for one in same], name) for name in _scores(first)},
             }
         )
@@ -391,7 +384,7 @@ def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[
     rows = [client for run in group.runs if run.result is not None for client in run.result["clients"]]
     rows = [client for client in rows if None not in (client["epsilon_spent"], _scores(client).get(score))]
     return {
-        "x": [shown_epsilon(one["epsilon_spent"], one["epsilon_budget"] or math.inf) for one in rows],
+        "x": [float(at_most(one["epsilon_spent"])) for one in rows],
         "y": [_scores(client)[score] for client in rows],
         "text": [html.escape(str(client.get("name", client["client"])), quote=False) for client in rows],
         "name": name,
@@ -430,8 +423,8 @@ def _search(search: Search) -> dict[str, Any]:
     sums = [
         {
             "client": name,
-            "epsilon": "\N{INFINITY}" if epsilon is None else _epsilon(epsilon),
-            "delta": delta_text(delta),
+            "epsilon": "\N{INFINITY}" if epsilon is None else at_most(epsilon),
+            "delta": at_most(delta),
         }
         for name, epsilon, delta in zip(names, cost["epsilon"], cost["delta"], strict=True)
     ]

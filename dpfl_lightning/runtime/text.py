@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import Any
 
 _LONGEST = 6000  # characters of a flattened value
@@ -68,14 +69,41 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def span(values: Iterable[float]) -> str:
+def at_most(value: float, digits: int = 6) -> str:
+    """Format an upper bound: every epsilon, delta or budget that is shown. The text, read as a number, is not below it.
+
+    The text grows with the value, so a spent epsilon within its budget is not shown above it.
+
+    >>> at_most(1.2345614), at_most(1.9999999), at_most(0.1), at_most(math.inf)
+    ('1.23457', '2', '0.1', 'inf')
+    """
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def at_least(value: float, digits: int = 6) -> str:
+    """Format a lower bound, such as what is left of a budget: rounded down.
+
+    >>> at_least(1.2345678), at_least(0.1)
+    ('1.23456', '0.1')
+    """
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    written = repr(float(value))  # the shortest decimal number that is read as this value: 0.1 is not above 0.1
+    return f"{float(Context(digits, rounding).create_decimal(written)):.{digits}g}"
+
+
+def span(values: Iterable[float], shown: Callable[[float], str] = "{:g}".format) -> str:
     """Format the range of some numbers.
 
     >>> span([1e-3, 1e-3]), span([2, 0.5])
     ('0.001', '0.5 to 2')
     """
     distinct = sorted(set(values))
-    return f"{distinct[0]:g}" if len(distinct) == 1 else f"{distinct[0]:g} to {distinct[-1]:g}"
+    return " to ".join(map(shown, distinct[:1] + distinct[1:][-1:]))
 
 
 def duration(seconds: float) -> str:

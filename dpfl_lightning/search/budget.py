@@ -19,10 +19,10 @@ from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.accountant import epsilon_text
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.costs import Cost, planned_cost, together
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
@@ -137,7 +137,7 @@ class SharedBudget:
 
     def words(self) -> str:
         """Describe the parts of the budget, and the guarantee of the weakest client for both runs."""
-        of_set, left = epsilon_text(self._largest_of_set), epsilon_text(max(self.rest.epsilon))
+        of_set, left = at_most(self._largest_of_set), at_most(max(self.rest.epsilon))
         return (
             f"One budget: the set costs a client at most epsilon {of_set}, and the final run at most {left}. "
             f"Composed, both cost at most the budget of each client; the largest: {self.rest.weakest.words()}"

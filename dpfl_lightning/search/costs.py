@@ -11,11 +11,9 @@ from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.accounting.accountant import (
     Accountant,
-    delta_text,
-    epsilon_text,
+    exact_sum,
     finite_or_none,
     get_accountant,
-    rounded_up,
 )
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
@@ -28,7 +26,7 @@ from dpfl_lightning.privacy.accounting.events import (
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.runtime.text import columns, counted
+from dpfl_lightning.runtime.text import at_most, columns, counted
 
 _MOST_CLIENTS = 30
 _EVENTS = {kind.__name__: kind for kind in (GaussianEvent, LaplaceEvent, SelectionEvent, Caveat, NonPrivateEvent)}
@@ -123,8 +121,8 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
     def promise(client: int) -> Guarantee:
         (epsilon, method), delta = (bounds[client], deltas[client]) if joined else ((0.0, ""), 0.0)
         if apart:
-            epsilon = rounded_up(math.fsum([epsilon, *(_bound(cost.epsilon[client]) for cost in apart)]), 6)
-            delta = math.fsum([delta, *(cost.delta[client] for cost in apart)])
+            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[client]) for cost in apart)])
+            delta = exact_sum([delta, *(cost.delta[client] for cost in apart)])
             reasons = "; ".join(dict.fromkeys(_why_apart(cost, first) for cost in apart))
             added = f"addition of the budgets of {counted(len(apart), 'run')} ({reasons})"
             method = f"{method}, and {added}" if method else added
@@ -189,8 +187,8 @@ def cost_words(cost: Mapping[str, Any]) -> str:
     how = "composed" if cost["composed"] else "budgets are added"
     return (
         f"PRIVATE: {cost['runs']} trials on the clients' records, each of them a separate release. Together with the "
-        f"choice made from them, they cost a record of a client at most epsilon {epsilon_text(numbers[most])} at delta "
-        f"{delta_text(max(cost['delta']))} (client {names[most]} has the largest epsilon; {how}). For this client: "
+        f"choice made from them, they cost a record of a client at most epsilon {at_most(numbers[most])} at delta "
+        f"{at_most(max(cost['delta']))} (client {names[most]} has the largest epsilon; {how}). For this client: "
         f"{cost['guarantee']} Scores on public records choose, at no cost. A later run on the same clients adds to "
         "this cost; `not_covered` in result.json lists what it does not cover."
     )
@@ -202,7 +200,7 @@ def cost_text(cost: Mapping[str, Any]) -> str:
     if len(numbers) > _MOST_CLIENTS:
         return words
     names = cost["names"] or range(len(numbers))
-    rows = zip(names, map(epsilon_text, numbers), map(delta_text, cost["delta"]), strict=True)
+    rows = zip(names, map(at_most, numbers), map(at_most, cost["delta"]), strict=True)
     return f"{words}\n{columns([['client', 'epsilon', 'delta'], *rows])}"
 
 
@@ -210,7 +208,7 @@ def set_text(card: Mapping[str, Any]) -> str:
     """Describe the cost of the distilled set, and what a final run adds to it."""
     spent, cost = card.get("epsilon_max"), "an epsilon without a bound"
     if spent is not None and "delta_max" in card:
-        cost = f"at most epsilon {epsilon_text(spent)} at delta {delta_text(card['delta_max'])}"
+        cost = f"at most epsilon {at_most(spent)} at delta {at_most(card['delta_max'])}"
     words = (
         f"The set cost its clients {cost}. Searching on it costs nothing more. A final run on the same clients adds "
         "its releases to this cost."

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
 from dpfl_lightning.errors import nearest, require
@@ -77,6 +78,7 @@ class SweepOptions:
 
 def check(sweep: SweepOptions) -> None:
     """Raise UserError if no key is searched, or an option contradicts another one."""
+    check_names("sweep.name", [] if sweep.name is None else [sweep.name])
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
     for score in sweep.scores:
         require(score in SCORES, "sweep.scores", f"be of {', '.join(SCORES)}", score, nearest(score, SCORES))

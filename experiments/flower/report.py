@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpfl_lightning.runtime.text import markdown
+from dpfl_lightning.runtime.text import at_most, markdown
 
 _PLACES = {
     "simulation": "simulation",
@@ -31,7 +31,7 @@ def speed_table(found: dict[str, Any]) -> str:
     if (one := found.get("flower")) is None:
         return table
     same = "equal" if one["equal"] and one["ledgers_equal"] else "not equal"
-    spent = ", ".join(f"{epsilon:.3g}" for epsilon in one["epsilons"])
+    spent = ", ".join(map(at_most, one["epsilons"]))
     tracking, memory = one["tracking"], {name: size / 2**20 for name, size in one["memory"].items()}
     return (
         f"{table}\n\nModel ({one['parameters']:,} parameters) and ledgers of the run over Flower are {same} to those "

@@ -124,15 +124,14 @@ def test_records_in_another_container_are_refused():
             Population.from_datasets([(table, y)], num_classes=2)
 
 
-def test_names_are_different_and_printable():
+def test_names_are_different():
     table = patients()
     table["hospital"] = [1, "1"] * 30
     with pytest.raises(UserError, match="`df: hospital` must hold different names as text"):
         Population.from_dataframe(table, **CHOICES)
     pair = torch.randn(9, 2), torch.arange(9) % 2
-    for clients, message in (({1: pair, "1": pair}, "be 2 different names"), ({"a\x1b[2J": pair}, "be printable")):
-        with pytest.raises(UserError, match=f"`names` must {message}"):
-            Population.from_datasets(clients, num_classes=2)
+    with pytest.raises(UserError, match="`names` must be 2 different names"):
+        Population.from_datasets({1: pair, "1": pair}, num_classes=2)
     assert Population.from_datasets([pair, pair], num_classes=2).name_of(1) == "1"
 
 

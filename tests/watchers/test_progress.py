@@ -9,7 +9,7 @@ from fakes import a_report, a_result, a_view
 from rich.console import Console
 
 from dpfl_lightning.federated.server.strategy import register
-from dpfl_lightning.reporting.progress import Progress, print_table, shown_epsilon
+from dpfl_lightning.reporting.progress import Progress, print_table
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 UNEVALUATED = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
@@ -230,9 +230,3 @@ def test_one_live_line_on_a_terminal_and_the_cursor_comes_back(width, tmp_path):
     assert progress._bar is None
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert printed(screen).rfind(show) > printed(screen).rfind(hide) >= 0
-
-
-def test_a_shown_epsilon_is_never_below_the_spent_one():
-    for spent, budget in ((0.12341, math.inf), (1.99996, 2.0), (12345.6, math.inf), (3e-5, 1.0)):
-        assert spent <= shown_epsilon(spent, budget) <= min(spent * 1.001, budget)
-    assert shown_epsilon(2.00001, budget=2.0) == 2.001, "a budget that was broken is not hidden"

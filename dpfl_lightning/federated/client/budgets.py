@@ -17,6 +17,7 @@ from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guara
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.runtime.text import at_most
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
 NameOf = Callable[[int], str]  # the name of a client, for messages
@@ -171,7 +172,7 @@ class Budgets:
         costs = dict(zip(plans, epsilons.tolist(), strict=True))
         for client, (cost, plan) in enumerate(zip(once_each(costs.__getitem__, protected), protected, strict=True)):
             if not cost <= plan.target_epsilon * (1 + 1e-6) + 2e-6:  # the last digit is rounded
-                budget = f"its budget {plan.target_epsilon:g}"
+                budget = f"its budget {at_most(plan.target_epsilon)}"
                 must = f"plan releases of client {self.name_of(client)} that cost at most {budget}"
                 require(False, "plan_run", must, cost, "Solve the noise with `view.solve`.")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,20 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.strict_json import parsed
+from dpfl_lightning.runtime.text import at_most
 
 T = TypeVar("T")
 
 _MOST_TEXT = 1 << 28  # bytes of a plan's file
-_MOST_WORDS = 1000  # characters of a caveat or a name
-_RELATIVE_ROUNDING = 1e-9  # of a sum of epsilons
+_MOST_WORDS = 1000  # characters of a caveat
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class StateFolder:
     def reserved(self, epsilon: float = 0.0, delta: float = 0.0) -> tuple[float, float]:
         """Return the sums of epsilon and of delta that all plans reserve, and one more plan of this cost."""
         plans = self.plans().values()
-        return math.fsum([epsilon, *(one.epsilon for one in plans)]), math.fsum([delta, *(one.delta for one in plans)])
+        return exact_sum([epsilon, *(one.epsilon for one in plans)]), exact_sum([delta, *(one.delta for one in plans)])
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
         """Store an accepted plan and return its hash; call it under `locked`.
@@ -162,8 +163,8 @@ class StateFolder:
         require(len(relations) == 1, "PLAN", must, reservation.adjacency, "Refuse the plan.")
         totals = self.reserved(reservation.epsilon, reservation.delta)
         for name, limit, total in zip(("epsilon", "delta"), (epsilon_limit, delta_limit), totals, strict=True):
-            must = f"be at least {total:.6g}, the {name} of this plan and of {len(others)} accepted before"
-            require(within(total, limit), f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
+            must = f"be at least {at_most(total)}, the {name} of this plan and of {len(others)} accepted before"
+            require(total <= limit, f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
         folder = self.plan_folder(plan)
         folder.mkdir(exist_ok=True)
         write_text(folder / "plan.json", wire.to_text(terms))
@@ -182,11 +183,6 @@ class StateFolder:
 
     def _write(self, plan: str, reservation: Reservation) -> None:
         write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
-
-
-def within(total: float, limit: float) -> bool:
-    """Whether a sum of epsilons or deltas is at most a limit, but for rounding."""
-    return total <= limit * (1 + _RELATIVE_ROUNDING)
 
 
 def ledger_is_lost(folder: Path) -> bool:
@@ -215,14 +211,28 @@ def read_terms(path: Path) -> Terms:
         for text in texts:
             fits = re.fullmatch(pattern, text, re.ASCII) is not None
             require(fits, "PLAN", "have names of letters and digits for purposes and strategies", text)
-    for text in (*plan.caveats, *terms.names, plan.accountant):
+    for text in (*plan.caveats, plan.accountant):
         require(text.isprintable() and len(text) <= _MOST_WORDS, "PLAN", "have short texts of one line each", text)
+    check_names("PLAN: names", terms.names)
+    check_columns("PLAN: features", terms.features)
     return terms
 
 
+def server_words(text: str) -> str:
+    """Mark a free text of a plan, so that it cannot be taken for words of this program.
+
+    >>> server_words("This is perfectly safe.")
+    "The server writes: 'This is perfectly safe.'"
+    """
+    return f"The server writes: {text!r}"
+
+
 def read_site(path: Path) -> Site:
-    """Return the facts of a site from its file. Raises UserError if it is none, or of another version."""
-    return _read(Site, path, "--sites", "be files site.json that `dpfl node init` wrote")
+    """Return the facts of a site from its file. Raises UserError if it is none, or has odd names."""
+    site = _read(Site, path, "--sites", "be files site.json that `dpfl node init` wrote")
+    check_names("--sites: name", [site.name])
+    check_columns("--sites: features", site.features)
+    return site
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:

@@ -36,7 +36,7 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
     event_of,
 )
-from dpfl_lightning.federated.node.state import ledger_is_lost
+from dpfl_lightning.federated.node.state import ledger_is_lost, server_words
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -80,7 +80,7 @@ class Study:
         require(not ledger_is_lost(folder), str(folder / "ledger.jsonl"), "hold the charges of this plan", "no file")
         self._releases = folder / "releases"
         self._releases.mkdir(exist_ok=True)
-        plan = terms.plan
+        plan = dataclasses.replace(terms.plan, caveats=tuple(map(server_words, terms.plan.caveats)))
         if test_key is not None:  # as if the configuration had it: the streams follow from both
             privacy = {**plan.options["privacy"], "noise_key": test_key}
             caveats = (SIMULATED, *plan.caveats)

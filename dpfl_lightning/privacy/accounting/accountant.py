@@ -7,7 +7,8 @@ inside functions because it imports torch, which would slow down `dpfl_lightning
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
 
 import numpy as np
 
@@ -74,28 +75,13 @@ def rounded_up(value: float, decimals: int) -> float:
     return max(math.ceil(value * 10**decimals) / 10**decimals, value) if math.isfinite(value) else value
 
 
-def epsilon_text(value: float, decimals: int = 4) -> str:
-    """Format an epsilon, rounded up: with this number of decimals, or with three digits if it is below 0.001.
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum of epsilons or deltas, added as the decimal numbers that they are written as.
 
-    >>> epsilon_text(1.00001), epsilon_text(1e-6), epsilon_text(math.inf)
-    ('1.0001', '0.000001', 'inf')
+    >>> exact_sum([0.1, 0.1, 0.1]), math.fsum([0.1, 0.1, 0.1])
+    (0.3, 0.30000000000000004)
     """
-    if not 0 < value < 0.001:
-        return f"{rounded_up(value, decimals):.{decimals}f}"
-    decimals = 2 - math.floor(math.log10(value))
-    return f"{rounded_up(value, decimals):.{decimals}f}".rstrip("0")
-
-
-def delta_text(value: float) -> str:
-    """Format a delta with three digits, rounded up.
-
-    >>> delta_text(2.4644e-05), delta_text(1e-05), delta_text(0.0)
-    ('2.47e-05', '1e-05', '0')
-    """
-    if not value > 0:
-        return "0"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / unit - 1e-9) * unit:.3g}"
+    return float(sum(Decimal(repr(float(value))) for value in values))
 
 
 def finite_or_none(value: float) -> float | None:

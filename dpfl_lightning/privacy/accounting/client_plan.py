@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.runtime.files import cache_folder
-from dpfl_lightning.runtime.text import slow_notice
+from dpfl_lightning.runtime.text import at_most, slow_notice
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def _check_privacy(
     in_range = 0 < delta < 1 or (delta == 0 and mechanism == "laplace")
     require(in_range, "delta", "be in (0, 1)", delta, f"It is usually {expected}.")
     if delta > 1 / num_records:
-        warn_user(f"`delta` should be {expected}, got {delta:g}: publishing one record at random would satisfy it.")
+        why = "publishing one record at random would satisfy it"
+        warn_user(f"`delta` should be {expected}, got {at_most(delta)}: {why}.")
 
 
 def _check_first_round(

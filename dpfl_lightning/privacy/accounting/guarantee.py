@@ -10,9 +10,7 @@ from typing import Any
 from dpfl_lightning.privacy.accounting.accountant import (
     ADJACENCIES,
     Accountant,
-    epsilon_text,
     finite_or_none,
-    rounded_up,
 )
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
@@ -22,7 +20,7 @@ from dpfl_lightning.privacy.accounting.events import (
     NonPrivateEvent,
     SelectionEvent,
 )
-from dpfl_lightning.runtime.text import counted
+from dpfl_lightning.runtime.text import at_most, counted
 
 #: caveat of every guarantee of a simulation
 SIMULATED = (
@@ -88,10 +86,9 @@ class Guarantee:
             leaks = "; ".join(self.unprotected) or "something is released without noise"
             sentence = f"No differential privacy per {self.unit}: {leaks.rstrip('.')}."
         else:
-            epsilon_shown = epsilon_text(self.epsilon).rstrip("0").rstrip(".")
             sentence = (
-                f"({epsilon_shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
-                f"{self.sampling}, accounted by {self.accountant}."
+                f"({at_most(self.epsilon)}, {at_most(self.delta)})-differential privacy per {self.unit} "
+                f"({self.adjacency}), {self.sampling}, accounted by {self.accountant}."
             )
             sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
         return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
@@ -142,18 +139,6 @@ def in_words(guarantees: Sequence[Guarantee]) -> str:
     if bare:
         whose = f"So it is for {bare} of {count} clients." if count > 1 else "So it is for the only client."
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
-
-
-def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
-    """Round epsilon up to four digits, but not above a budget that was kept, so that the budget does not look exceeded.
-
-    >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
-    (2.346, 0.05137, inf)
-    """
-    if epsilon == 0 or not math.isfinite(epsilon):
-        return epsilon
-    rounded = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
-    return min(rounded, budget) if epsilon <= budget else rounded
 
 
 def _words_of(events: Sequence[Event], kind: type[Caveat] | type[NonPrivateEvent]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from dpfl_lightning.privacy.accounting.events import Composed
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
+from dpfl_lightning.runtime.text import at_most
 
 _MOST_EPSILON = 100  # above it exponentials would overflow, and nobody needs a tight value
 _NEGLIGIBLE = 1e-5  # mu of sampled batches that count as full ones
@@ -250,7 +251,7 @@ def _epsilon(losses: Sequence[tuple[Loss, int]], mesh: float, delta: float) -> f
     mean = sum(count * mean for count, mean in zip(counts, means, strict=True))
     missing = -math.expm1(sum(count * math.log1p(-loss.infinite) for loss, count in losses)) + delta * _SHARE
     if missing > delta / 2:
-        raise NoPld(f"rounding errors matter at delta {delta:g}")
+        raise NoPld(f"rounding errors matter at delta {at_most(delta)}")
     for width in (8, 16, 64, 512):
         start = mean - width * deviation - mesh
         loss, log_mass = _tilted_sum(losses, probabilities, start, end, mesh)

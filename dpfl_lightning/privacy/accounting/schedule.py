@@ -16,6 +16,7 @@ from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
+from dpfl_lightning.runtime.text import at_most
 
 _TOLERANCE = 1e-6  # relative tolerance of the solved noise
 _DIGITS = 7  # digits of the solved noise
@@ -232,8 +233,8 @@ def _guess(schedule: ClientSchedule) -> float:
 def _below_floor(schedule: ClientSchedule, floor: float, accountant: Accountant) -> UserError:
     given = ", ".join(line.purpose for line in schedule.planned if not line.unsolved and line.count)
     cause = f"the cost of {given} with the given noise" if given else f"the least that {accountant.name} can certify"
-    above = f"{floor:g}, {cause}" if floor < 1e299 else f"{cause}, which is unbounded,"
+    above = f"{at_most(floor)}, {cause}" if floor < 1e299 else f"{cause}, which is unbounded,"
     return UserError(
-        f"`epsilon` must be above {above} at delta {schedule.delta:g}, "
-        f"got {schedule.target_epsilon:g}. Raise it{', or the given noise' if given else ', or delta'}."
+        f"`epsilon` must be above {above} at delta {at_most(schedule.delta)}, "
+        f"got {at_most(schedule.target_epsilon)}. Raise it{', or the given noise' if given else ', or delta'}."
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpfl_lightning.config.names import is_name
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
@@ -70,8 +71,7 @@ class Header:
     def name_of(self, client: int) -> str:
         """Return the name of a client for reports; its number if the run gave it none."""
         names = self.identity.get("names")
-        known = isinstance(names, list) and len(names) == len(self.delta)
-        return str(names[client]) if known else str(client)  # type: ignore[index]
+        return str(names[client]) if names else str(client)  # type: ignore[index]
 
     run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
@@ -315,6 +315,9 @@ def _header(fields: dict[str, Any]) -> Header:
         raise ValueError(fields)
     if not all(type(text) is str and text.isprintable() for text in (*texts.values(), *caveats)):
         raise ValueError(texts)  # a terminal would obey control characters
+    names = identity.get("names", [])
+    if not (isinstance(names, list) and len(names) in (0, count) and all(map(is_name, names))):
+        raise ValueError(names)
     each = [given if isinstance(given, list) else [given] * count for given in (fields["delta"], fields["epsilon"])]
     delta, epsilon = tuple(map(_real, each[0])), tuple(math.inf if one is None else _real(one) for one in each[1])
     if not (len(delta) == len(epsilon) == count and max(delta) < 1 and min(*delta, *epsilon) >= 0):

@@ -25,7 +25,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
     rounded_up,
 )
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, shown_epsilon
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
@@ -40,7 +40,7 @@ from dpfl_lightning.privacy.ledger.results import (
 )
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.text import columns, shown
+from dpfl_lightning.runtime.text import at_most, columns, shown
 
 _TOGETHER = (
     "Together: client 3 of one run is assumed to be client 3 of the others, with the same records. Its releases in all "
@@ -165,9 +165,9 @@ class LedgerReport:
                 name_of(client),
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
-                f"{shown_epsilon(account.epsilon, account.epsilon_budget):.6g}",
-                "none" if math.isinf(account.epsilon_budget) else f"{account.epsilon_budget:g}",
-                f"{account.delta:g}",
+                at_most(account.epsilon),
+                "none" if math.isinf(account.epsilon_budget) else at_most(account.epsilon_budget),
+                at_most(account.delta),
             ]
             for client, account in enumerate(self.accounts)
         ]

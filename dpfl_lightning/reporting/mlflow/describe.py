@@ -21,7 +21,7 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.reporting.mlflow.store import loggable
-from dpfl_lightning.runtime.text import counted, flattened, span, without_credentials
+from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials
 
 #: parameters of every run; others are shown where they differ from their defaults
 _ALWAYS = (
@@ -61,7 +61,7 @@ def epsilon_span(budgets: Sequence[float], private: bool) -> str:
     """Return the range of the budgets in words."""
     if not private:
         return "no privacy"
-    return "without a budget" if all(map(math.isinf, budgets)) else span(budgets)
+    return "without a budget" if all(map(math.isinf, budgets)) else span(budgets, at_most)
 
 
 def _joined(strategies: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, ledger_run, metrics, reported
 from dpfl_lightning.runtime.launcher import invocation
-from dpfl_lightning.runtime.text import distinct, span, without_credentials
+from dpfl_lightning.runtime.text import at_most, distinct, span, without_credentials
 from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
@@ -245,7 +245,7 @@ def _frame(view: View) -> dict[str, str]:
         "sampling": guarantee.sampling,
         "noise": view.run.noise,
         "accountant": guarantee.accountant,
-        "delta": span(schedule.delta for schedule in view.schedule.clients),
+        "delta": span((schedule.delta for schedule in view.schedule.clients), at_most),
     }
 
 

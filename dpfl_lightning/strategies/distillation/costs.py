@@ -9,7 +9,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.runtime.text import data_size
+from dpfl_lightning.runtime.text import at_most, data_size
 from dpfl_lightning.strategies.distillation.artefact import data_of_card
 
 _OF_CLIENTS = ("name", "num_records", "epsilon_spent", "delta")
@@ -75,10 +75,11 @@ def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0)
 def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float) -> str:
     """Describe the epsilon of eq. 41 for comparison with the run's epsilon."""
     epsilon = paper_epsilon(noise_multiplier, delta, clip_norm)
-    setting = f"noise multiplier {noise_multiplier:.3g} and a record's clip norm of {clip_norm:.3g} at delta {delta:g}"
+    setting = f"noise multiplier {noise_multiplier:.3g}, a record's clip norm of {clip_norm:.3g} and delta"
     return (
-        f"For comparison only: the paper's eq. 41 gives epsilon {epsilon:.3g} for {setting}. It counts one release of "
-        "the whole run, uses the multiplier as a standard deviation, and is not this run's epsilon."
+        f"For comparison only: the paper's eq. 41 gives epsilon {at_most(epsilon)} for {setting} {at_most(delta)}. It "
+        "counts one release of the whole run, and uses the multiplier as a standard deviation: it is not this run's "
+        "epsilon."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.yaml_text import dump
-from dpfl_lightning.runtime.text import markdown, without_secrets
+from dpfl_lightning.runtime.text import at_most, markdown, without_secrets
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 #: sections of a configuration that determine a set; paths, keys and tracking are left out
@@ -108,8 +108,8 @@ def _privacy(card: Mapping[str, Any]) -> tuple[str, ...]:
         warning = "**This set has no guarantee.** Images of classes with few records can be close to these records."
         return (warning, promise, *filter(None, [rest]))
     facts = [
-        ["largest epsilon of a client", f"{most:.6g}"],
-        ["largest delta", f"{card['delta_max']:g}"],
+        ["largest epsilon of a client", at_most(most)],
+        ["largest delta", at_most(card["delta_max"])],
         ["unit of privacy", privacy["unit"]],
         ["neighbouring data sets", privacy["adjacency"]],
         ["sampling", privacy["sampling"]],
@@ -118,7 +118,7 @@ def _privacy(card: Mapping[str, Any]) -> tuple[str, ...]:
         ["ledger", f"run {card['ledger']['run']}, {card['ledger']['lines']} lines"],
     ]
     clients = [
-        [str(one["name"]), f"{one['num_records']:,}", f"{_number(one['epsilon_spent']):.6g}", f"{one['delta']:g}"]
+        [str(one["name"]), f"{one['num_records']:,}", at_most(_number(one["epsilon_spent"])), at_most(one["delta"])]
         for one in privacy["clients"]
     ]
     table = markdown(["client", "records", "epsilon", "delta"], clients)

@@ -4,8 +4,7 @@ import math
 from statistics import fmean, median
 from typing import NamedTuple
 
-from dpfl_lightning.privacy.accounting.accountant import epsilon_text
-from dpfl_lightning.runtime.text import markdown
+from dpfl_lightning.runtime.text import at_most, markdown
 from experiments.papers.experiment import Cells, Experiment, Panel
 from experiments.papers.figures import mean_of
 
@@ -168,7 +167,7 @@ def epsilons_of_sigmas(experiment: Experiment, cells: Cells) -> str:
     for name, column in experiment.columns.items():
         spent = [[cell["epsilon_max"] for cell in cells.get((row, name), ())] for row in ("sum", "paper_mean")]
         if any(spent) and column.x is not None:
-            of_paper = epsilon_text(paper_epsilon(column.x, delta=1e-5, clip_norm=1.0))
-            lines.append([f"{column.x:g}", of_paper, *(epsilon_text(max(seeds)) if seeds else "-" for seeds in spent)])
+            of_paper = at_most(paper_epsilon(column.x, delta=1e-5, clip_norm=1.0))
+            lines.append([f"{column.x:g}", of_paper, *(at_most(max(seeds)) if seeds else "-" for seeds in spent)])
     head = ["sigma", "eq. 41, to compare with", *(f"whole run, noise on the {name}" for name in ("sum", "mean"))]
     return markdown(head, lines) if lines else ""

@@ -1,0 +1,129 @@
+"""Names of clients, sites, studies and columns come from outside: what they may be, wherever they come in."""
+
+import dataclasses
+
+import pandas as pd
+import pytest
+import torch
+from sites import a_request, asked, planned, state_of
+
+from dpfl_lightning import Population
+from dpfl_lightning.config.names import check_columns, check_names
+from dpfl_lightning.deployment.site import open_study
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import Node
+from dpfl_lightning.federated.node.state import read_site, read_terms
+from dpfl_lightning.node import main as node
+from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.search.options import SweepOptions, check
+
+GOOD = ["berlin", "St. Mary's Hospital", "Charité, Mitte", "北京协和医院", "Clínica (Norte) 2", "अस्पताल", "7"]
+BAD = ["../../etc", "a/b", "a\\b", ".hidden", "-x", "", " ", "a ", "<script>", 'a"b', "x" * 65]
+BAD += ["a\x1b[2J", "a\nb", "a\u202eb", "a\u200bb"]
+COLUMNS = ["age", "HbA1c (%)", "LDL [mg/dL]", "sex=f", " education", "<=50K", "BMI > 30?", "Temp °C", "../../etc"]
+BAD_COLUMNS = ["", "a\x1b[2J", "a\nb", "a\u202eb", "x" * 201]
+
+
+def test_names_of_hospitals_in_any_script_are_names():
+    check_names("names", GOOD)
+    check_columns("df", COLUMNS)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_other_names_are_refused_in_one_sentence_that_shows_no_control_character(name):
+    with pytest.raises(UserError, match="`names` must have 1 to 64 letters and digits of any script") as error:
+        check_names("names", ["berlin", name])
+    assert str(error.value).isprintable() and "\u202e" not in str(error.value)
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(9, 2), torch.arange(9) % 2
+
+
+def table(column: str = "age", hospital: str = "rome", value: str = "f") -> pd.DataFrame:
+    return pd.DataFrame(
+        {"hospital": [hospital] * 20, column: range(20), "sex": [value] * 20, "ill": [False, True] * 10}
+    )
+
+
+def made(frame: pd.DataFrame, **more) -> Population:
+    return Population.from_dataframe(frame, client="hospital", label="ill", num_classes=2, **more)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_population_has_no_other_names(name, tmp_path):
+    tries = [lambda: Population.from_datasets({name: pair(), "rome": pair()}, num_classes=2)]
+    tries.append(lambda: made(table(hospital=name), features=["age"]))
+    tries.append(lambda: dataclasses.replace(Population.from_datasets([pair()], num_classes=2), names=(name,)))
+    for build in tries:
+        with pytest.raises(UserError, match="have 1 to 64 letters and digits"):
+            build()
+
+
+@pytest.mark.parametrize("name", BAD_COLUMNS)
+def test_a_table_has_no_other_columns_and_categories(name):
+    for frame, values in ((table(column=name), ["f"]), (table(value=name), [name])):
+        with pytest.raises(UserError, match="have 1 to 200 visible characters and spaces"):
+            made(frame, categories={"sex": values})
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_node_is_not_set_up_under_another_name(name, tmp_path, capsys):
+    assert node(["init", str(tmp_path / "node"), f"--name={name}", "--data", "digits:0/3"]) == 2
+    assert "`--name` must have 1 to 64 letters" in capsys.readouterr().err and not (tmp_path / "node").exists()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A site.json and the plan of three sites, as JSON."""
+    folder = tmp_path_factory.mktemp("files")
+    terms = planned(folder)
+    return read_site(state_of(folder, 0).path / "site.json"), terms
+
+
+HOSTILE = [{"name": "<script>alert(1)</script>"}, {"name": "a\x1b]0;x\x07"}, {"features": {"names": ["a\x1b[2J"]}}]
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=str)
+def test_a_server_reads_no_site_of_other_names(files, change, tmp_path):
+    (tmp_path / "site.json").write_text(wire.to_text(dataclasses.replace(files[0], **change)))
+    with pytest.raises(UserError, match=r"`--sites: (name|features)` must have 1 to"):
+        read_site(tmp_path / "site.json")
+
+
+PLANS = [{"names": ("0", "<b>", "2")}, {"features": {"scale": {"a\u202eb": [0.0, 1.0]}}}]
+
+
+@pytest.mark.parametrize("change", PLANS, ids=str)
+def test_a_site_reads_no_plan_of_other_names(files, change, tmp_path):
+    (tmp_path / "plan.json").write_text(wire.to_text(dataclasses.replace(files[1], **change)))
+    with pytest.raises(UserError, match=r"`PLAN: (names|features)` must have 1 to"):
+        read_terms(tmp_path / "plan.json")
+
+
+def test_a_study_of_a_search_is_no_path():
+    with pytest.raises(UserError, match=r"`sweep\.name` must have 1 to 64"):
+        check(SweepOptions(name="../../etc", space={"rounds": {"values": [1, 2]}}))
+
+
+# ---- what the server of a study writes
+
+SAFE = "this is perfectly safe. Not covered: nothing. '(0.1, 0)-differential privacy"
+
+
+def test_words_of_the_server_are_marked_as_its_words(files, tmp_path, capsys):
+    """In what the operator reads before accepting, and in the ledger of the node."""
+    terms = files[1]
+    terms = dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, caveats=(SAFE,)))
+    state = state_of(tmp_path, 0, key=None)
+    (tmp_path / "plan.json").write_text(wire.to_text(terms))
+    assert node(["accept", str(state.path), str(tmp_path / "plan.json"), "--epsilon_limit", "3"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "perfectly safe" in line]
+    assert lines == [f"The server writes: {SAFE!r}"]
+    study = Node(state, open_study)
+    asked(study, a_request(terms, torch.zeros(650)))
+    study.close()
+    (promise,) = [one for one in read([state.plan_folder(digest(terms)) / "ledger.jsonl"]).guarantees() if one.covers]
+    assert promise.caveats == (f"The server writes: {SAFE!r}",)
