@@ -214,7 +214,13 @@ def _planned(state: StateFolder, plan: str, reserved: Reservation) -> int:
 
 
 def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
-    paid = f"{state.released(plan)} of {_planned(state, plan, reserved)} releases paid"
+    try:
+        paid: int | str = state.released(plan)
+    except UserError:
+        if not reserved.withdrawn:
+            raise
+        paid = "an unknown number"
+    paid = f"{paid} of {_planned(state, plan, reserved)} releases paid"
     condition = _condition(state, plan, reserved)
     return f"  {plan[:12]}  {condition}: {paid}, reserves ({reserved.epsilon:.6g}, {reserved.delta:g})"
 

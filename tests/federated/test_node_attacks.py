@@ -96,31 +96,6 @@ def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):
         assert time.monotonic() - began >= 0.5
 
 
-def test_a_lost_ledger_is_no_empty_account(node, terms):
-    asked(node, features(terms, 1.0, 480.0))
-    node.close()
-    folder = node.state.plan_folder(digest(terms))
-    (folder / "ledger.jsonl").unlink()
-    (folder / "ledger.head").unlink()
-    again = Node(node.state, open_study)
-    try:
-        assert not isinstance(asked(again, features(terms, 1.0, 481.0)), Released)
-    finally:
-        again.close()
-
-
-def test_withdrawing_without_a_ledger_keeps_what_was_reserved(node, terms):
-    asked(node, features(terms, 1.0, 480.0))
-    node.close()
-    for name in ("ledger.jsonl", "ledger.head"):
-        (node.state.plan_folder(digest(terms)) / name).unlink()
-    try:
-        kept = node.state.withdraw(digest(terms)).epsilon
-    except UserError:
-        kept = 1.0
-    assert kept > 0
-
-
 def test_the_limit_adds_epsilons_of_one_relation_only(tmp_path):
     state = state_of(tmp_path, 0, key=None)
     accept(state, planned(tmp_path), 5.0)

@@ -49,7 +49,7 @@ class Node:
 
     def problem(self, plan: str) -> str | None:
         """Open an accepted plan before it is asked for; return why it cannot be opened, None if it is open."""
-        with self._one_at_a_time:
+        with self._one_at_a_time, self.state.locked():
             try:
                 self._study(plan)
             except (UserError, OSError) as error:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages import wire
@@ -36,7 +35,7 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
     event_of,
 )
-from dpfl_lightning.federated.node.state import ledger_is_lost
+from dpfl_lightning.federated.node.state import kept_releases
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -77,8 +76,7 @@ class Study:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.num_classes, terms.plan.settings[client].num_records
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
-        require(not ledger_is_lost(folder), str(folder / "ledger.jsonl"), "hold the charges of this plan", "no file")
-        self._releases = folder / "releases"
+        self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
         plan = terms.plan
         if test_key is not None:  # as if the configuration had it: the streams follow from both
@@ -88,7 +86,7 @@ class Study:
         head = read_head(folder / "ledger.jsonl")
         saved = None if head is None or head.lines == 0 else {"ledger": head.as_dict()}
         clients.begin(folder, plan, saved, ended=False)
-        if files := self._files():
+        if files := kept_releases(folder):
             kept = wire.decode(Kept, files[-1].read_bytes())
             counts = torch.zeros_like(clients.engine.counts)
             clients.load_state_dict({"personal": kept.personal, "counts": counts})
@@ -215,11 +213,8 @@ class Study:
         charges = self.clients.ledger.charges(self.client, round)
         return tuple(Paid(one.round, one.number, one.purpose, one.event) for one in charges)  # type: ignore[arg-type]
 
-    def _files(self) -> list[Path]:
-        return sorted(self._releases.glob("*.bin"))
-
     def _keep(self, round: int, key: str, value: Any) -> None:
-        files = self._files()
+        files = kept_releases(self._folder)
         number = int(files[-1].name.partition("-")[0]) + 1 if files else 0
         content = wire.encode(Kept(value, self.clients.engine.state_dict()["personal"]))
         name = f"{number:010d}-{round}-{key}.bin"
