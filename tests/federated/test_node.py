@@ -321,12 +321,12 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
         and "3 clients" in words
     )
     assert "No plan was accepted" in said("status", state)
-    assert main(["accept", str(state), str(plan), "--hash", "ffffff", "--epsilon_limit", "5"]) == 2
-    assert "read it again with --show" in capsys.readouterr().err
+    assert main(["accept", str(state), str(plan), "--hash", "f" * 32, "--epsilon_limit", "5"]) == 2
+    assert "read it with --show" in capsys.readouterr().err
     assert main(["accept", str(state), str(plan)]) == 2
     assert "`--epsilon_limit` must be given with the first plan" in capsys.readouterr().err
-    accepted = said("accept", state, plan, "--epsilon_limit", 5, "--hash", digest(terms)[:12])
-    assert f"Accepted as {digest(terms)[:12]}" in accepted and "epsilon 3 of 5" in accepted
+    accepted = said("accept", state, plan, "--epsilon_limit", 5, "--hash", digest(terms)[:32])
+    assert f"Accepted as {digest(terms)}" in accepted and "epsilon 3 of 5" in accepted
     node = Node(StateFolder(state), open_study)
     asked(node, a_request(terms, MODEL))
     assert "active: 1 of " in said("status", state)
