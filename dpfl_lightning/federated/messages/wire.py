@@ -87,7 +87,7 @@ def encode(message: Any) -> bytes:
     return PREFIX.pack(_MAGIC, VERSION, len(header), len(numbers)) + header + numbers
 
 
-def decode(kind: type[T], content: bytes, most: Limits | None = None) -> T:
+def decode(kind: type[T], content: bytes | bytearray, most: Limits | None = None) -> T:
     """Return the message of a type. Raises WireError if the bytes are another one, or more than `most`.
 
     Time and memory grow in proportion to the bytes. A hostile header takes up to 3 s and many times its size for each
@@ -95,16 +95,30 @@ def decode(kind: type[T], content: bytes, most: Limits | None = None) -> T:
     """
     header, numbers = sizes(content, most or Limits(len(content), len(content)))
     _must(len(content) == PREFIX.size + header + numbers, "of another length")
-    return _decoded(kind, content[PREFIX.size : PREFIX.size + header], memoryview(content)[PREFIX.size + header :])
+    end = PREFIX.size + header
+    return _decoded(kind, bytes(content[PREFIX.size : end]), memoryview(content)[end:])
 
 
-def sizes(prefix: bytes, most: Limits) -> tuple[int, int]:
+def sizes(prefix: bytes | bytearray, most: Limits) -> tuple[int, int]:
     """Return how many bytes of header and numbers a message has by its prefix. WireError if it is none, or too long."""
     _must(len(prefix) >= PREFIX.size, "too short")
     magic, version, header, numbers = PREFIX.unpack_from(prefix)
     _must(magic == _MAGIC and version == VERSION, f"not of version {VERSION}")
     _must(header <= most.header and numbers <= most.numbers, "too long")
     return header, numbers
+
+
+def text_field(start: bytes | bytearray, name: str) -> str:
+    """Return a field of a message from its prefix and header alone. Raises WireError if it has no text there.
+
+    Nothing else is checked, so that this is quick; `decode` does it.
+    """
+    try:
+        value = parsed(bytes(start[PREFIX.size :]))["message"][name]
+    except (ValueError, TypeError, KeyError):
+        value = None
+    _must(type(value) is str, f"without {name}")
+    return str(value)
 
 
 def digest(message: Any) -> str:
