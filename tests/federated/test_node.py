@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import HOSTILE, MODEL, ROUNDS, hostile, selection
+from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
 from sites import SITES, a_request, accepting, asked, charges, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study, verified
@@ -127,6 +127,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         "a question": (lambda: not_planned(questions=True), 0),
         "several releases at once": (at_once, 2),
         "the same release again": (lambda: [train()], 0),
+        "a model that is not finite": (lambda: [train(model) for model in UNFIT.values()], 0),
         "the same round from another model": (lambda: [train(MODEL + 1)], 1),
         "something whose computation fails": (failing, 1),
         "another round": (lambda: [train(round=4)], 0),

@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 import torch
-from sites import a_request, accepting, asked, configured, listening, planned, state_of
+from sites import a_request, accepting, asked, configured, listening, planned, state_of, with_lines
 
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
@@ -26,14 +26,6 @@ from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 NOISE = 50.0
-
-
-def with_lines(terms, *lines, **changed):
-    """The plan with these lines for the first client."""
-    plan = terms.plan
-    first = dataclasses.replace(plan.schedule.clients[0], planned=lines)
-    schedule = dataclasses.replace(plan.schedule, clients=(first, *plan.schedule.clients[1:]))
-    return dataclasses.replace(terms, plan=dataclasses.replace(plan, schedule=schedule, **changed))
 
 
 @pytest.fixture

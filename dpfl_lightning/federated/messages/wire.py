@@ -16,7 +16,7 @@ import math
 import struct
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -122,8 +122,15 @@ def text_field(start: bytes | bytearray, name: str) -> str:
 
 
 def digest(message: Any) -> str:
-    """Return the hash of a message, 64 hexadecimal digits (SHA-256 of its bytes)."""
-    return hashlib.sha256(encode(message)).hexdigest()
+    """Return the hash of what a message says, 64 hexadecimal digits (SHA-256 of a header and the numbers).
+
+    Forms of one number, such as 1 and 1.0 or 0.0 and -0.0, have one hash, except in tensors.
+    """
+    header, arrays = _header(message, _by_value)
+    found = hashlib.sha256(header)
+    for one in arrays:
+        found.update(memory_of(one))
+    return found.hexdigest()
 
 
 def to_text(message: Any) -> str:
@@ -143,10 +150,10 @@ def _must(ok: bool, problem: str) -> None:
         raise WireError(f"the message is {problem}")
 
 
-def _header(message: Any) -> tuple[bytes, list[Tensor]]:
+def _header(message: Any, form: Callable[[Any], Any] = lambda node: node) -> tuple[bytes, list[Tensor]]:
     _must(sys.byteorder == "little", "for machines that store the lowest byte first")
     arrays: list[Tensor] = []
-    content = _plain(message, arrays)
+    content = form(_plain(message, arrays))
     table = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in arrays]
     return json.dumps({"dpfl": VERSION, "arrays": table, "message": content}).encode(), arrays
 
@@ -169,6 +176,15 @@ def _plain(value: Any, arrays: list[Tensor]) -> Any:
     name = type(value).__name__
     _must(MESSAGES.get(name) is type(value), f"not of objects of {name}: `wire.register` it")
     return {"kind": name, **{key: _plain(getattr(value, key), arrays) for key in _hints(type(value))}}  # type: ignore[arg-type]
+
+
+def _by_value(node: Any) -> Any:
+    """Write each number of a header that is whole as an integer."""
+    if isinstance(node, list):
+        return [_by_value(one) for one in node]
+    if isinstance(node, dict):
+        return {key: _by_value(one) for key, one in node.items()}
+    return int(node) if isinstance(node, float) and node.is_integer() else node
 
 
 @functools.cache
