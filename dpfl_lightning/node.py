@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.config.yaml_text import parse_yaml
-from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.errors import UserError, command, nearest, require
+from dpfl_lightning.runtime.spoken import SHORTEST, WORDS, digits_of, in_both_forms
 from dpfl_lightning.runtime.text import at_least, at_most, counted, shown
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delta_limit", metavar="D", type=float, help=text)
     text = "accept: allow a limit above the one that was set before"
     parser.add_argument("--raise_limits", action="store_true", help=text)
-    text = "accept: first six or more digits of the plan's hash, as --show printed them; refuse another plan"
-    parser.add_argument("--hash", metavar="DIGITS", help=text)
+    text = "accept: hash of the plan as its sender says it, at least 32 digits or 16 words; refuse another plan"
+    parser.add_argument("--hash", metavar="HASH", help=text)
     parser.add_argument("--show", action="store_true", help="accept: show what the plan means, and accept nothing")
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -100,9 +101,9 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.federated.node.state import read_terms
 
     terms = read_terms(Path(flags.plan))
-    same = flags.hash is None or (len(flags.hash) >= 6 and digest(terms).startswith(flags.hash))
-    must = f"be the first six or more digits of the hash of {flags.plan}, {digest(terms)[:12]}"
-    require(same, "--hash", must, flags.hash, "The file has changed: read it again with --show.")
+    if flags.hash is not None:
+        same, advice = digest(terms).startswith(_digits(flags.hash)), "It is another plan: read it with --show."
+        require(same, "--hash", f"be the hash of {flags.plan}", flags.hash, advice)
     print(shown(_meaning(state, terms)))
     limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
     if flags.show:
@@ -110,11 +111,21 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
         return
     before = state.settings()
     plan, after = accept(state, terms, *limits), state.settings()
-    print(f"\nAccepted as {plan[:12]}. {_budget(state)}")
+    print(f"\nAccepted as {plan}. {_budget(state)}")
     for name in ("epsilon", "delta"):
         one, other = (getattr(settings, f"{name}_limit") for settings in (before, after))
         if one not in (None, other):
             print(f"The limit of {name} was {at_most(one)} and is now {at_most(other)}.")
+
+
+def _digits(spoken: str) -> str:
+    """Return the digits of a hash that was given as digits or words. Raises UserError if they are too few."""
+    try:
+        digits, advice = digits_of(spoken), "Fewer can be forged."
+    except ValueError as error:
+        digits, advice = "", nearest(str(error), WORDS) or "They are printed by --show."
+    require(len(digits) >= SHORTEST, "--hash", "be at least 32 hexadecimal digits or 16 words", spoken, advice)
+    return digits
 
 
 def _comparison(
@@ -153,7 +164,8 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, 'record')}"
     lines = [
-        f"Plan {digest(terms)[:12]}, run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
+        f"Plan {in_both_forms(digest(terms))}.",
+        f"It is for run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
         f"This site is client {state.settings().name}, {who}.",
         f"Each record's gradient is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
         f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
@@ -220,7 +232,13 @@ def _planned(state: StateFolder, plan: str, reserved: Reservation) -> int:
 
 
 def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
-    paid = f"{state.released(plan)} of {_planned(state, plan, reserved)} releases paid"
+    try:
+        paid: int | str = state.released(plan)
+    except UserError:
+        if not reserved.withdrawn:
+            raise
+        paid = "an unknown number"
+    paid = f"{paid} of {_planned(state, plan, reserved)} releases paid"
     condition = _condition(state, plan, reserved)
     return f"  {plan[:12]}  {condition}: {paid}, reserves ({at_most(reserved.epsilon)}, {at_most(reserved.delta)})"
 

@@ -16,6 +16,7 @@ from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
 
@@ -123,10 +124,12 @@ def _plan_run(words: Sequence[str]) -> int:
         loop = planning_loop(options, flags.sites)
     else:
         loop = build_loop(options)
+    exported = None
     if flags.export is not None:
         from dpfl_lightning.deployment.server import export
+        from dpfl_lightning.federated.messages.wire import digest
 
-        export(loop, flags.export)
+        exported = digest(export(loop, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.info.sampling]
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
@@ -144,8 +147,11 @@ def _plan_run(words: Sequence[str]) -> int:
             }
             for client, client_plan in enumerate(planned)
         ]
-        print(json.dumps({"clients": rows, "task": loop.info.task, "notes": notes}))
+        hashed = {} if exported is None else {"hash": exported}
+        print(json.dumps({"clients": rows, "task": loop.info.task, "notes": notes, **hashed}))
     else:
+        if exported is not None:
+            notes = [*notes, f"The hash of {flags.export}, which sites compare, is {in_both_forms(exported)}."]
         print(shown("\n".join([_run_text(planned, names), f"Task: {loop.info.task}", *notes])))
     return 0
 

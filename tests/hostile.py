@@ -6,6 +6,7 @@ import math
 import torch
 from sites import a_request
 
+from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Ask
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, LowestLoss, MeanLoss, NoMechanism, SelectModel
@@ -40,9 +41,6 @@ HOSTILE = {
     "round 0": lambda terms, ask: ask(round=0),
     "a round after the last": lambda terms, ask: ask(round=ROUNDS + 2),
     "a negative round": lambda terms, ask: ask(round=-1),
-    "a model of another size": lambda terms, ask: ask(model=torch.zeros(651)),
-    "a model of another type": lambda terms, ask: ask(model=MODEL.double()),
-    "an anchor of another size": lambda terms, ask: ask(anchor=torch.zeros(3)),
     "an infinite learning rate": lambda terms, ask: ask(learning_rate=math.inf),
     "a pull that is no number": lambda terms, ask: ask(pull=math.nan),
     "exact counts": lambda terms, ask: ask(job=ClassGradients(10, counts=True)),
@@ -83,3 +81,36 @@ HOSTILE = {
 
 def hostile(terms, what):
     return HOSTILE[what](terms, lambda **changed: a_request(terms, **{"model": MODEL, **changed}))
+
+
+def one_is(value):
+    model = MODEL.clone()
+    model[17] = value
+    return model
+
+
+#: models that no node trains, for a plan of 650 parameters in float32
+UNFIT = {
+    "not a number": one_is(math.nan),
+    "infinite": one_is(math.inf),
+    "minus infinite": one_is(-math.inf),
+    "larger than a parameter can be": one_is(1.5e6),
+    "the largest number": one_is(-3.4e38),
+    "of another size": torch.zeros(651),
+    "empty": torch.zeros(0),
+    "of another type": MODEL.double(),
+    "of whole numbers": MODEL.long(),
+    "of truth values": MODEL.bool(),
+    "in half precision": MODEL.half(),
+}
+
+
+def changed(message, old: str, new: str) -> bytes:
+    """The message with another header of its right length."""
+    content = wire.encode(message)
+    header, _ = wire.sizes(content[: wire.PREFIX.size], wire.Limits(1 << 20, 1 << 20))
+    end = wire.PREFIX.size + header
+    text = content[wire.PREFIX.size : end].decode()
+    assert old in text
+    text = text.replace(old, new, 1).encode()
+    return wire.PREFIX.pack(b"DPFL", 1, len(text), len(content) - end) + text + content[end:]

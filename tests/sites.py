@@ -113,3 +113,11 @@ def a_request(terms: Terms, model, client: int = 0, **changed) -> Train:
     line = terms.plan.schedule.clients[client].planned[0]
     honest = Train(digest(terms), 1, line.purpose, line.event, LocalTraining(), 0.5, model, None, 0.0)
     return dataclasses.replace(honest, **changed)
+
+
+def with_lines(terms, *lines, **changed):
+    """The plan with these lines for the first client."""
+    plan = terms.plan
+    first = dataclasses.replace(plan.schedule.clients[0], planned=lines)
+    schedule = dataclasses.replace(plan.schedule, clients=(first, *plan.schedule.clients[1:]))
+    return dataclasses.replace(terms, plan=dataclasses.replace(plan, schedule=schedule, **changed))

@@ -96,14 +96,20 @@ def clients_of(terms: Terms, settings: Settings) -> LocalClients:
 
 
 def open_study(state: StateFolder, plan: str) -> Study:
-    """Return the study of an accepted plan, ready to answer."""
+    """Return the study of an accepted plan, ready to answer; call it under `locked`.
+
+    Raises UserError, before anything is written, unless the plan is unchanged and its ledger whole.
+    """
     terms, settings = state.terms(plan), state.settings()
     client = state.plans()[plan].client
     file = state.plan_folder(plan) / "plan.json"
     require(
         wire.digest(terms) == plan, str(file), f"have the hash {plan[:12]}", "another one", "Restore it from a copy."
     )
-    return Study(state.plan_folder(plan), terms, client, clients_of(terms, settings), settings.test_key)
+    state.released(plan)
+    study = Study(state.plan_folder(plan), terms, client, clients_of(terms, settings), settings.test_key)
+    state.begin(plan)
+    return study
 
 
 def limits_of(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import HOSTILE, MODEL, ROUNDS, hostile, selection
+from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
 from sites import SITES, a_request, accepting, asked, charges, listening, planned, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study, verified
@@ -127,6 +127,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         "a question": (lambda: not_planned(questions=True), 0),
         "several releases at once": (at_once, 2),
         "the same release again": (lambda: [train()], 0),
+        "a model that is not finite": (lambda: [train(model) for model in UNFIT.values()], 0),
         "the same round from another model": (lambda: [train(MODEL + 1)], 1),
         "something whose computation fails": (failing, 1),
         "another round": (lambda: [train(round=4)], 0),
@@ -321,12 +322,12 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
         and "3 clients" in words
     )
     assert "No plan was accepted" in said("status", state)
-    assert main(["accept", str(state), str(plan), "--hash", "ffffff", "--epsilon_limit", "5"]) == 2
-    assert "read it again with --show" in capsys.readouterr().err
+    assert main(["accept", str(state), str(plan), "--hash", "f" * 32, "--epsilon_limit", "5"]) == 2
+    assert "read it with --show" in capsys.readouterr().err
     assert main(["accept", str(state), str(plan)]) == 2
     assert "`--epsilon_limit` must be given with the first plan" in capsys.readouterr().err
-    accepted = said("accept", state, plan, "--epsilon_limit", 5, "--hash", digest(terms)[:12])
-    assert f"Accepted as {digest(terms)[:12]}" in accepted and "epsilon 3 of 5" in accepted
+    accepted = said("accept", state, plan, "--epsilon_limit", 5, "--hash", digest(terms)[:32])
+    assert f"Accepted as {digest(terms)}" in accepted and "epsilon 3 of 5" in accepted
     node = Node(StateFolder(state), open_study)
     asked(node, a_request(terms, MODEL))
     assert "active: 1 of " in said("status", state)

@@ -3,16 +3,19 @@
 import contextlib
 import dataclasses
 import socket
+import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
-from sites import a_request, accepting, asked, configured, listening, planned, state_of
+from sites import a_request, accepting, asked, configured, listening, planned, state_of, with_lines
 
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import sockets, wire
-from dpfl_lightning.federated.messages.exchange import Ask, Hello, Refused, Released, Reply
+from dpfl_lightning.federated.messages.exchange import Ask, Hello, Refused, Released, Reply, Train
+from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import MOST_CONNECTIONS, Listener, Node
@@ -23,14 +26,6 @@ from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 NOISE = 50.0
-
-
-def with_lines(terms, *lines, **changed):
-    """The plan with these lines for the first client."""
-    plan = terms.plan
-    first = dataclasses.replace(plan.schedule.clients[0], planned=lines)
-    schedule = dataclasses.replace(plan.schedule, clients=(first, *plan.schedule.clients[1:]))
-    return dataclasses.replace(terms, plan=dataclasses.replace(plan, schedule=schedule, **changed))
 
 
 @pytest.fixture
@@ -94,31 +89,6 @@ def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):
         connection.sendall(b"x" * wire.PREFIX.size)
         assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused("malformed")
         assert time.monotonic() - began >= 0.5
-
-
-def test_a_lost_ledger_is_no_empty_account(node, terms):
-    asked(node, features(terms, 1.0, 480.0))
-    node.close()
-    folder = node.state.plan_folder(digest(terms))
-    (folder / "ledger.jsonl").unlink()
-    (folder / "ledger.head").unlink()
-    again = Node(node.state, open_study)
-    try:
-        assert not isinstance(asked(again, features(terms, 1.0, 481.0)), Released)
-    finally:
-        again.close()
-
-
-def test_withdrawing_without_a_ledger_keeps_what_was_reserved(node, terms):
-    asked(node, features(terms, 1.0, 480.0))
-    node.close()
-    for name in ("ledger.jsonl", "ledger.head"):
-        (node.state.plan_folder(digest(terms)) / name).unlink()
-    try:
-        kept = node.state.withdraw(digest(terms)).epsilon
-    except UserError:
-        kept = 1.0
-    assert kept > 0
 
 
 def test_the_limit_adds_epsilons_of_one_relation_only(tmp_path):
@@ -227,3 +197,164 @@ def test_idle_connections_leave_their_seats(tmp_path, monkeypatch):
         for one in map(stack.enter_context, idle):
             one.connect(str(tmp_path / "s"))
         assert stack.enter_context(said_hello(tmp_path / "s")).recv(1)
+
+
+def dripping(connection, content, seconds):
+    """Send one byte after the other with pauses, until the other side has had enough."""
+    with contextlib.suppress(OSError):
+        for byte in content:
+            connection.sendall(bytes([byte]))
+            time.sleep(seconds)
+
+
+@pytest.mark.parametrize("part", ["the prefix", "the header", "the numbers"])
+def test_a_message_that_never_ends_is_dropped_however_steady_it_is(part, monkeypatch):
+    monkeypatch.setattr(sockets, "_PATIENCE", 0.2)
+    message = wire.encode(Released(torch.zeros(1 << 12), (), 1))
+    sent = {"the prefix": 2, "the header": wire.PREFIX.size + 5, "the numbers": len(message) - 4000}[part]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(message[:sent])
+        thread = threading.Thread(target=dripping, args=(theirs, message[sent : sent + 40], 0.05))
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            sockets.receive(ours, wire.Limits(1 << 20, 1 << 20))
+        assert time.monotonic() - began < 1.0
+        ours.close()
+        thread.join()
+
+
+def test_a_reply_that_is_read_for_ever_is_dropped(monkeypatch):
+    monkeypatch.setattr(sockets, "_PATIENCE", 0.2)
+    monkeypatch.setattr(sockets, "_SLOWEST", 1 << 30)
+    ours, theirs = socket.socketpair()
+
+    def sip():
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                time.sleep(0.02)
+                if not theirs.recv(1 << 12):
+                    return
+
+    with ours, theirs:
+        thread = threading.Thread(target=sip)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            sockets.send(ours, b"\0" * (1 << 24))
+        assert time.monotonic() - began < 1.0
+        ours.close()
+        thread.join()
+
+
+def test_time_for_a_message_grows_with_its_bytes(monkeypatch):
+    """A model that takes longer than the patience arrives, if its bytes do."""
+    monkeypatch.setattr(sockets, "_PATIENCE", 0.2)
+    monkeypatch.setattr(sockets, "_SLOWEST", 1 << 14)
+    message = wire.encode(Released(torch.zeros(1 << 12), (), 1))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def steadily():
+            for start in range(0, len(message), 1 << 10):
+                theirs.sendall(message[start : start + (1 << 10)])
+                time.sleep(0.02)
+
+        thread = threading.Thread(target=steadily)
+        thread.start()
+        assert sockets.receive(ours, wire.Limits(1 << 20, 1 << 20)) == message
+        thread.join()
+
+
+MODELS = 1 << 22  # bytes of the numbers of a request
+
+
+class Patient:
+    """A node with one accepted plan, which needs large requests."""
+
+    limits = wire.Limits(1 << 18, MODELS)
+    asked = ()
+
+    def refusal(self, start):
+        return None if wire.text_field(start, "plan") == "known" else Refused("unknown_plan")
+
+    def handle(self, content):
+        self.asked = (*self.asked, len(content))
+        return wire.encode(Refused("spent"))
+
+
+def pushed(connections, content):
+    """Send as much of the content as the other side takes from each connection, but for its last byte."""
+    left = dict.fromkeys(connections, memoryview(content)[:-1])
+    idle = 0
+    while any(left.values()) and idle < 20:
+        before = {**left}
+        for one, part in left.items():
+            with contextlib.suppress(BlockingIOError):
+                left[one] = part[one.send(part) :]
+        idle = idle + 1 if before == left else 0
+        time.sleep(0.01 if idle else 0)
+
+
+def a_model_for(plan):
+    numbers = torch.zeros(MODELS // 4)
+    return wire.encode(Train(plan, 1, "train", GaussianEvent(1.0, 1.0, 1), LocalTraining(), 1.0, numbers, None, 0.0))
+
+
+@pytest.mark.parametrize(("plan", "most"), [("unknown", 0), ("known", 1)])
+def test_connections_hold_one_message_of_a_known_plan_together_and_none_of_others(plan, most, tmp_path):
+    with listening(Patient(), tmp_path / "s"), contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4)]
+        for one in connections:
+            one.connect(str(tmp_path / "s"))
+            one.setblocking(False)
+        content = a_model_for(plan)
+        tracemalloc.start()
+        try:
+            pushed(connections, content)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < 1.25 * most * MODELS + (MODELS >> 2)
+        assert most == 0 or held > 0.9 * MODELS, "the first one is being read"
+
+
+def test_a_model_for_no_accepted_plan_is_refused_and_the_next_request_answered(tmp_path):
+    """Nothing of it is kept, and the stream goes on after it."""
+    node = Patient()
+    with listening(node, tmp_path / "s"), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5.0)
+        connection.connect(str(tmp_path / "s"))
+        for plan, code in (("unknown", "unknown_plan"), ("known", "spent")):
+            content = a_model_for(plan)
+            connection.sendall(content)
+            assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused(code)
+        assert node.asked == (len(content),)
+
+
+def test_a_slow_model_delays_no_short_request(tmp_path):
+    with listening(Patient(), tmp_path / "s"), socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(tmp_path / "s"))
+        slow.setblocking(False)
+        pushed([slow], a_model_for("known"))
+        with said_hello(tmp_path / "s") as other:
+            assert other.recv(1)
+
+
+@pytest.mark.parametrize("header", [b"{", b"[]", b"3", b'{"message": []}', b'{"message": {"plan": ["x"]}}'])
+def test_a_header_that_names_no_plan_is_refused_before_its_numbers(node, tmp_path, header):
+    with listening(node, tmp_path / "s"), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5.0)
+        connection.connect(str(tmp_path / "s"))
+        connection.sendall(wire.PREFIX.pack(b"DPFL", wire.VERSION, len(header), 5000) + header)
+        assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused("malformed")
+
+
+def test_nodes_know_from_a_header_whose_models_they_read(node, terms):
+    for plan, refused in ((digest(terms), None), ("0" * 64, "unknown_plan"), ("../" + digest(terms), "unknown_plan")):
+        content = a_model_for(plan)
+        start = content[: len(content) - MODELS]
+        assert node.refusal(start) == (None if refused is None else Refused(refused))
+    node.state.withdraw(digest(terms))
+    assert node.refusal(start.replace(b"../", b"")) == Refused("withdrawn")

@@ -1,6 +1,7 @@
 """What the operator of a node sees and decides: limits, plans that are shown, opened, left, and cut off by a crash."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -16,11 +17,13 @@ from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Ask
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import StateFolder
+from dpfl_lightning.federated.node.state import StateFolder, read_terms
 from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.node import main
+from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
+from dpfl_lightning.runtime.spoken import WORDS, digits_of, words_of
 
 MODEL = torch.zeros(650)
 
@@ -156,3 +159,41 @@ def test_the_server_notices_an_older_copy_of_a_nodes_folder(tmp_path):
     assert [len(charges(node.state, terms)) for node in nodes] == [3, 2, 3]
     for node in nodes:
         node.close()
+
+
+def test_a_plan_is_accepted_by_at_least_128_bits_of_its_hash_as_digits_or_words(state, terms, said, tmp_path):
+    found = digest(terms)
+    words = words_of(found[:32])
+    shown_words = said("accept", "--show")
+    assert f"Plan {found}, in words: {words}." in shown_words, "both forms"
+    other = digest(dataclasses.replace(terms, run="f" * 32))
+    forged = found[:12] + other[12:]  # another plan with the same 12 digits is found in a minute
+    for short in (found[:12], found[:31], " ".join(words.split()[:15]), "", forged[:12]):
+        assert "`--hash` must be at least 32 hexadecimal digits or 16 words" in said("accept", "--hash", short, code=2)
+    for wrong in (other, forged, forged[:32], words_of(other), words_of(found[:30] + other[30:32]), found + "00"):
+        assert "`--hash` must be the hash of" in said("accept", "--hash", wrong, "--epsilon_limit", 5, code=2)
+    misheard = words.replace(words.split()[3], "xylophone")
+    assert "16 words" in said("accept", "--hash", misheard, code=2)
+    assert not state.plans()
+    for given in (found, found[:32], found[:40].upper(), words, words.title().replace(" ", "-"), words_of(found)):
+        assert "It would reserve" in said("accept", "--show", "--hash", given)
+    assert f"Accepted as {found}." in said("accept", "--hash", words, "--epsilon_limit", 5)
+
+
+def test_the_server_prints_the_hash_that_sites_compare(tmp_path, capsys):
+    state_of(tmp_path, 0)
+    file = tmp_path / "plan.json"
+    argv = ["--config", "digits", "--clients.count", "1", "--privacy.epsilon", "2", "--rounds", "1"]
+    argv += ["--sites", str(tmp_path / "site0" / "site.json"), "--export", str(file)]
+    assert plan_command(argv) == 0
+    found = digest(read_terms(file))
+    printed = capsys.readouterr().out
+    assert found in printed and words_of(found[:32]) in printed
+    assert plan_command([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hash"] == digest(read_terms(file))
+
+
+def test_words_of_a_digest_are_distinct_and_read_back():
+    assert len({*WORDS}) == 256 and sorted(WORDS) == WORDS and not any({*word} <= {*"abcdef"} for word in WORDS)
+    everything = bytes(range(256)).hex()
+    assert digits_of(words_of(everything)) == digits_of(everything) == everything

@@ -13,6 +13,7 @@ from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.unclipped import FEWEST, UnclippedSum
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
+from dpfl_lightning.privacy.clipping.checked import CheckedSum
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 
@@ -33,8 +34,8 @@ def a_module(**convnet) -> ClientModule:
     return ClientModule(models.build("convnet", (1, 12, 12), 3, width=4, depth=2, **convnet)).double()
 
 
-def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
-    inner = Watched(module.net, module.sample_loss, chunk)
+def both(module: ClientModule, size: int = 7) -> tuple[UnclippedSum, Watched]:
+    inner = Watched(module.net, module.sample_loss, (size,))
     return UnclippedSum(inner, ThreadSafeLoss(module)), inner
 
 
@@ -91,15 +92,15 @@ def test_all_else_is_left_to_the_clipped_sum():
         arguments = (module.named_trainable, x, y, clip_norm, y % num_groups, num_groups)
         found = summed(ours, *arguments, norms=norms)
         assert inner.asked == 1
-        expected = summed(FastClippedSum(module.net, module.sample_loss, 7), *arguments, norms=expected_norms)
+        expected = summed(FastClippedSum(module.net, module.sample_loss, (7,)), *arguments, norms=expected_norms)
         assert torch.equal(found, expected) and found.isfinite().all()
         torch.testing.assert_close(norms, expected_norms, equal_nan=True)
 
 
-def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
+def test_sizes_of_passes_change_rounding_only_and_a_copy_gives_the_same_bits():
     module = a_module()
     own = (module.named_trainable, *batch(), math.inf)
-    first, second = (both(module, chunk)[0] for chunk in (5, None))
+    first, second = (both(module, size)[0] for size in (5, 32))
     torch.testing.assert_close(summed(first, *own), summed(second, *own))
     other = a_module()
     other.load_state_dict(module.state_dict())
@@ -128,7 +129,7 @@ def test_the_fast_engine_has_it_only_for_nets_that_its_own_sum_serves(make_loop)
         def forward(self, x):
             return self.net(self.layer(self.layer(x)))
 
-    for net, kind in ((small_net(), UnclippedSum), (Twice(), VmapClippedSum)):
+    for net, kind in ((small_net(), UnclippedSum), (Twice(), CheckedSum)):
         loop = make_loop(engine=FastEngine(), module=ClientModule(net), privacy=None, rounds=1)
         loop.run()
         assert type(loop.clients.engine.clipped_sum) is kind

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from conftest import blobs
+from hostile import changed
 
 from dpfl_lightning import strategies
 from dpfl_lightning.federated.messages import wire
@@ -90,17 +91,6 @@ def test_only_known_values_can_be_sent():
             wire.encode(Released(value, (), 0))
     with pytest.raises(TypeError, match="dataclasses"):
         wire.register(dict)
-
-
-def changed(message, old: str, new: str) -> bytes:
-    """The message with another header of its right length."""
-    content = wire.encode(message)
-    header, _ = wire.sizes(content[: wire.PREFIX.size], wire.Limits(1 << 20, 1 << 20))
-    end = wire.PREFIX.size + header
-    text = content[wire.PREFIX.size : end].decode()
-    assert old in text
-    text = text.replace(old, new, 1).encode()
-    return wire.PREFIX.pack(b"DPFL", 1, len(text), len(content) - end) + text + content[end:]
 
 
 @pytest.mark.parametrize(

@@ -165,14 +165,23 @@ def test_what_a_crash_tore_was_never_paid_and_is_cut(written, torn):
     assert [one.client for one in read_ledger(written)] == [0, 1, 0, 1, 0, 1, 2]
 
 
-@pytest.mark.parametrize("left", [b"", b'{"ledger": 2, "ru'])
 @pytest.mark.parametrize("head", [None, b"", b"\0" * 128])
-def test_a_crash_while_it_was_begun_begins_anew(path, left, head):
-    path.write_bytes(left)
+def test_a_crash_while_it_was_begun_begins_anew(path, head):
+    path.write_bytes(b"")
     if head is not None:
         head_file(path).write_bytes(head)
     Ledger(path, HEADER).close()
     assert read_ledger(path) == [] and read_head(path).lines == 1
+
+
+@pytest.mark.parametrize("head", [None, b"", b"\0" * 128])
+def test_a_header_without_its_end_and_without_a_head_is_no_start(written, head):
+    """The head is on disk before the first byte of the ledger: charges that follow no line end are not forgotten."""
+    written.write_bytes(left := written.read_bytes().replace(b"\n", b"\r"))
+    head_file(written).unlink() if head is None else head_file(written).write_bytes(head)
+    with pytest.raises(UserError, match=r"ledger.head` must lie beside"):
+        Ledger(written, HEADER)
+    assert written.read_bytes() == left
 
 
 @pytest.mark.parametrize("written", [0, 1])
@@ -326,6 +335,18 @@ def test_more_lines_after_the_head_than_a_crash_leaves_are_refused(written):
     head_file(written).write_bytes(head)
     for read in (read_ledger, lambda path: Ledger(path, HEADER)):
         with pytest.raises(UserError, match=r"at most 4 lines after the 7 that `ledger.head` counts.*got 5: lines"):
+            read(written)
+
+
+def test_two_charges_of_a_client_after_the_head_are_refused(written):
+    """A crash interrupts one charge, which has one line for each client."""
+    head, ledger = head_file(written).read_bytes(), Ledger(written, HEADER)
+    ledger.charge([charge(0, 4)])
+    ledger.charge([charge(0, 5)])
+    ledger.close()
+    head_file(written).write_bytes(head)
+    for read in (read_ledger, lambda path: Ledger(path, HEADER)):
+        with pytest.raises(UserError, match=r"one line for each client after the 7 .*got 2: .*older one"):
             read(written)
 
 

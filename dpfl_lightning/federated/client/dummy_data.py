@@ -25,6 +25,7 @@ from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import IGNORED, Task, described, other_tasks
+from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
@@ -137,7 +138,7 @@ def naming_layers(net: nn.Module) -> Iterator[None]:
         layer = [net, *sparse, *(one for one in frames if isinstance(one, nn.Module) and one in layers)][-1]
         reason = re.split(r"[.\n] ", f"{str(error).strip()}\n ")[0] or type(error).__name__
         raise UserError(
-            "`model` must run under torch.func.vmap and grad, got an error of "
+            "`model` must run forward and backward for one record, got an error of "
             f"`{layers[layer] or 'net'}` ({type(layer).__name__}): {reason}. Replace this layer, or change its options."
         ) from error
 
@@ -198,7 +199,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     try:
         x, y = dummy_batch(population, 4, module.device, whole_numbers(module, population))
         _check_finite(module, x, y)
-        _check_alone(_copied(module), x, y)
+        _check_alone(_copied(module, x, y), x, y)
     except UserError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -319,9 +320,21 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     return True
 
 
-def _copied(module: ClientModule) -> ClientModule:
+@torch.no_grad()
+def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
+    """Return a copy, as threads use them, if it computes with its own parameters."""
     try:
-        return copy.deepcopy(module)
+        copied = copy.deepcopy(module)
+        params, losses = moved_parameters(module.net), []
+        for one in (module, copied):
+            with drawing_alike(module.device), tensors_restored(one.net):
+                losses.append(one.sample_loss(params, x, y))
+        if not torch.equal(*(one.nan_to_num() for one in losses)):
+            raise UserError(
+                "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look for "
+                "functions in attributes, such as self.block = lambda x: self.layer(x): write a method instead."
+            )
+        return copied
     except (RuntimeError, TypeError) as error:
         problem = str(error).strip().splitlines()[0]
         raise UserError(

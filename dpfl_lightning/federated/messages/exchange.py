@@ -24,6 +24,7 @@ REFUSALS = {
     "unknown_plan": "the site has not accepted a plan with this hash",
     "withdrawn": "the site has left the study",
     "not_planned": "the accepted plan has no such release, or the values do not fit it",
+    "unfit_model": "a model is not finite, has a parameter beyond a million, or is of another size or type",
     "spent": "all releases that the plan has for this purpose are paid for",
     "halted": "an earlier computation failed, and the operator of the site has to look at it",
 }

@@ -1,42 +1,83 @@
-"""Messages of `wire` on a stream, such as a Unix socket."""
+"""Messages of `wire` on a stream, such as a Unix socket. The other side may be slow, or never end."""
 
 from __future__ import annotations
 
 import socket
+import time
 
 from dpfl_lightning.federated.messages import wire
 
-_PATIENCE = 60.0  # seconds between two parts of one message
+_PATIENCE = 60.0  # seconds for a message of no length
+_SLOWEST = 1 << 17  # bytes in each further second, about 1 Mbit/s
 _PART = 1 << 16  # bytes
 
 
-def receive(connection: socket.socket, most: wire.Limits, wait: float | None = None) -> bytes | None:
+def receive(connection: socket.socket, most: wire.Limits, wait: float | None = None) -> bytearray | None:
     """Return the bytes of the next message; None if the other side has closed the connection.
 
-    Raises WireError if it is none or longer than `most`, TimeoutError if it does not begin within `wait` seconds,
-    and OSError if the connection breaks, or pauses within a message.
+    Raises WireError if it is none or longer than `most`, TimeoutError if it does not begin within `wait` seconds, or
+    takes longer than its length allows, and OSError if the connection breaks.
     """
+    begun = receive_header(connection, most, wait)
+    return None if begun is None else receive_numbers(connection, *begun)
+
+
+def receive_header(
+    connection: socket.socket, most: wire.Limits, wait: float | None = None
+) -> tuple[bytearray, int] | None:
+    """Return the prefix and the header of the next message, and how many bytes of numbers follow. See `receive`."""
     connection.settimeout(wait)
     if not (begun := connection.recv(1)):
         return None
-    connection.settimeout(_PATIENCE)
-    prefix = begun + _exactly(connection, wire.PREFIX.size - 1)
-    return prefix + _exactly(connection, sum(wire.sizes(prefix, most)))
+    prefix = _extended(connection, bytearray(begun), wire.PREFIX.size - 1)
+    header, numbers = wire.sizes(prefix, most)
+    return _extended(connection, prefix, header), numbers
+
+
+def receive_numbers(connection: socket.socket, start: bytearray, numbers: int) -> bytearray:
+    """Return the message that begins with `start`. Memory grows with what has arrived."""
+    return _extended(connection, start, numbers)
+
+
+def skip(connection: socket.socket, numbers: int) -> None:
+    """Read so many bytes, and keep none."""
+    end = _end(numbers)
+    while numbers:
+        numbers -= len(_part(connection, numbers, end))
 
 
 def send(connection: socket.socket, content: bytes) -> None:
-    """Send the bytes of a message. Raises OSError if the connection breaks, or the other side does not read."""
-    connection.settimeout(_PATIENCE)
+    """Send the bytes of a message.
+
+    Raises TimeoutError if the other side reads more slowly than its length allows, and OSError if the connection
+    breaks.
+    """
+    end = _end(len(content))
     for start in range(0, len(content), _PART):  # the time of `sendall` is that of all that it sends
+        connection.settimeout(_left(end))
         connection.sendall(memoryview(content)[start : start + _PART])
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts, left = [], count
-    while left:
-        part = connection.recv(min(left, 1 << 20))
-        if not part:
-            raise ConnectionError("the message was cut off")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+def _extended(connection: socket.socket, content: bytearray, count: int) -> bytearray:
+    end, size = _end(count), len(content) + count
+    while len(content) < size:
+        content += _part(connection, size - len(content), end)
+    return content
+
+
+def _part(connection: socket.socket, most: int, end: float) -> bytes:
+    connection.settimeout(_left(end))
+    if not (part := connection.recv(min(most, _PART))):
+        raise ConnectionError("the message was cut off")
+    return part
+
+
+def _end(count: int) -> float:
+    """Return when so many bytes must have crossed."""
+    return time.monotonic() + _PATIENCE + count / _SLOWEST
+
+
+def _left(end: float) -> float:
+    if (left := end - time.monotonic()) <= 0:
+        raise TimeoutError("the message takes too long")
+    return left

@@ -16,7 +16,7 @@ import math
 import struct
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -87,7 +87,7 @@ def encode(message: Any) -> bytes:
     return PREFIX.pack(_MAGIC, VERSION, len(header), len(numbers)) + header + numbers
 
 
-def decode(kind: type[T], content: bytes, most: Limits | None = None) -> T:
+def decode(kind: type[T], content: bytes | bytearray, most: Limits | None = None) -> T:
     """Return the message of a type. Raises WireError if the bytes are another one, or more than `most`.
 
     Time and memory grow in proportion to the bytes. A hostile header takes up to 3 s and many times its size for each
@@ -95,10 +95,11 @@ def decode(kind: type[T], content: bytes, most: Limits | None = None) -> T:
     """
     header, numbers = sizes(content, most or Limits(len(content), len(content)))
     _must(len(content) == PREFIX.size + header + numbers, "of another length")
-    return _decoded(kind, content[PREFIX.size : PREFIX.size + header], memoryview(content)[PREFIX.size + header :])
+    end = PREFIX.size + header
+    return _decoded(kind, bytes(content[PREFIX.size : end]), memoryview(content)[end:])
 
 
-def sizes(prefix: bytes, most: Limits) -> tuple[int, int]:
+def sizes(prefix: bytes | bytearray, most: Limits) -> tuple[int, int]:
     """Return how many bytes of header and numbers a message has by its prefix. WireError if it is none, or too long."""
     _must(len(prefix) >= PREFIX.size, "too short")
     magic, version, header, numbers = PREFIX.unpack_from(prefix)
@@ -107,9 +108,29 @@ def sizes(prefix: bytes, most: Limits) -> tuple[int, int]:
     return header, numbers
 
 
+def text_field(start: bytes | bytearray, name: str) -> str:
+    """Return a field of a message from its prefix and header alone. Raises WireError if it has no text there.
+
+    Nothing else is checked, so that this is quick; `decode` does it.
+    """
+    try:
+        value = parsed(bytes(start[PREFIX.size :]))["message"][name]
+    except (ValueError, TypeError, KeyError):
+        value = None
+    _must(type(value) is str, f"without {name}")
+    return str(value)
+
+
 def digest(message: Any) -> str:
-    """Return the hash of a message, 64 hexadecimal digits (SHA-256 of its bytes)."""
-    return hashlib.sha256(encode(message)).hexdigest()
+    """Return the hash of what a message says, 64 hexadecimal digits (SHA-256 of a header and the numbers).
+
+    Forms of one number, such as 1 and 1.0 or 0.0 and -0.0, have one hash, except in tensors.
+    """
+    header, arrays = _header(message, _by_value)
+    found = hashlib.sha256(header)
+    for one in arrays:
+        found.update(memory_of(one))
+    return found.hexdigest()
 
 
 def to_text(message: Any) -> str:
@@ -129,10 +150,10 @@ def _must(ok: bool, problem: str) -> None:
         raise WireError(f"the message is {problem}")
 
 
-def _header(message: Any) -> tuple[bytes, list[Tensor]]:
+def _header(message: Any, form: Callable[[Any], Any] = lambda node: node) -> tuple[bytes, list[Tensor]]:
     _must(sys.byteorder == "little", "for machines that store the lowest byte first")
     arrays: list[Tensor] = []
-    content = _plain(message, arrays)
+    content = form(_plain(message, arrays))
     table = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in arrays]
     return json.dumps({"dpfl": VERSION, "arrays": table, "message": content}).encode(), arrays
 
@@ -155,6 +176,15 @@ def _plain(value: Any, arrays: list[Tensor]) -> Any:
     name = type(value).__name__
     _must(MESSAGES.get(name) is type(value), f"not of objects of {name}: `wire.register` it")
     return {"kind": name, **{key: _plain(getattr(value, key), arrays) for key in _hints(type(value))}}  # type: ignore[arg-type]
+
+
+def _by_value(node: Any) -> Any:
+    """Write each number of a header that is whole as an integer."""
+    if isinstance(node, list):
+        return [_by_value(one) for one in node]
+    if isinstance(node, dict):
+        return {key: _by_value(one) for key, one in node.items()}
+    return int(node) if isinstance(node, float) and node.is_integer() else node
 
 
 @functools.cache

@@ -39,6 +39,7 @@ class Node:
         self.state, self._open = state, open_study
         self._studies: dict[str, Study] = {}
         self._one_at_a_time, self._closed = threading.Lock(), False
+        self._one_header = threading.Lock()  # a hostile one takes many times its size while it is parsed
         self._halted: set[str] = set()  # those whose file could not be written
 
     @property
@@ -49,21 +50,43 @@ class Node:
 
     def problem(self, plan: str) -> str | None:
         """Open an accepted plan before it is asked for; return why it cannot be opened, None if it is open."""
-        with self._one_at_a_time:
+        with self._one_at_a_time, self.state.locked():
             try:
                 self._study(plan)
             except (UserError, OSError) as error:
                 return str(error)
         return None
 
-    def handle(self, content: bytes) -> bytes:
+    def refusal(self, start: bytes | bytearray) -> Refused | None:
+        """Return why the node does not read the numbers of a request, given its prefix and header; None if it does.
+
+        Raises WireError if they are none.
+        """
+        with self._one_header:
+            plan = wire.text_field(start, "plan")
+        return self._refused(plan)
+
+    def _refused(self, plan: str) -> Refused | None:
+        reserved = self.state.plans().get(plan)
+        if reserved is None:
+            return Refused("unknown_plan")
+        if reserved.withdrawn:
+            return Refused("withdrawn")
+        if plan in self._halted or self._error_log(plan).exists():
+            return Refused("halted")
+        return None
+
+    def _error_log(self, plan: str) -> Path:
+        return self.state.plan_folder(plan) / "error.log"
+
+    def handle(self, content: bytes | bytearray) -> bytes:
         """Return the reply to a request. It never raises an error because of what it was sent.
 
         Raises ConnectionAbortedError after `close`.
         """
         return wire.encode(self.reply(content))
 
-    def reply(self, content: bytes) -> Reply:
+    def reply(self, content: bytes | bytearray) -> Reply:
         try:
             request: Request = wire.decode(Request, content, self.limits)  # type: ignore[arg-type]
         except wire.WireError:
@@ -71,18 +94,13 @@ class Node:
         with self._one_at_a_time, self.state.locked():
             if self._closed:
                 raise ConnectionAbortedError("the node has stopped")
-            reserved = self.state.plans().get(request.plan)
-            if reserved is None:
-                return Refused("unknown_plan")
-            if reserved.withdrawn:
-                return Refused("withdrawn")
-            halted = self.state.plan_folder(request.plan) / "error.log"
-            if request.plan in self._halted or halted.exists():
-                return Refused("halted")
+            if (refused := self._refused(request.plan)) is not None:
+                return refused
             try:
                 study = self._study(request.plan)
                 return study.welcome() if isinstance(request, Hello) else study.reply(request)
             except Exception:
+                halted = self._error_log(request.plan)
                 try:
                     halted.touch(mode=0o600)
                     halted.write_text(traceback.format_exc())
@@ -109,6 +127,10 @@ class Node:
 class Listener:
     """The Unix socket of a node. `slot` seconds after a request's turn, or a multiple of it, is when its reply leaves.
 
+    A connection holds the header of a request. Only if that names an accepted plan are its models read, and those of
+    one request at a time, until its turn has ended: all connections together hold `MOST_CONNECTIONS` headers and the
+    models of one request.
+
     **Privacy** The time of a computation depends on the sizes of batches, which are private. Replies show it in units
     of `slot`: choose it above the time of a round. Requests take turns; a turn ends when its reply begins to leave.
     """
@@ -118,6 +140,7 @@ class Listener:
         self.node, self.path, self.slot = node, path, slot
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._seats, self._turn = threading.BoundedSemaphore(MOST_CONNECTIONS), threading.Lock()
+        self._models = threading.Lock()
         self._closed = False
         _remove_stale(path)
         try:
@@ -153,26 +176,36 @@ class Listener:
                 self.path.unlink()
 
     def _converse(self, connection: socket.socket) -> None:
-        malformed = wire.encode(Refused("malformed"))
+        malformed = functools.partial(wire.encode, Refused("malformed"))
         with connection:
             try:
-                while (content := sockets.receive(connection, self.node.limits, _IDLE)) is not None:
-                    self._reply(connection, functools.partial(self.node.handle, content))
+                while (begun := sockets.receive_header(connection, self.node.limits, _IDLE)) is not None:
+                    sockets.send(connection, self._reply(connection, *begun))
             except wire.WireError:  # the rest of the stream has no meaning
                 with contextlib.suppress(OSError):
-                    self._reply(connection, lambda: malformed)
+                    sockets.send(connection, self._at_a_slot(malformed))
             except OSError:  # the other side is gone
                 pass
             finally:
                 self._seats.release()
 
-    def _reply(self, connection: socket.socket, answer: Callable[[], bytes]) -> None:
+    def _reply(self, connection: socket.socket, start: bytearray, numbers: int) -> bytes:
+        if not numbers:
+            return self._at_a_slot(functools.partial(self.node.handle, start))
+        if (refused := self.node.refusal(start)) is not None:
+            sockets.skip(connection, numbers)
+            return self._at_a_slot(functools.partial(wire.encode, refused))
+        with self._models:
+            content = sockets.receive_numbers(connection, start, numbers)
+            return self._at_a_slot(functools.partial(self.node.handle, content))
+
+    def _at_a_slot(self, answer: Callable[[], bytes]) -> bytes:
         with self._turn:
             began = time.monotonic()
             reply = answer()
             slots = math.ceil((time.monotonic() - began) / self.slot)
             time.sleep(max(0.0, began + slots * self.slot - time.monotonic()))
-        sockets.send(connection, reply)
+        return reply
 
 
 def _remove_stale(path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
+from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.strict_json import parsed
@@ -58,7 +58,7 @@ class Reservation:
 
     It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
     depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand. `most_numbers` is
-    how many bytes of tensors a request of the plan needs.
+    how many bytes of tensors a request of the plan needs. Once the plan has `begun`, its ledger must be whole.
     """
 
     epsilon: float
@@ -67,6 +67,7 @@ class Reservation:
     adjacency: str
     most_numbers: int
     withdrawn: bool = False
+    begun: bool = False
 
 
 class StateFolder:
@@ -140,11 +141,33 @@ class StateFolder:
         return read_terms(self.plan_folder(plan) / "plan.json")
 
     def released(self, plan: str) -> int:
-        """Return how many releases a plan has paid for. Raises UserError if its ledger was changed."""
-        ledger = self.plan_folder(plan) / "ledger.jsonl"
-        must = "hold the charges of this plan"
-        require(not ledger_is_lost(self.plan_folder(plan)), str(ledger), must, "no file", "Restore it, or withdraw.")
-        return len(read_ledger(ledger)) if ledger.is_file() and ledger.stat().st_size else 0
+        """Return how many releases a plan has paid for.
+
+        Raises UserError unless ledger, head and kept releases agree: an earlier state than the last one is not served.
+        """
+        folder = self.plan_folder(plan)
+        ledger, numbers = folder / "ledger.jsonl", [int(one.name.partition("-")[0]) for one in kept_releases(folder)]
+        try:
+            if not (self.plans()[plan].begun or numbers or is_begun(ledger)):
+                return 0
+            require(ledger.is_file(), ledger.name, "hold the charges of this plan", "no file")
+            paid = len(read_ledger(ledger))
+            made = max(numbers, default=-1) + 1
+            simulated = self.settings().test_key is not None  # such a node repeats a release without a charge
+            require(simulated or paid >= made, ledger.name, f"pay for the {made} releases that were made", paid)
+        except UserError as error:
+            raise UserError(
+                f"`{folder}` must hold the whole ledger of its plan, got: {str(error).partition('. ')[0].rstrip('.')}. "
+                "Restore its files from a copy that was made after the node had stopped for the last time; or end the "
+                f"study with `dpfl node withdraw {self.path} {plan[:12]}`: all that it reserved stays reserved."
+            ) from None
+        return paid
+
+    def begin(self, plan: str) -> None:
+        """Note that a plan has a ledger from now on, before its first charge; call it under `locked`."""
+        reservation = self.plans()[plan]
+        if not reservation.begun:
+            self._write(plan, dataclasses.replace(reservation, begun=True))
 
     def reserved(self, epsilon: float = 0.0, delta: float = 0.0) -> tuple[float, float]:
         """Return the sums of epsilon and of delta that all plans reserve, and one more plan of this cost."""
@@ -175,7 +198,10 @@ class StateFolder:
     def withdraw(self, plan: str) -> Reservation:
         """End a plan, and return what of its reservation stays; call it under `locked`."""
         before = self.plans()[plan]
-        unused = not ledger_is_lost(self.plan_folder(plan)) and not self.released(plan)
+        try:
+            unused = not self.released(plan)
+        except UserError:  # what was released is unknown
+            unused = False
         kept = (0.0, 0.0) if unused else (before.epsilon, before.delta)
         after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True)
         self._write(plan, after)
@@ -185,10 +211,9 @@ class StateFolder:
         write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
 
 
-def ledger_is_lost(folder: Path) -> bool:
-    """Whether a plan was served, and its ledger is missing: what it has spent is unknown then."""
-    served = any((folder / "releases").glob("*")) or ClientFolder(folder).key_file.exists()
-    return served and not (folder / "ledger.jsonl").is_file()
+def kept_releases(folder: Path) -> list[Path]:
+    """Return the files of the releases that a plan keeps, `NUMBER-ROUND-DIGEST.bin`, in the order of their numbers."""
+    return sorted((folder / "releases").glob("*.bin"))
 
 
 def read_terms(path: Path) -> Terms:

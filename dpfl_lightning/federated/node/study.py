@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages import wire
@@ -36,7 +35,8 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
     event_of,
 )
-from dpfl_lightning.federated.node.state import ledger_is_lost, server_words
+from dpfl_lightning.federated.messages.update import LARGEST
+from dpfl_lightning.federated.node.state import kept_releases, server_words
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -50,6 +50,14 @@ MOST_RATE = 1e6  # learning rate or pull: a larger one only breaks the computati
 
 class NotPlanned(Exception):
     """A request that the accepted plan does not contain, or whose values do not fit it."""
+
+    code = "not_planned"
+
+
+class UnfitModel(NotPlanned):
+    """A model that no client can train: its release would be charged, and worth nothing."""
+
+    code = "unfit_model"
 
 
 @dataclass(frozen=True)
@@ -69,16 +77,15 @@ class Study:
     `clients` hold the records of this client only. `test_key` replaces the fresh noise of the plan.
 
     **Guarantees** Mechanisms and steps follow from the plan that the operator has accepted, never from a request. The
-    charge of a release is on disk before the release is computed, and the release is on disk before it is sent: the
-    same request gets the same bytes again, free, in its round and the next.
+    charge of a release is on disk before the release is computed, and the release is on disk before it is sent: a
+    request of the same meaning gets the same bytes again, free, in its round and the next.
     """
 
     def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.num_classes, terms.plan.settings[client].num_records
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
-        require(not ledger_is_lost(folder), str(folder / "ledger.jsonl"), "hold the charges of this plan", "no file")
-        self._releases = folder / "releases"
+        self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
         plan = dataclasses.replace(terms.plan, caveats=tuple(map(server_words, terms.plan.caveats)))
         if test_key is not None:  # as if the configuration had it: the streams follow from both
@@ -88,7 +95,7 @@ class Study:
         head = read_head(folder / "ledger.jsonl")
         saved = None if head is None or head.lines == 0 else {"ledger": head.as_dict()}
         clients.begin(folder, plan, saved, ended=False)
-        if files := self._files():
+        if files := kept_releases(folder):
             kept = wire.decode(Kept, files[-1].read_bytes())
             counts = torch.zeros_like(clients.engine.counts)
             clients.load_state_dict({"personal": kept.personal, "counts": counts})
@@ -105,16 +112,16 @@ class Study:
 
         **Privacy** One release of the planned purpose, charged, unless it was released before.
         """
-        key = wire.digest(request)
-        if known := next(self._releases.glob(f"*-{key}.bin"), None):
-            kept = wire.decode(Kept, known.read_bytes())
-            return self._released(kept.value, request.round)
         try:
             if not 1 <= request.round <= self._last:
                 raise NotPlanned("round")
+            request = self._training(request) if isinstance(request, Train) else self._question(request)
+            key = wire.digest(request)
+            if known := next(self._releases.glob(f"*-{key}.bin"), None):
+                return self._released(wire.decode(Kept, known.read_bytes()).value, request.round)
             charged = self._train(request) if isinstance(request, Train) else self._ask(request)
-        except NotPlanned:
-            return Refused("not_planned")
+        except NotPlanned as refused:
+            return Refused(refused.code)
         if charged is None:
             return Refused("spent")
         self._keep(request.round, key, charged)
@@ -123,19 +130,46 @@ class Study:
     def _released(self, value: Tensor | int | float, round: int) -> Released:
         return Released(value, self._paid(round), len(self.clients.ledger.events(self.client)))
 
-    def _train(self, request: Train) -> Tensor | None:
-        client, settings = self.client, self._plan.settings[self.client]
-        event = self._planned(request.purpose)
+    def _training(self, request: Train) -> Train:
+        """Return the request in the one form of its meaning, after all checks of its values.
+
+        What does not change the release is left out: an anchor or its strength alone, and both and the learning rate
+        if gradients are asked for.
+        """
+        event, job = self._planned(request.purpose), request.job
         if request.event != event or not isinstance(event, NoisedEvent):
             raise NotPlanned("event")
-        flat = self.clients.module.flat
-        for model in (request.model, *(() if request.anchor is None else (request.anchor,))):
-            if model.shape != flat.shape or model.dtype != flat.dtype:
-                raise NotPlanned("model")
         if not (0 < request.learning_rate <= MOST_RATE and 0 <= request.pull <= MOST_RATE):
             raise NotPlanned("learning_rate")
-        if not isinstance(request.job, LocalTraining):
-            self._check_class_gradients(request.job, event)
+        shape = self.clients.module.flat.shape
+        model = self._model(request.model, shape)
+        anchor = None if request.anchor is None else self._model(request.anchor, shape)
+        rate = request.learning_rate
+        if not isinstance(job, LocalTraining):
+            self._check_class_gradients(job, event)
+            named = [name for name in self.clients.module.named_trainable if name in (job.parameters or ())]
+            some = 0 < len(named) < len(self.clients.module.named_trainable)
+            job, rate, anchor = dataclasses.replace(job, parameters=tuple(named) if some else None), 1.0, None
+        pull = 0.0 if anchor is None else request.pull
+        anchor = anchor if pull else None
+        free: dict[str, Any] = {"job": job, "learning_rate": rate, "model": model, "anchor": anchor, "pull": pull}
+        return dataclasses.replace(request, event=event, **free)
+
+    def _model(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return a model, or several, in the one form of its meaning: no parameter is -0.
+
+        A larger parameter than `LARGEST` is none of an honest server, which drops such a model, and its gradients are
+        hardly finite: the noised release would be worth nothing. This saves budget and protects nobody.
+        """
+        if value.shape != shape or value.dtype != self.clients.module.flat.dtype:
+            raise UnfitModel("shape")
+        least, most = value.aminmax()  # NaN if any number is
+        if not (least >= -LARGEST and most <= LARGEST):
+            raise UnfitModel("size")
+        return value + 0.0
+
+    def _train(self, request: Train) -> Tensor | None:
+        client, settings, event = self.client, self._plan.settings[self.client], self._planned(request.purpose)
         try:
             plan = RoundPlan(
                 request.round,
@@ -158,7 +192,7 @@ class Study:
             return None
         updates = self.clients.train(accepted, request.model[None], None)
         if updates.deltas is None or updates.lost:  # noised numbers that are not finite: in a simulation they are lost
-            return torch.full_like(flat, math.nan)
+            return torch.full_like(request.model, math.nan)
         return updates.deltas[0]
 
     def _check_class_gradients(self, job: ClassGradients, event: NoisedEvent) -> None:
@@ -175,35 +209,39 @@ class Study:
         if not fits:
             raise NotPlanned("job")
 
-    def _ask(self, request: Ask) -> Any:
-        question = request.question
+    def _question(self, request: Ask) -> Ask:
+        """Return the request in the one form of its meaning, after all checks of its values; see `_training`.
+
+        Questions of other classes check their values themselves.
+        """
+        question, client = request.question, self.client
         plain = [one for one in question.mechanism_of.values() if isinstance(one, NoMechanism)]
-        if question.clients != (self.client,) or plain:
+        if question.clients != (client,) or plain:
             raise NotPlanned("mechanism")
         try:
             query = ChargedQuery.of(question)
             check_answerable(query)
-            planned = event_of(query, self.client) == self._planned(query.purpose)
+            planned = event_of(query, client) == self._planned(query.purpose)
         except (TypeError, ValueError):
             raise NotPlanned("question") from None
-        if not planned or not self._fits(question):
+        fits = planned and (not isinstance(question, FeatureSums) or question.num_classes == self._num_classes)
+        if not fits or (isinstance(question, SelectModel | MeanLoss) and not 0 < question.loss_bound < math.inf):
             raise NotPlanned("question")
-        answers = self.clients.ask(query, request.round)
-        return answers.get(self.client)
-
-    def _fits(self, question: Any) -> bool:
-        """Whether the values of a question fit the module and the records; those of other classes check themselves."""
-        models = question.nets if isinstance(question, FeatureSums) else getattr(question, "models", None)
-        if models is not None:
-            flat = self.clients.module.flat
-            shape = models.ndim == 2 and models.shape[1:] == flat.shape and 1 <= len(models) <= MOST_MODELS
-            if not shape or models.dtype != flat.dtype:
-                return False
-        if isinstance(question, SelectModel | MeanLoss) and not 0 < question.loss_bound < math.inf:
-            return False
+        free: dict[str, Any] = {}
+        name = "nets" if isinstance(question, FeatureSums) else "models"
+        if isinstance(models := getattr(question, name, None), Tensor):
+            if models.ndim == 0 or not 1 <= len(models) <= MOST_MODELS:
+                raise NotPlanned("question")
+            free[name] = self._model(models, (len(models), *self.clients.module.flat.shape))
         if isinstance(question, MeanLoss):
-            return 0 <= question.row_of.get(self.client, -1) < len(question.models)
-        return not isinstance(question, FeatureSums) or question.num_classes == self._num_classes
+            row = question.row_of.get(client, -1)
+            if not 0 <= row < len(question.models):
+                raise NotPlanned("question")
+            free = {"models": free["models"][row : row + 1], "row_of": {client: 0}}
+        return dataclasses.replace(request, question=dataclasses.replace(question, **free))
+
+    def _ask(self, request: Ask) -> Any:
+        return self.clients.ask(ChargedQuery.of(request.question), request.round).get(self.client)
 
     def _planned(self, purpose: str) -> Any:
         try:
@@ -215,11 +253,8 @@ class Study:
         charges = self.clients.ledger.charges(self.client, round)
         return tuple(Paid(one.round, one.number, one.purpose, one.event) for one in charges)  # type: ignore[arg-type]
 
-    def _files(self) -> list[Path]:
-        return sorted(self._releases.glob("*.bin"))
-
     def _keep(self, round: int, key: str, value: Any) -> None:
-        files = self._files()
+        files = kept_releases(self._folder)
         number = int(files[-1].name.partition("-")[0]) + 1 if files else 0
         content = wire.encode(Kept(value, self.clients.engine.state_dict()["personal"]))
         name = f"{number:010d}-{round}-{key}.bin"

@@ -47,7 +47,7 @@ from dpfl_lightning.privacy.ledger.ledger import Charge
 MOST = wire.Limits(1 << 24, 1 << 32)  # bytes of a reply; the header of an account has about 150 for each release
 
 #: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
-Channel = Callable[[bytes], bytes]
+Channel = Callable[[bytes], bytes | bytearray]
 
 
 class LateClients(LostClients):
@@ -64,7 +64,7 @@ class SocketChannel:
         self.path, self.wait = path, wait
         self._connection: socket.socket | None = None
 
-    def __call__(self, request: bytes) -> bytes:
+    def __call__(self, request: bytes) -> bytes | bytearray:
         known = self._connection is not None
         try:
             return self._exchange(request)
@@ -77,7 +77,7 @@ class SocketChannel:
                 raise
         return self._exchange(request)  # the node may have restarted: it resends what it has released
 
-    def _exchange(self, request: bytes) -> bytes:
+    def _exchange(self, request: bytes) -> bytes | bytearray:
         if self._connection is None:
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._connection.connect(self.path)

@@ -133,6 +133,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
         )
     heads = {f"`{head_file(path).name}`": head, **(known or {})}
     header, lines, size, chain = None, 0, 0, _NO_CHAIN
+    late: list[int] = []  # clients of the lines after the head
     with open(path, "rb") as file:
         total = os.fstat(file.fileno()).st_size  # lines that are written from now on are later than the heads
         for line in file:
@@ -153,7 +154,9 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
                             "new run."
                         )
             else:
-                take(_charge(path, lines, line, len(header.delta)))
+                charge = _charge(path, lines, line, len(header.delta))
+                late += [charge.client] if lines > head.lines else []
+                take(charge)
             for source, known_head in heads.items():
                 if lines == known_head.lines and chain != known_head.chain:
                     reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
@@ -172,6 +175,12 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
             "its first round; otherwise, this is not the right file."
         )
     check_lag(path, f"`{head_file(path).name}`", head, lines + torn.count(b"\n"), len(header.delta))
+    if len(set(late)) < len(late):
+        raise UserError(
+            f"`{path}` must have at most one line for each client after the {head.lines} that `{head_file(path).name}` "
+            f"counts, because a crash interrupts one charge, got {len(late)}: lines were appended, or the head is an "
+            f"older one. {CHANGED}"
+        )
     return Verified(header, Head(header.run, lines, chain), head, size, len(torn))
 
 
@@ -262,10 +271,18 @@ def read_header(path: Path) -> Header | None:
 
 
 def is_begun(path: Path) -> bool:
-    """Return whether a header was written, or the head says so."""
+    """Return whether anything lies there that a crash of the first start does not leave.
+
+    That is no file, an empty one, or an incomplete header beside a head of 0 lines, which is written before it.
+    """
     head = read_head(path)
+    if head is not None and head.lines > 0:
+        return True
+    if not path.exists():
+        return False
     with open(path, "rb") as file:
-        return b"\n" in file.readline() or (head is not None and head.lines > 0)
+        line = file.readline()
+    return line.endswith(b"\n") or (head is None and line != b"")
 
 
 def _sealed(body: bytes, before: str) -> bytes:

@@ -24,7 +24,7 @@ from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.memory import keep_freed_memory
@@ -57,6 +57,7 @@ class FastEngine(SerialEngine):
             torch.set_num_threads(max(1, cores() // population.num_clients))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
+        self.clipped_sum = quicker_without_clipping(self.checked, module)
         self._sums: Tensor | None = None  # kept for the next step, because new memory takes longer than the sum
         self._step: Tensor | None = None
         if on_cpu:  # compiles loops: not in several threads at once, nor in some client's measured time
@@ -72,10 +73,10 @@ class FastEngine(SerialEngine):
             self._seats.put(seat)
         self._pool: ThreadPoolExecutor | None = None  # later: rank 0 says how many threads are within an operator
 
-    def choose_clipped_sum(self) -> ClippedSum:
-        self._checked, reason = checked_clipped_sum(self)
+    def choose_clipped_sum(self) -> CheckedSum:
+        clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(self._checked, self.module)
+        return clipped_sum
 
     def releases(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
@@ -116,7 +117,7 @@ class FastEngine(SerialEngine):
                 self._seats.put(seat)
 
         if self._pool is None:
-            self._checked.choose()  # not in several threads, for the present number of threads within an operator
+            self.checked.choose()  # not in several threads, for the present number of threads within an operator
             self._pool = thread_pool(self.workers or 1, "client", torch.get_num_threads())
         pool = self._pool
         running: dict[Future[T], int] = {}

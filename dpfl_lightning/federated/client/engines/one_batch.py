@@ -75,7 +75,7 @@ def _of_a_batch(
     params = engine.module.unflatten(starts[0])
     clip_norm, group, parameters = plan.clip_norm(rows[0]), owner, None
     if isinstance(job, ClassGradients):
-        x, group, parameters = job.augmented(x, y, engine.clipped_sum.passes.rows), owner * num_rows + y, job.parameters
+        x, group, parameters = job.augmented(x, y, engine.checked.passes.rows), owner * num_rows + y, job.parameters
     request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)
     with tensors_restored(engine.module.net):
         sums, norms = engine.clipped_sum(params, x, y, request)

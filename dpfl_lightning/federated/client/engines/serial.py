@@ -20,7 +20,7 @@ from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import forward_chunk
-from dpfl_lightning.privacy.clipping.checked import vmap_or_loop
+from dpfl_lightning.privacy.clipping.checked import CheckedSum, vmap_or_loop
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, evaluating
 from dpfl_lightning.privacy.clipping.state import tensors_restored
@@ -43,13 +43,14 @@ class SerialEngine:
         if module.device.type == "cuda":
             use_exact_products()
         with tensors_restored(module.net):
-            self.clipped_sum = self.choose_clipped_sum()
+            self.checked = self.choose_clipped_sum()
+        self.clipped_sum: ClippedSum = self.checked
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
         self.failed: dict[int, Exception] = {}
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
-    def choose_clipped_sum(self) -> ClippedSum:
+    def choose_clipped_sum(self) -> CheckedSum:
         return vmap_or_loop(
             self.module.net, self.module.sample_loss, *dummy_batch(self.population, 4, self.module.device)
         )
@@ -102,7 +103,7 @@ class SerialEngine:
         generator = self.streams.generator(f"query {query.purpose}", round, client, charge_number)
         with tensors_restored(self.module.net):
             x = self.clipped_sum.enter(x)
-            return answers.answer(query, client, self.module, x, y, generator, self.clipped_sum.passes)
+            return answers.answer(query, client, self.module, x, y, generator, self.checked.passes)
 
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ class SerialEngine:
             request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
             with tensors_restored(self.module.net):
                 sums = task.sum_of(
-                    self.module.unflatten(start), job.augmented(x, y, self.clipped_sum.passes.rows), y, request
+                    self.module.unflatten(start), job.augmented(x, y, self.checked.passes.rows), y, request
                 )
             released = task.class_gradients(job, sums, start.dtype, y, self.labels(client))
         else:

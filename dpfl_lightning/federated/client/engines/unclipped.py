@@ -36,8 +36,8 @@ class UnclippedSum:
     **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
 
-    def __init__(self, clipped: CheckedSum, loss: ThreadSafeLoss) -> None:
-        self._clipped, self._loss, self.passes = clipped, loss, clipped.passes
+    def __init__(self, clipped: ClippedSum, loss: ThreadSafeLoss) -> None:
+        self._clipped, self._loss = clipped, loss
         self._pool: ThreadPoolExecutor | None = None
 
     @torch.no_grad()  # except for the passes
@@ -81,9 +81,9 @@ class UnclippedSum:
         return self._clipped.enter(x)
 
 
-def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule) -> ClippedSum:
+def quicker_without_clipping(clipped_sum: CheckedSum, module: ClientModule) -> ClippedSum:
     """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
-    if module.device.type != "cpu" or not (isinstance(clipped_sum, CheckedSum) and clipped_sum.by_rules):
+    if module.device.type != "cpu" or not clipped_sum.by_rules:
         return clipped_sum
     return UnclippedSum(clipped_sum, ThreadSafeLoss(module))
 
