@@ -22,11 +22,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
+from dpfl_lightning.privacy.clipping.checked import CheckedSum
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import Totals
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
+from dpfl_lightning.privacy.clipping.passes import SIZES, FixedPasses
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 from dpfl_lightning.runtime.threads import one_thread_an_operator
@@ -42,8 +44,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler tells when it beg
 class Unchecked(FastEngine):
     """Takes the layers' rules without their check at the start, which holds 18 gradients of the net in float64."""
 
-    def choose_clipped_sum(self) -> ClippedSum:
-        return FastClippedSum(self.module.net, self.module.sample_loss)
+    def choose_clipped_sum(self) -> CheckedSum:
+        passes = FixedPasses(dummy_batch(self.population, max(SIZES), self.module.device))
+        setattr(passes, "sizes", lambda what, rows_of: SIZES)  # noqa: B010
+        return CheckedSum(self.module.net, self.module.sample_loss, passes, FastClippedSum)
 
 
 class PrivateStep:

@@ -381,7 +381,7 @@ def test_layers_that_cannot_run_under_vmap_are_refused_and_leave_no_folder(engin
     options = {"privacy": private(), "clients": ClientOptions(2, batch_size=4), "output_dir": tmp_path / "run"}
     for words, net in nets.items():
         loop = make_loop(tokens(), ClientModule(net), engine=ENGINES[engine](), **options)
-        with pytest.raises(UserError, match=f"must run under torch.func.vmap and grad, got an error of {words}"):
+        with pytest.raises(UserError, match=f"must run forward and backward for one record, got an error of {words}"):
             loop.run()
         assert not (tmp_path / "run").exists()
 

@@ -248,7 +248,7 @@ STAGES = [
 def stage_channels(monkeypatch):
     """The output channels of the stages that were computed as one layer."""
     channels, really = [], pooling.max_relu
-    monkeypatch.setattr(pooling, "max_relu", lambda y: channels.append(y.shape[1]) or really(y))
+    monkeypatch.setattr(pooling, "max_relu", lambda y, count: channels.append(y.shape[1]) or really(y, count))
     return channels
 
 
@@ -523,7 +523,7 @@ def test_fast_is_chosen_and_leaves_no_trace(name):
     with torch.set_grad_enabled(name != "residual"):
         clipped_sum, reason = clipped_sum_for(net, None, IMAGES, LABELS)
     assert clipped_sum.by_rules, reason
-    assert clipped_sum.channels_last == (name == "cnn")  # pooled, and without .view
+    assert clipped_sum.choose().channels_last == (name == "cnn")  # pooled, and without .view
     assert reason == "fast: exact rules for all layers"
     assert torch.equal(torch.get_rng_state(), before)
     assert all(m.training for m in net.modules())
@@ -705,7 +705,7 @@ def test_user_errors(net):
     for attempt, message in [
         (lambda: summed(FastClippedSum(net), *args, 0), "`clip_norm` must be positive, got 0"),
         (lambda: summed(VmapClippedSum(loss), *args, -1), "`clip_norm` must be positive, got -1"),
-        (lambda: FastClippedSum(net, sizes=(0,)), "`sizes` must be at least 1 record, got (0,)"),
+        (lambda: FastClippedSum(net, sizes=(0,)), "`sizes` must be at least 1 record, got (0,)."),
         (
             lambda: clipped_sum_for(net, lambda *batch: loss(*batch).mean(), IMAGES, LABELS),
             "`sample_loss` must return one loss for each record",

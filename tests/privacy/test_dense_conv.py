@@ -301,7 +301,7 @@ def test_compiled_loops_are_found_in_the_cache():
     (_, into), _ = LOOPS[0](3), LOOPS[1](3)
     x, weight, dy = dense_conv._example(8, 3)
     forward = dense_loops.forward_loops(inputs.tolist(), outputs.tolist())
-    dense_conv._in_blocks(forward, into, x, weight, None, (1, 2))
+    dense_conv._in_blocks(forward, into, x, weight, None, (1, 2), len(x))
     backward = dense_loops.weight_loops(inputs.tolist(), outputs.T.tolist(), weights.T.tolist())
     dense_conv._weights_in_blocks(backward, x, dy, 3, (1, 2))
     for loops in (forward, backward):
@@ -415,8 +415,8 @@ def test_threads_with_copies_of_a_net_compute_what_one_thread_does():
 def test_inputs_without_a_batch_or_on_a_graph():
     layer = nn.Conv2d(16, 16, 3, padding=1)
     x = torch.randn(16, 8, 8)
-    assert torch.equal(conv2d_forward(layer, x), layer(x))
-    y = conv2d_forward(layer, x[None].requires_grad_())
+    assert torch.equal(conv2d_forward(layer, x, 1), layer(x))
+    y = conv2d_forward(layer, x[None].requires_grad_(), 1)
     torch.testing.assert_close(y, layer(x[None]).detach(), rtol=1e-4, atol=1e-5)
     assert not y.requires_grad
 

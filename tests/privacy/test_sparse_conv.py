@@ -107,7 +107,7 @@ def test_other_cases_take_the_dense_way():
     ]:
         assert not sparse_conv.suits(other, x), why
         by_name, dx = layer_rules.conv2d_backward(
-            other, dict(other.named_parameters()), other.weight.detach(), x, dy, True, True
+            other, dict(other.named_parameters()), other.weight.detach(), x, dy, True, True, None, len(x)
         )
         true_dw, true_dx = true_gradients(other, x, dy)
         grads = by_name["weight"]

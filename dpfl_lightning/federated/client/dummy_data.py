@@ -331,8 +331,8 @@ def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
                 losses.append(one.sample_loss(params, x, y))
         if not torch.equal(*(one.nan_to_num() for one in losses)):
             raise UserError(
-                "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look for "
-                "functions in attributes, such as self.block = lambda x: self.layer(x): write a method instead."
+                "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look "
+                "for functions in attributes, such as self.block = lambda x: self.layer(x): write methods instead."
             )
         return copied
     except (RuntimeError, TypeError) as error:

@@ -283,7 +283,7 @@ def random_example(
 def _examples(net: nn.Module, x: Records, y: Tensor, records: int) -> Batch:
     """Return random records, the first of which is that of x and y, if there is one."""
     some_x, some_y = random_example(net, x, y, _floating(x), records)[1:]
-    if len(y):
+    if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
     return some_x, some_y
