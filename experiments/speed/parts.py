@@ -29,6 +29,7 @@ from dpfl_lightning.privacy.clipping.checked import CheckedSum
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import Totals
 from dpfl_lightning.privacy.clipping.passes import SIZES, FixedPasses
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 from dpfl_lightning.runtime.threads import one_thread_an_operator

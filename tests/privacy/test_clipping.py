@@ -705,7 +705,7 @@ def test_user_errors(net):
     for attempt, message in [
         (lambda: summed(FastClippedSum(net), *args, 0), "`clip_norm` must be positive, got 0"),
         (lambda: summed(VmapClippedSum(loss), *args, -1), "`clip_norm` must be positive, got -1"),
-        (lambda: FastClippedSum(net, sizes=(0,)), "`sizes` must be at least 1 record, got (0,)."),
+        (lambda: FastClippedSum(net, sizes=(0,)), "`sizes` must be at least 1 record"),
         (
             lambda: clipped_sum_for(net, lambda *batch: loss(*batch).mean(), IMAGES, LABELS),
             "`sample_loss` must return one loss for each record",
