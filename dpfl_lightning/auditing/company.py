@@ -1,0 +1,144 @@
+"""Attacks on a sum by its company: a record's clipped gradient must be the same bits whatever is computed with it.
+
+A server that chooses the weights makes the last bits large: in a pair of hidden units whose large outputs cancel,
+rounding decides the sign of the loss's gradient.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dpfl_lightning.privacy.clipping.inputs import Inputs, joined, take
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
+
+LARGE = 1e10  # weights of cancelling pairs
+STRANGE = (math.nan, math.inf, 1e-41, -1e30, 0.0)  # values of neighbours
+
+
+def hostile(params: Params, seed: int, large: float = LARGE) -> dict[str, Tensor]:
+    """Return normal weights with cancelling pairs in two consecutive matrices; of one that fits, chosen by the seed.
+
+    The pairs are units `w` and `3 w` of the first matrix `[units, ...]`, which the second matrix `[n, units * k]`
+    multiplies by `3 a large` and `-a large`. Without matrices that fit all weights are just normal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(p.shape, generator=generator).to(p) for name, p in params.items()}
+    matrices = [name for name, p in weights.items() if p.dim() >= 2]
+    fitting = [
+        (first, second)
+        for number, first in enumerate(matrices)
+        for second in matrices[number + 1 : number + 2]
+        if len(weights[first]) >= 2 and weights[second].shape[1] % len(weights[first]) == 0
+    ]
+    if fitting:
+        first, second = fitting[-1 if seed % 2 else int(torch.randint(len(fitting), (), generator=generator))]
+        units = len(weights[first]) // 2 * 2
+        weights[first][1:units:2] = 3 * weights[first][0:units:2]
+        read = weights[second].view(len(weights[second]), len(weights[first]), -1)  # [n, units, what a unit gives]
+        read[:, 0:units:2] *= 3 * large
+        read[:, 1:units:2] = -read[:, 0:units:2] / 3
+        for name, p in weights.items():
+            if "bias" in name:
+                p.zero_()
+    return weights
+
+
+@dataclass(frozen=True)
+class Company:
+    """Records `x` and `y`, which hold at `places` the records numbered `watched`."""
+
+    kind: str  # of what distinguishes it: count, place, view, neighbours
+    x: Inputs
+    y: Tensor
+    watched: Tensor
+    places: Tensor
+
+
+def companies(x: Inputs, y: Tensor, others: tuple[Inputs, Tensor], generator: torch.Generator) -> Iterator[Company]:
+    """Yield the records `[B]` in other companies, which the generator draws: none may change a watched record's bits.
+
+    `others` are at least one more record. The first company has one record more.
+    """
+
+    def drawn(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    everyone, more_y = torch.arange(len(y)), others[1]
+    for more in (1, drawn(2, 40)):
+        rows = torch.arange(more) % len(more_y)
+        yield Company("count", joined([x, take(others[0], rows)]), torch.cat([y, more_y[rows]]), everyone, everyone)
+    first = drawn(0, len(y) - 1)
+    for some in (everyone[first : first + 1], everyone[first:]):
+        yield Company("count", take(x, some), y[some], some, torch.arange(len(some)))
+    order = torch.randperm(len(y), generator=generator)
+    yield Company("place", take(x, order), y[order], order, everyone)
+    skipped, numbers = drawn(1, 7), drawn(1, 15)
+    yield Company("view", tree_map(lambda part: _behind(part, skipped * part[:1].numel()), x), y, everyone, everyone)
+    yield Company("view", tree_map(lambda part: _behind(part, numbers), x), _behind(y, numbers), everyone, everyone)
+    yield Company("view", tree_map(_strided, x), y, everyone, everyone)
+    for value in STRANGE:
+        count = drawn(1, 9)
+        strange = tree_map(lambda part: _filled(part, count, value), others[0])  # noqa: B023 used in this turn
+        all_x, all_y = joined([x, strange]), torch.cat([y, more_y[torch.arange(count) % len(more_y)]])
+        order = torch.randperm(len(all_y), generator=generator)
+        yield Company("neighbours", take(all_x, order), all_y[order], everyone, order.argsort()[: len(y)])
+
+
+def contributions(clipped_sum: ClippedSum, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> Tensor:
+    """Return each record's clipped gradient `[B, P]`."""
+    groups = torch.arange(len(y), device=y.device)
+    request = ClipRequest(request.clip_norm, request.order, groups, len(y))
+    return clipped_sum(params, x, y, request)[0].clone()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How many of the watched records have other bits in a company, and by how much: all distances in clip norms."""
+
+    kind: str
+    records: int
+    largest: float  # of one record
+    moved: float  # of the sum of the watched records
+
+
+def differences(
+    clipped_sum: ClippedSum,
+    params: Params,
+    records: tuple[Inputs, Tensor],
+    others: tuple[Inputs, Tensor],
+    request: ClipRequest,
+    seed: int,
+) -> list[Difference]:
+    """Compare each record's clipped gradient in all companies with that among the records `[B]` alone."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    usual = contributions(clipped_sum, params, *records, request)
+    for company in companies(*records, others, generator):
+        there = contributions(clipped_sum, params, company.x, company.y, request)
+        apart = there[company.places.to(there.device)] - usual[company.watched.to(there.device)]
+        changed = ~(apart == 0).all(dim=1)
+        lengths = [torch.linalg.vector_norm(part, ord=request.order, dim=-1) for part in (apart, apart.sum(dim=0))]
+        largest, moved = (float(length.max()) / request.clip_norm for length in lengths)
+        found.append(Difference(company.kind, int(changed.sum()), largest, moved))
+    return found
+
+
+def _behind(part: Tensor, numbers: int) -> Tensor:
+    """Return the same values in memory that begins so many numbers later."""
+    memory = part.new_zeros(part.numel() + numbers)
+    memory[numbers:] = part.flatten()
+    return memory[numbers:].view(part.shape)
+
+
+def _strided(part: Tensor) -> Tensor:
+    """Return the same values, with the records in the last place of memory."""
+    return part.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def _filled(part: Tensor, count: int, value: float) -> Tensor:
+    """Return `count` records that hold this value, or for whole numbers the first record."""
+    first = part[:1].expand(count, *part.shape[1:]).clone()
+    return first.fill_(value) if part.is_floating_point() else first

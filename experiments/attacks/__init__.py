@@ -1,0 +1,1 @@
+"""Attacks by a server that chooses the weights."""

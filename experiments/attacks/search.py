@@ -1,0 +1,97 @@
+"""Search hostile models whose gradients depend on the company of a record."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpfl_lightning.auditing.company import LARGE, Difference, differences, hostile
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, SampleLoss, VmapClippedSum
+from dpfl_lightning.runtime.text import markdown
+from experiments.attacks.nets import NETS, Case, loss_of
+
+SIZES = (7, 8, 15, 16, 31, 32, 33, 64, 103, 130)  # records of a pass
+FLOAT64 = 1e-12  # clip norms: differences below come from sums in float64, whose rounding `ClippedSum` bounds
+SCALES = (LARGE, LARGE, 1e5, 1.0)  # weights of the cancelling pairs
+
+
+def fast(net: nn.Module, sample_loss: SampleLoss, case: Case) -> ClippedSum:
+    return clipped_sum_for(net, sample_loss, *case.records(0, 0))[0]
+
+
+def serial(net: nn.Module, sample_loss: SampleLoss, case: Case) -> ClippedSum:
+    return VmapClippedSum(sample_loss)
+
+
+SUMS: Mapping[str, Callable[[nn.Module, SampleLoss, Case], ClippedSum]] = {"fast": fast, "serial": serial}
+
+
+def search(models: int, nets: Sequence[str] = (), sums: Sequence[str] = ()) -> dict[str, Any]:
+    """Try so many hostile models, in turn of each net with each sum; return what differed, by net and sum."""
+    began = time.monotonic()
+    pairs = [(net, kind) for net in nets or NETS for kind in sums or SUMS]
+    rows = []
+    for number, (name, kind) in enumerate(pairs):
+        case, seeds = NETS[name], range(number, models, len(pairs))
+        net = case.net()
+        clipped_sum = SUMS[kind](net, loss_of(net), case)
+        found = [tried(clipped_sum, net, case, seed) for seed in range(len(seeds))]
+        rows.append({"net": name, "sums": kind, "models": len(found), **_summed(found)})
+    return {"rows": rows, "seconds": time.monotonic() - began, "torch": torch.__version__}
+
+
+def tried(clipped_sum: ClippedSum, net: nn.Module, case: Case, seed: int) -> list[Difference]:
+    """Return the differences between the companies for one hostile model.
+
+    Size, records, weights and the number of threads within an operator (1 or 2) follow from the seed.
+    """
+    size, large = SIZES[seed % len(SIZES)], SCALES[seed // len(SIZES) % len(SCALES)]
+    params = hostile({name: p.detach() for name, p in net.named_parameters()}, seed, large)
+    records, others = case.records(size, 2 * seed), case.records(9, 2 * seed + 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 + seed // 2 % 2)
+    try:
+        return differences(clipped_sum, params, records, others, ClipRequest(1.0), seed)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _summed(found: Sequence[Sequence[Difference]]) -> dict[str, Any]:
+    kinds: Counter[str] = Counter()
+    for model in found:
+        kinds.update({one.kind for one in model if one.records})
+    every = [one for model in found for one in model]
+    return {
+        "differing": sum(any(one.records for one in model) for model in found),
+        "beyond_float64": sum(any(one.largest > FLOAT64 for one in model) for model in found),
+        "largest": max((one.largest for one in every), default=0.0),
+        "moved": max((one.moved for one in every), default=0.0),
+        "by": dict(kinds),
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Show the pairs of nets and sums that differed, and the total."""
+    rows = results["rows"]
+    differing = [row for row in rows if row["differing"]]
+    lines = [
+        (
+            *(row["net"], row["sums"], f"{row['differing']} of {row['models']}", str(row["beyond_float64"])),
+            *(f"{row['largest']:.2g}", f"{row['moved']:.2g}"),
+            ", ".join(f"{kind} {count}" for kind, count in row["by"].items()),
+        )
+        for row in differing
+    ]
+    total, models = (sum(row[key] for row in rows) for key in ("differing", "models"))
+    beyond = sum(row["beyond_float64"] for row in rows)
+    text = f"{total} of {models} hostile models have records whose bits depend on their company ({beyond} by more than "
+    text += f"sums in float64 round); {len(rows)} pairs of nets and sums, {len(differing)} of them differ; "
+    text += f"{results['seconds']:.0f} s, torch {results['torch']}."
+    head = ("net", "sums", "models", "beyond float64", "one record", "sum", "by")
+    return "\n\n".join([*([markdown(head, lines)] if lines else []), text])

@@ -1,0 +1,45 @@
+"""A record's clipped gradient has the same bits whatever is computed with it, also by hostile models.
+
+Its place in a pass, the number of records, views of larger tensors and broken neighbours change nothing.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from dpfl_lightning.auditing.company import companies
+from experiments.attacks.nets import NETS
+from experiments.attacks.search import SUMS, loss_of, tried
+
+#: seeds choose sizes, weights and threads; the first two have cancelling pairs in the last two matrices or others
+SEEDS = (1, 2, 17)
+SOME = (
+    *("linear 33-7", "linear 64-32", "linear over positions", "conv1d, dilated", "conv2d", "conv2d, pooled"),
+    *("transposed conv2d", "group norm", "lstm", "transformer", "embedding", "softplus"),
+)
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("name", SOME)
+def test_the_company_of_a_record_does_not_change_its_bits(name, sums):
+    case = NETS[name]
+    net = case.net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # operators without a batching rule
+        clipped_sum = SUMS[sums](net, loss_of(net), case)
+        found = [one for seed in SEEDS for one in tried(clipped_sum, net, case, seed)]
+    assert [one for one in found if one.records] == []
+
+
+def test_companies_hold_the_watched_records():
+    """Each kind occurs, and the records at the named places are those that are watched, bit for bit."""
+    x, y = NETS["lstm"].records(9, 0)
+    kinds = set()
+    for company in companies(x, y, NETS["lstm"].records(4, 1), torch.Generator().manual_seed(0)):
+        kinds.add(company.kind)
+        assert torch.equal(company.x[company.places], x[company.watched])
+        assert torch.equal(company.y[company.places], y[company.watched])
+        if company.kind == "view":
+            assert not company.x.is_contiguous() or company.x.storage_offset() > 0
+    assert kinds == {"count", "place", "view", "neighbours"}
