@@ -1,30 +1,60 @@
-"""`python -m experiments.attacks search`: what a server that chooses the weights learns from the last bits."""
+"""`python -m experiments.attacks mechanism|node|opacus|search`: what a server that chooses the weights learns.
+
+Kernels round a record's gradient otherwise in other company, and hostile weights magnify that.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from dpfl_lightning.errors import command
-from experiments.attacks import search
+from dpfl_lightning.runtime.text import markdown
+from experiments.attacks import mechanism, node, search
+
+_GUESSES: Mapping[str, Callable[[int], list[dict[str, Any]]]] = {
+    "mechanism": mechanism.package,
+    "node": node.node,
+    "opacus": mechanism.opacus,
+}
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m experiments.attacks", description=__doc__)
-    parser.add_argument("what", choices=("search",))
+    parser.add_argument("what", choices=(*_GUESSES, "search"))
+    parser.add_argument("--trials", type=int, default=2000, help="releases from which the server guesses")
     parser.add_argument("--models", type=int, default=10_000, help="hostile models of the search")
     parser.add_argument("--nets", nargs="*", default=(), choices=search.NETS, help="nets of the search (all)")
     parser.add_argument("--sums", nargs="*", default=(), choices=search.SUMS, help="sums of the search (all)")
     parser.add_argument("--json", type=Path, help="write the figures into this file")
     options = parser.parse_args(argv)
-    found = search.search(options.models, options.nets, options.sums)
+    if options.what == "search":
+        found = search.search(options.models, options.nets, options.sums)
+        text = search.table(found)
+    else:
+        rows = _GUESSES[options.what](options.trials)
+        found, text = {"rows": rows, "torch": torch.__version__}, _table(rows)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(search.table(found))
+    print(text)
     return 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        (
+            *(row["records"], f"{row['moved']:.2f}", f"{row['right']} of {row['trials']}"),
+            *(f"{row['accuracy']:.3f} ({row['low']:.3f} to {row['high']:.3f})", f"{row['claimed']:.3f}"),
+        )
+        for row in rows
+    ]
+    return markdown(("records, and one more", "moved, clip norms", "right", "accuracy (99 %)", "claim allows"), lines)
 
 
 if __name__ == "__main__":

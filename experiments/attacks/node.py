@@ -1,0 +1,131 @@
+"""The attack on a whole node of a real federation: requests and replies are bytes, and every release is charged."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.deployment.server import terms_of
+from dpfl_lightning.deployment.site import accept, new_node, open_study
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Released, Reply, Terms, Train
+from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.node.service import Node
+from dpfl_lightning.federated.node.state import Settings
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from experiments.attacks.guess import (
+    DELTA,
+    RECORDS,
+    UNITS,
+    WIDTH,
+    Batch,
+    Regression,
+    Worst,
+    guessed,
+    multiplier,
+    neighbours,
+    worst_model,
+)
+from experiments.attacks.nets import loss_of
+
+COUNT = 103
+RATE = 1e3  # learning rate: steps as large as the weights of the first matrix
+SEEN = WIDTH * UNITS  # numbers of the first matrix; the steps of the large weights behind it are lost in rounding
+
+
+def node(trials: int) -> list[dict[str, Any]]:
+    """Guess from releases of two nodes, one with a record more.
+
+    The number of records is a public fact of a plan. The guess does not use it: only the noisy sum.
+    """
+    net, rows = Regression(), []
+    clipped_sum, _ = clipped_sum_for(net, loss_of(net), torch.empty(0, WIDTH), torch.empty(0))
+
+    def summed(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        return clipped_sum(params, *batch, ClipRequest(1.0))[0][0, :SEEN].clone()
+
+    for kind in RECORDS:
+        worst = worst_model(summed, neighbours(kind, COUNT))
+        with contextlib.ExitStack() as stack:
+            sites = [stack.enter_context(_site(f"{name}_{kind}", trials)) for name in ("without", "with")]
+            rows.append(guessed(kind, COUNT, worst, trials, _Server(sites, worst).release))
+    return rows
+
+
+class _Server:
+    """Asks nodes for releases from hostile weights, each in a new round of the accepted plan."""
+
+    def __init__(self, sites: list[tuple[Node, Terms]], worst: Worst) -> None:
+        self._sites, self._rounds = sites, [0] * len(sites)
+        self._model = torch.cat([p.flatten() for p in worst.params.values()])
+
+    def release(self, coin: bool) -> Tensor:
+        """Return the noisy sum of the node without the record, or with it."""
+        node, terms = self._sites[coin]
+        self._rounds[coin] += 1
+        line = terms.plan.schedule.clients[0].planned[0]
+        request = Train(
+            wire.digest(terms),
+            self._rounds[coin],
+            line.purpose,
+            line.event,
+            LocalTraining(),
+            RATE,
+            self._model,
+            None,
+            0.0,
+        )
+        reply = wire.decode(Reply, node.handle(wire.encode(request)))  # type: ignore[arg-type]
+        if not isinstance(reply, Released):
+            raise RuntimeError(f"the node refused: {reply}")
+        return -reply.value[:SEEN].double() * (COUNT + coin) / RATE  # type: ignore[index]
+
+
+@contextlib.contextmanager
+def _site(records: str, rounds: int) -> Iterator[tuple[Node, Terms]]:
+    """Return a node that has accepted a plan of so many rounds, and the plan; each release has the claimed epsilon."""
+    module = "experiments.attacks.node"
+    options = {
+        "rounds": rounds,
+        "data": {"name": None, "class_path": f"{module}.{records}", "population_args": {"held_out": 0.0}},
+        "model": {"class_path": "experiments.attacks.guess.Regression"},
+        "clients": {"batch_size": None, "learning_rate": RATE},
+        "privacy": {"epsilon": None, "noise_multiplier": multiplier(), "delta": DELTA},
+        "strategies": {"size_weighted": {}},
+        "tracking": None,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        terms = terms_of(build_loop(from_mapping({**options, "output_dir": f"{folder}/plan"})))
+        settings = Settings("0", f"{module}:{records}", model="experiments.attacks.guess.Regression")
+        state, _ = new_node(Path(folder) / "site", settings)
+        accept(state, terms, epsilon_limit=1e6)
+        made = Node(state, open_study)
+        try:
+            yield made, terms
+        finally:
+            made.close()
+
+
+def without_different() -> list[Batch]:
+    return [neighbours("different", COUNT)[0]]
+
+
+def with_different() -> list[Batch]:
+    return [neighbours("different", COUNT)[1]]
+
+
+def without_equal() -> list[Batch]:
+    return [neighbours("equal", COUNT)[0]]
+
+
+def with_equal() -> list[Batch]:
+    return [neighbours("equal", COUNT)[1]]
