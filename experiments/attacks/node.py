@@ -75,14 +75,14 @@ class _Server:
             wire.digest(terms),
             self._rounds[coin],
             line.purpose,
-            line.event,
+            line.event,  # type: ignore[arg-type]
             LocalTraining(),
             RATE,
             self._model,
             None,
             0.0,
         )
-        reply = wire.decode(Reply, node.handle(wire.encode(request)))  # type: ignore[arg-type]
+        reply: Reply = wire.decode(Reply, node.handle(wire.encode(request)))  # type: ignore[arg-type]
         if not isinstance(reply, Released):
             raise RuntimeError(f"the node refused: {reply}")
         return -reply.value.double() * (COUNT + coin) / RATE  # type: ignore[union-attr]
