@@ -24,6 +24,7 @@ from experiments.pages import fill_page
 
 ROOT = Path(__file__).parents[1]
 SOUND = "as it is"
+FOUND = mutants.MUTANTS | mutants.OF_RULES | mutants.OF_COMPANY
 CASES = {
     "digits": ["--config", "conf/digits.yaml"],
     "Fashion-MNIST": [
@@ -51,10 +52,10 @@ def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
     """Every case by every build; `limits` are further arguments of `audit`."""
     results: dict[str, Any] = {}
     for case, argv in cases.items():
-        for name in (SOUND, *mutants.MUTANTS, *mutants.OF_RULES):
+        for name in (SOUND, *FOUND):
             print(f"{case}: {name}", file=sys.stderr, flush=True)
             options, _ = load([*argv[:1], str(ROOT / argv[1]), *argv[2:]])
-            mutate, expected = (mutants.MUTANTS | mutants.OF_RULES).get(name, (lambda patch: None, None))
+            mutate, expected = FOUND.get(name, (lambda patch: None, None))
             with MonkeyPatch.context() as patch:
                 mutate(patch)
                 results.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)

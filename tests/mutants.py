@@ -11,6 +11,7 @@ from pytest import MonkeyPatch
 
 from dpfl_lightning.federated.client import local_clients
 from dpfl_lightning.federated.client.budgets import Budgets
+from dpfl_lightning.federated.client.engines import fast as fast_engine
 from dpfl_lightning.federated.client.engines import serial as engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.kernels.float64_sums import Products
@@ -203,6 +204,16 @@ def twice_the_rate(patch: MonkeyPatch) -> None:
     )
 
 
+def passes_of_the_drawn_size(patch: MonkeyPatch) -> None:
+    """Passes have as many records as were drawn, so that kernels follow from their number."""
+    _sum_by(patch, lambda count: _slices(count, 32), copied=True)
+
+
+def passes_over_views(patch: MonkeyPatch) -> None:
+    """One record at a time, but where it lies in memory."""
+    _sum_by(patch, lambda count: _slices(count, 1), copied=False)
+
+
 #: those that every audit must catch, by any engine, and by which checks
 MUTANTS: dict[str, tuple[Mutate, set[str]]] = {
     "half the noise": (half_the_noise, {"noise"}),
@@ -224,6 +235,11 @@ VARIANTS: dict[str, tuple[Mutate, set[str]]] = {
     "a record in two passes": (overlapping_passes, {"sensitivity"}),
     "one noise for all steps": (one_noise_for_all_steps, {"noise"}),
     "twice the sampling rate": (twice_the_rate, {"sampling"}),
+}
+#: others, that show in some nets only, as the one of a regression
+OF_COMPANY: dict[str, tuple[Mutate, set[str]]] = {
+    "passes of the drawn size": (passes_of_the_drawn_size, {"company"}),
+    "passes over views": (passes_over_views, {"company"}),
 }
 #: others, that only layer rules have a place for
 OF_RULES: dict[str, tuple[Mutate, set[str]]] = {
@@ -273,3 +289,50 @@ def _last_of_first_pass_twice(call):
         return sums, torch.zeros(len(y))
 
     return summed
+
+
+def _slices(count, size):
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+class _SumOfPasses:
+    """A clipped sum of `vmap(grad)` whose passes are these slices of the drawn records."""
+
+    by_rules = False
+
+    def __init__(self, sample_loss, slices, copied, passes):
+        self._gradients, self._slices, self._copied = clipping.record_gradients(sample_loss), slices, copied
+        self.passes = passes
+
+    def choose(self):
+        return self
+
+    def __call__(self, params, x, y, request):
+        params = {name: p.detach() for name, p in params.items()}
+        wanted, norms = request.chosen(params), [torch.empty(0)]
+        total = request.zeros(wanted)
+        groups = torch.zeros(len(y), dtype=torch.long) if request.group is None else request.group
+        for rows in self._slices(len(y)):
+            part = x[rows].clone(memory_format=torch.contiguous_format) if self._copied else x[rows]
+            by_name = self._gradients(params, part, y[rows])
+            gradients = torch.cat([by_name[name].flatten(1) for name in wanted], dim=1).double()
+            norms.append(gradients.norm(p=request.order, dim=1))
+            factors = clipping.clip_factors(norms[-1], request.clip_norm)[:, None]
+            total.index_add_(0, groups[rows], torch.where(factors > 0, factors * gradients, 0.0))
+        return total, torch.cat(norms)
+
+    def copy_for(self, net, sample_loss):
+        return _SumOfPasses(sample_loss, self._slices, self._copied, self.passes)
+
+    def enter(self, x):
+        return x
+
+
+def _sum_by(patch: MonkeyPatch, slices: Callable[[int], list[slice]], copied: bool) -> None:
+    really = engine.SerialEngine.choose_clipped_sum
+
+    def choose(self):
+        return _SumOfPasses(self.module.sample_loss, slices, copied, really(self).passes)
+
+    for kind in (engine.SerialEngine, fast_engine.FastEngine):
+        patch.setattr(kind, "choose_clipped_sum", choose)

@@ -1,4 +1,4 @@
-"""Attacks on a build: bits of noisy sums, repeated noise, hostile records in a batch, tiny gradients, free answers."""
+"""Attacks on a build: bits of noisy sums, repeated noise, hostile records and weights, tiny gradients, free answers."""
 
 import copy
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import threshold_epsilon
+from dpfl_lightning.auditing.company import differences, hostile
 from dpfl_lightning.auditing.exact import moved, with_one_more
 from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, made_up
 from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
@@ -33,6 +34,7 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -43,6 +45,12 @@ BITS = 200  # releases with a record, and as many without, whose bits are read
 _NUMBERS = 1 << 24  # largest number of noisy values for that
 CROWD = 300  # hostile records around the watched one
 TINY = 1e-23  # factor of the loss
+#: hostile models (the products of cancelling weights), each with a number of records that are compared in all companies
+MODELS = ((1e7, 7), (1e10, 31))
+SIZES = (7, 31, 103, 127, 255)  # numbers of records to which one more is added
+SEARCHED = 10  # hostile models, of which the one that tells most is asked for releases
+WATCHED = 16  # records whose clipped gradients are compared
+_RATE = 3e3  # learning rate: a step is not lost beside large weights, and no release exceeds what a server accepts
 
 
 def grid(
@@ -176,6 +184,55 @@ def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Po
     pairs, starts = [(NOBODY, name) for name in datasets], [scaled.flat, torch.zeros_like(scaled.flat)]
     what = f"{engine}: one record of huge features and tiny loss"
     return _most_moved("tiny norms", what, harness, subject, pairs, [1e-5, 1e-8], starts, 1e-3)
+
+
+def company(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
+    """Measure what the company of records changes in their clipped gradients under hostile weights, without noise.
+
+    It counts the records with other bits beside more, fewer and broken records, in other places and in views, and
+    measures how far one record more moves a release, and the release of another client in the same pass, in clip norms.
+    Raises UserError if the engine cannot run the module.
+    """
+    module = copy.deepcopy(module)
+    x, y = made_up(like, max(SIZES) + 1, seed, module.flat.device, module.flat.dtype, scales=(1.0,))
+    crowds = {f"{size} records": torch.arange(size) for size in SIZES}
+    datasets, pairs = with_one_more(crowds, {"one more": max(SIZES)})
+    datasets["others"] = torch.arange(9)
+    harness = Harness(build_engine(engine, 1), module, like, (x, y), datasets, Streams())
+    silent = dataclasses.replace(subject.mechanism, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0)
+    request, rate = ClipRequest(silent.clip_norm, silent.clip_order), _RATE / silent.clip_norm
+    sums, changed = harness.engine.clipped_sum, 0
+    for number, (large, size) in enumerate(MODELS):
+        params, watched = hostile(module.named_trainable, seed + number, large), min(WATCHED, harness.at_once)
+        batch, others = (x[:size], y[:size]), (x[-9:], y[-9:])
+        changed += sum(one.records for one in differences(sums, params, batch, others, request, seed, watched))
+
+    def one_more(number: int) -> float:
+        params, size = hostile(module.named_trainable, seed + number), SIZES[number % len(SIZES)]
+        smaller, larger = (sums(params, x[:count], y[:count], request)[0].clone() for count in (size, size + 1))
+        return float(torch.linalg.vector_norm(larger - smaller, ord=request.order))
+
+    worst, most = max(range(SEARCHED), key=one_more), 0.0
+    start = torch.cat([value.flatten() for value in hostile(module.named_trainable, seed + worst).values()])
+    pair = pairs[worst % len(SIZES)]
+    for together in (False, True):
+        most = max(most, moved(harness, silent, rate, [pair], LocalTraining(), together, start) / _RATE)
+    smaller, larger = (harness.releases(["others", name], silent, 1, rate, start, together=True)[0] for name in pair)
+    apart = torch.linalg.vector_norm(larger - smaller, ord=silent.clip_order)
+    most = max(most, 1 + float(apart) / _RATE)  # what a client releases may not depend on another one
+    return Finding(
+        check="company",
+        what=f"{engine}: records with other bits in other company; one record more moves a release by",
+        measured=f"{changed}; {most:.6f} x clip norm",
+        claimed="0; at most 1",
+        refuted=changed > 0 or not most <= 1 + 1e-3,
+        figures={
+            "engine": engine,
+            "sums": harness.engine.description,
+            "changed": changed,
+            "most": finite_or_none(most),
+        },
+    )
 
 
 def _most_moved(

@@ -4,6 +4,7 @@ A server that chooses the weights makes the last bits large: in a pair of hidden
 rounding decides the sign of the loss's gradient.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,35 +16,36 @@ from torch.utils._pytree import tree_map
 from dpfl_lightning.privacy.clipping.inputs import Inputs, joined, take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
 
-LARGE = 1e10  # weights of cancelling pairs
+LARGE = 1e10  # products of the weights of cancelling pairs
 STRANGE = (math.nan, math.inf, 1e-41, -1e30, 0.0)  # values of neighbours
 
 
 def hostile(params: Params, seed: int, large: float = LARGE) -> dict[str, Tensor]:
     """Return normal weights with cancelling pairs in two consecutive matrices; of one that fits, chosen by the seed.
 
-    The pairs are units `w` and `3 w` of the first matrix `[units, ...]`, which the second matrix `[n, units * k]`
-    multiplies by `3 a large` and `-a large`. Without matrices that fit all weights are just normal.
+    The pairs are units of the first matrix `[units, ...]` with weights `w` and `3 w`, which the second matrix
+    `[n, units * k]` multiplies by `3 a` and `-a`, where `a w` is about `large`. These products of weights are exact, so
+    that the sum is what sums of products round. Without matrices that fit all weights are just normal.
     """
     generator = torch.Generator().manual_seed(seed)
-    weights = {name: torch.randn(p.shape, generator=generator).to(p) for name, p in params.items()}
+    weights = {name: (64 * torch.randn(p.shape, generator=generator)).round().to(p) / 64 for name, p in params.items()}
     matrices = [name for name, p in weights.items() if p.dim() >= 2]
     fitting = [
         (first, second)
-        for number, first in enumerate(matrices)
-        for second in matrices[number + 1 : number + 2]
+        for first, second in itertools.pairwise(matrices)
         if len(weights[first]) >= 2 and weights[second].shape[1] % len(weights[first]) == 0
     ]
     if fitting:
         first, second = fitting[-1 if seed % 2 else int(torch.randint(len(fitting), (), generator=generator))]
-        units = len(weights[first]) // 2 * 2
+        units, each = len(weights[first]) // 2 * 2, 2.0 ** round(math.log2(large) / 2)
+        weights[first] *= each
         weights[first][1:units:2] = 3 * weights[first][0:units:2]
         read = weights[second].view(len(weights[second]), len(weights[first]), -1)  # [n, units, what a unit gives]
-        read[:, 0:units:2] *= 3 * large
-        read[:, 1:units:2] = -read[:, 0:units:2] / 3
-        for name, p in weights.items():
+        read *= each
+        read[:, 0:units:2] = -3 * read[:, 1:units:2]
+        for name, value in weights.items():
             if "bias" in name:
-                p.zero_()
+                value.zero_()
     return weights
 
 
@@ -88,13 +90,6 @@ def companies(x: Inputs, y: Tensor, others: tuple[Inputs, Tensor], generator: to
         yield Company("neighbours", take(all_x, order), all_y[order], everyone, order.argsort()[: len(y)])
 
 
-def contributions(clipped_sum: ClippedSum, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> Tensor:
-    """Return each record's clipped gradient `[B, P]`."""
-    groups = torch.arange(len(y), device=y.device)
-    request = ClipRequest(request.clip_norm, request.order, groups, len(y))
-    return clipped_sum(params, x, y, request)[0].clone()
-
-
 @dataclass(frozen=True)
 class Difference:
     """How many of the watched records have other bits in a company, and by how much: all distances in clip norms."""
@@ -112,18 +107,37 @@ def differences(
     others: tuple[Inputs, Tensor],
     request: ClipRequest,
     seed: int,
+    most: int | None = None,
 ) -> list[Difference]:
-    """Compare each record's clipped gradient in all companies with that among the records `[B]` alone."""
-    generator, found = torch.Generator().manual_seed(seed), []
-    usual = contributions(clipped_sum, params, *records, request)
+    """Compare the clipped gradients of the last `most` records (None: all) in all companies with those of them alone.
+
+    `request` gives clip norm and order.
+    """
+    generator, found, count = torch.Generator().manual_seed(seed), [], len(records[1])
+    first = count - min(count, most or count)
+    usual = _contributions(clipped_sum, params, *records, request, torch.arange(first, count))
     for company in companies(*records, others, generator):
-        there = contributions(clipped_sum, params, company.x, company.y, request)
-        apart = there[company.places.to(there.device)] - usual[company.watched.to(there.device)]
+        watched = company.watched >= first
+        if not watched.any():
+            continue
+        there = _contributions(clipped_sum, params, company.x, company.y, request, company.places[watched])
+        apart = there - usual[(company.watched[watched] - first).to(there.device)]
         changed = ~(apart == 0).all(dim=1)
         lengths = [torch.linalg.vector_norm(part, ord=request.order, dim=-1) for part in (apart, apart.sum(dim=0))]
         largest, moved = (float(length.max()) / request.clip_norm for length in lengths)
         found.append(Difference(company.kind, int(changed.sum()), largest, moved))
     return found
+
+
+def _contributions(
+    clipped_sum: ClippedSum, params: Params, x: Inputs, y: Tensor, request: ClipRequest, places: Tensor
+) -> Tensor:
+    """Return the clipped gradients of the W records at these places, `[W, P]`."""
+    count = len(places)
+    groups = torch.full((len(y),), count, device=y.device)  # the last one is that of the other records
+    groups[places.to(y.device)] = torch.arange(count, device=y.device)
+    request = ClipRequest(request.clip_norm, request.order, groups, count + 1)
+    return clipped_sum(params, x, y, request)[0][:count].clone()
 
 
 def _behind(part: Tensor, numbers: int) -> Tensor:

@@ -11,6 +11,7 @@ MEANING = {
     "sensitivity": "one added record, with the same noise on both sides: exact, for every engine on this model",
     "isolation": "the same among huge, tiny, constant and broken records: detects a model that mixes records",
     "tiny norms": "the same for gradients so small, from inputs so large, that float32 cannot hold their squares",
+    "company": "bits of a record's clipped gradient beside other records, under weights that make the last bits large",
     "grid": "noisy sums are multiples of a public power of two, so that their precision reveals nothing; exact",
     "fresh noise": "two starts, repeated releases and other seeds have independent noise of the planned size",
     "answers": "every planned answer has a mechanism or makes epsilon infinite; equal questions are paid for twice",

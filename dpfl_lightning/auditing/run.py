@@ -95,7 +95,12 @@ def _checks(
 ) -> Iterator[tuple[str, Callable[[], Iterable[Finding]]]]:
     """Yield the name of every check of a client, and a function that runs it."""
     context = loop.module, loop.population, loop.seed
-    by_engine = {"sensitivity": exact.sensitivity, "isolation": attacks.isolation, "tiny norms": attacks.tiny_norms}
+    by_engine = {
+        "sensitivity": exact.sensitivity,
+        "isolation": attacks.isolation,
+        "tiny norms": attacks.tiny_norms,
+        "company": attacks.company,
+    }
     for engine, (name, check) in itertools.product(sorted(ENGINES), by_engine.items()):
         yield name, partial(_unless_refused, partial(check, subject, engine, *context), engine, left_out)
     if loop.clients.simulated:

@@ -64,7 +64,7 @@ class _OpacusLoop:
         loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[1]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that its noise is not cryptographically safe
-            self.net, self.optimizer, self.loader = PrivacyEngine().make_private(
+            self.net, self.optimizer, private_loader = PrivacyEngine().make_private(
                 module=net,
                 optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
                 data_loader=loader,
@@ -72,15 +72,15 @@ class _OpacusLoop:
                 max_grad_norm=1.0,
                 poisson_sampling=False,
             )
+        ((self.x, self.y),) = private_loader
 
     def step(self, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the clipped gradients `[P]`, and the same with noise, from these weights."""
         with torch.no_grad():
             for p, value in zip(self.net.parameters(), params.values(), strict=True):
                 p.copy_(value)
-        ((x, y),) = self.loader
         self.optimizer.zero_grad()
-        F.mse_loss(self.net(x), y).backward()
+        F.mse_loss(self.net(self.x), self.y).backward()
         self.optimizer.step()
         trained = list(self.net.parameters())
         exact = torch.cat([p.summed_grad.flatten() for p in trained])

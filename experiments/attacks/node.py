@@ -25,7 +25,6 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from experiments.attacks.guess import (
     DELTA,
     RECORDS,
-    UNITS,
     WIDTH,
     Batch,
     Regression,
@@ -38,8 +37,7 @@ from experiments.attacks.guess import (
 from experiments.attacks.nets import loss_of
 
 COUNT = 103
-RATE = 1e3  # learning rate: steps as large as the weights of the first matrix
-SEEN = WIDTH * UNITS  # numbers of the first matrix; the steps of the large weights behind it are lost in rounding
+RATE = 1e3  # learning rate: a step is not lost beside weights of 1e5
 
 
 def node(trials: int) -> list[dict[str, Any]]:
@@ -51,7 +49,7 @@ def node(trials: int) -> list[dict[str, Any]]:
     clipped_sum, _ = clipped_sum_for(net, loss_of(net), torch.empty(0, WIDTH), torch.empty(0))
 
     def summed(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return clipped_sum(params, *batch, ClipRequest(1.0))[0][0, :SEEN].clone()
+        return clipped_sum(params, *batch, ClipRequest(1.0))[0][0].clone()
 
     for kind in RECORDS:
         worst = worst_model(summed, neighbours(kind, COUNT))
@@ -77,17 +75,17 @@ class _Server:
             wire.digest(terms),
             self._rounds[coin],
             line.purpose,
-            line.event,
+            line.event,  # type: ignore[arg-type]
             LocalTraining(),
             RATE,
             self._model,
             None,
             0.0,
         )
-        reply = wire.decode(Reply, node.handle(wire.encode(request)))  # type: ignore[arg-type]
+        reply: Reply = wire.decode(Reply, node.handle(wire.encode(request)))  # type: ignore[arg-type]
         if not isinstance(reply, Released):
             raise RuntimeError(f"the node refused: {reply}")
-        return -reply.value[:SEEN].double() * (COUNT + coin) / RATE  # type: ignore[index]
+        return -reply.value.double() * (COUNT + coin) / RATE  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import mutants
 import pytest
 from conftest import blobs, small_loop
 
-from dpfl_lightning.auditing import exact, noisy
+from dpfl_lightning.auditing import attacks, exact, noisy
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine, build_loop
 from dpfl_lightning.config.load import load
@@ -19,6 +19,7 @@ CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,0
 
 EVERYWHERE = [(engine, name) for engine in sorted(ENGINES) for name in mutants.MUTANTS]
 SOMEWHERE = [("fast", name) for name in mutants.VARIANTS | mutants.OF_RULES]
+SOMEWHERE += [(engine, name) for engine in ("fast", "serial", "trainer") for name in mutants.OF_COMPANY]
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,8 @@ def few(monkeypatch):
     """Of everything."""
     monkeypatch.setattr(noisy, "VALUES", 1000)
     monkeypatch.setattr(noisy, "STEPS", 300)
+    monkeypatch.setattr(attacks, "SIZES", (7, 31))
+    monkeypatch.setattr(attacks, "SEARCHED", 2)
 
 
 def loop_of(engine: str, batch_size: int | None = 20, **privacy) -> FederatedLoop:
@@ -39,8 +42,8 @@ def loop_of(engine: str, batch_size: int | None = 20, **privacy) -> FederatedLoo
     )
 
 
-CHECKS = ["sensitivity", "isolation", "tiny norms", "fresh noise", "grid", "answers", "sampling", "noise", "canary"]
-CHECKS += ["round", "one run", "one run's curve"]
+CHECKS = ["sensitivity", "isolation", "tiny norms", "company", "fresh noise", "grid", "answers", "sampling", "noise"]
+CHECKS += ["canary", "round", "one run", "one run's curve"]
 
 
 def audited(engine: str, monkeypatch, only=None, **privacy) -> dict:
@@ -61,7 +64,7 @@ def fast_first(cases):
 
 @pytest.mark.parametrize("engine, name", fast_first(EVERYWHERE + SOMEWHERE))
 def test_a_broken_build_is_refuted(engine, name, monkeypatch):
-    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS | mutants.OF_RULES)[name]
+    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS | mutants.OF_RULES | mutants.OF_COMPANY)[name]
     mutate(monkeypatch)
     found = audited(engine, monkeypatch, only=expected)
     caught = {finding["check"] for finding in found["clients"][0]["findings"] if finding["refuted"]}
