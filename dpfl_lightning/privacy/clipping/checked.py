@@ -16,7 +16,7 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
-from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import FEW_SIZES, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     LoopClippedSum,
@@ -33,6 +33,7 @@ _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more d
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
 _KINDS = 6  # of records in a random example
+_FINE = 1 << 18  # parameters of nets for which all sizes of passes are checked
 
 PassedSum = FastClippedSum | VmapClippedSum
 Kind = Callable[[nn.Module, SampleLoss, tuple[int, ...]], PassedSum]  # the last argument are sizes of passes
@@ -87,7 +88,7 @@ def clipped_sum_for(
     sample_loss: SampleLoss | None,
     example_x: Records,
     example_y: Tensor,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] = (),
 ) -> tuple[CheckedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
@@ -95,14 +96,15 @@ def clipped_sum_for(
     extreme records, alone and in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in
     float32 for a model without float64), with dropout off. Otherwise it is `VmapClippedSum`, in which no record can
     influence another, or the loop if `vmap` cannot run the model or tensors of the net change in a pass. No record is
-    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding.
+    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. `sizes` of passes
+    are those of `passes.py` by default.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
     'fast: exact rules for all layers'
     """
     sample_loss = sample_loss or cross_entropy_of(net)
-    passes = FixedPasses(_examples(net, example_x, example_y, max(sizes)), sizes)
+    passes = _passes_of(net, example_x, example_y, sizes)
     with _drawing_nothing(net):
         kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
@@ -113,7 +115,7 @@ def clipped_sum_for(
 
 def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor) -> CheckedSum:
     """Return the reference of a run: `VmapClippedSum`, or the loop where `vmap` cannot run the model."""
-    passes = FixedPasses(_examples(net, example_x, example_y, max(SIZES)))
+    passes = _passes_of(net, example_x, example_y)
     with _drawing_nothing(net):
         needs_loop = _needs_loop(net, sample_loss, passes)
     return CheckedSum(net, sample_loss, passes, None if needs_loop else functools.partial(_by_vmap, passes.padding))
@@ -125,6 +127,12 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
     device = next(net.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(*_dropout_of(net)):
         yield
+
+
+def _passes_of(net: nn.Module, x: Records, y: Tensor, sizes: Sequence[int] = ()) -> FixedPasses:
+    few = sum(p.numel() for p in net.parameters()) > _FINE
+    sizes = sizes or (FEW_SIZES if few else SIZES)
+    return FixedPasses(_examples(net, x, y, max(sizes)), sizes)
 
 
 def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, sizes: tuple[int, ...]) -> VmapClippedSum:
