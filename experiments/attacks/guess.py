@@ -18,6 +18,7 @@ WIDTH, UNITS = 64, 32
 EPSILON, DELTA = 1.0, 1e-5  # what a release claims
 MODELS = 600  # of which the server takes the one that tells most
 CONFIDENCE = 0.99
+LARGE = 1e9  # products of cancelling weights, none of which is above 10^6: a node refuses larger ones
 #: how the records of a data set are made: all different, or copies of one
 RECORDS = ("different", "equal")
 
@@ -68,7 +69,7 @@ def worst_model(summed: Sum, pair: tuple[Batch, Batch], models: int = MODELS) ->
     """Return the hostile model, of so many, for which the sums of the neighbours are furthest apart."""
     like, best = dict(Regression().named_parameters()), None
     for seed in range(models):
-        params = hostile({name: p.detach() for name, p in like.items()}, seed)
+        params = hostile({name: p.detach() for name, p in like.items()}, seed, LARGE)
         found = Worst(params, *(summed(params, batch).double() for batch in pair))
         if best is None or found.moved > best.moved:
             best = found
