@@ -47,7 +47,6 @@ NOT_COVERED = (
     "the clients of an experiment",
     "times, memory, sizes of files and errors of the computation, which can depend on records",
     "other runs on the same records, copies of this run's folder included: their epsilons add up",
-    "the last bits of a record's gradient, where they depend on how many gradients are computed together",
 )
 
 

@@ -79,7 +79,7 @@ def sizes_in_company(rows_of: Rows, examples: Batch, sizes: Sequence[int]) -> tu
     `examples` are public records, at least as many as the largest size; the first one is the padding.
     """
     x, y = examples
-    few = min(sizes)
+    few = max(1, min(sizes) - 1)
     source = torch.zeros(max(sizes), dtype=torch.long, device=y.device)
     source[:few] = torch.arange(few)
     bits = {size: _bits(rows_of(take(x, source[:size]), y[source[:size]], few)) for size in sizes}
@@ -95,7 +95,7 @@ def _holds_in_company(rows_of: Rows, x: Inputs, y: Tensor, size: int, expected: 
     """Return whether records have the `expected` bits at other places, and among hostile records and padding."""
     every = torch.arange(size, device=y.device)
     for shift, share, fills in _COMPANIES:
-        count = round(share * size)
+        count = min(size, round(share * size) | 1)  # odd, except for a full pass
         source, kept = every.roll(shift), every[:count]
         source[count:] = 0
         some_x = take(x, source)
