@@ -20,6 +20,7 @@ from dpfl_lightning.privacy.accounting import accountant
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
+from dpfl_lightning.privacy.clipping import passes
 from dpfl_lightning.privacy.clipping import reference as clipping
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
@@ -80,6 +81,7 @@ def last_counted_twice(patch: MonkeyPatch) -> None:
 
 def overlapping_passes(patch: MonkeyPatch) -> None:
     """The last record of the first pass is in the second one's sum, too, but counted once."""
+    patch.setattr(passes, "sizes_in_company", lambda rows_of, examples, sizes: (8,))
     for kind in SUMS:
         patch.setattr(kind, "__call__", _last_of_first_pass_twice(kind.__call__))
 
@@ -168,7 +170,9 @@ def mixing_model(patch: MonkeyPatch) -> None:
 
     patch.setattr(ClientModule, "sample_loss", mixed)
     patch.setattr(local_clients, "check_fits", lambda module, population: None)
-    patch.setattr(checked_clipping, "_reached_in_company", lambda *args: None)
+    for check in ("_reached_in_company", "_apart"):
+        patch.setattr(checked_clipping, check, lambda *args: None)
+    patch.setattr(passes, "sizes_in_company", lambda rows_of, examples, sizes: (max(sizes),))
 
 
 def free_answers(patch: MonkeyPatch) -> None:

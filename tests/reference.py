@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
+from dpfl_lightning.privacy.clipping.passes import SIZES, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 
@@ -147,3 +148,9 @@ def summed(clipped_sum, params, x, y, clip_norm, group=None, num_groups=1, norms
     if norms is not None:
         norms.append(sizes)
     return sums
+
+
+def passes_like(x: torch.Tensor, y: torch.Tensor) -> FixedPasses:
+    """Passes of records of this shape, checked on random ones."""
+    examples = torch.randn(max(SIZES), *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    return FixedPasses((examples, torch.zeros(max(SIZES), *y.shape[1:], dtype=y.dtype)))

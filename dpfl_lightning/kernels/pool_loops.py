@@ -7,8 +7,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from dpfl_lightning.kernels import LOSER
 from dpfl_lightning.kernels.compiled import compiled
-from dpfl_lightning.kernels.pooling import LOSER
 from dpfl_lightning.kernels.windows import HALF, load, vector
 
 

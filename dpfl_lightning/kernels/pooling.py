@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LANES
+from dpfl_lightning.kernels import LANES, LOSER
 from dpfl_lightning.kernels.dense_conv import nhwc
-
-LOSER = 4  # the number of a winner that passes no gradient on
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
             way_out += ", or freeze its statistics by .eval()" if layer.running_mean is not None else ""
         elif isinstance(layer, _InstanceNorm) and layer.track_running_stats:
             problem, way_out = "keeps statistics of records it has seen", "track_running_stats=False instead"
+        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            problem, way_out = "changes its table where a record reads it", "max_norm=None instead"
         else:
             continue
         got = f"{type(layer).__name__}, which {problem}"

@@ -67,7 +67,8 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, functools.partial):
         return ["partial", *(described(one, seen) for one in (value.func, value.args, value.keywords))]
     if isinstance(value, type) or inspect.isroutine(value):
-        return [f"{value.__module__}.{value.__qualname__}", _kept_by(value, seen)]
+        kept = None if isinstance(value, type) else _kept_by(value, seen)
+        return [f"{getattr(value, '__module__', None)}.{value.__qualname__}", kept]  # a method of C has no module
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, tuple):
         return [name, [described(one, seen) for one in value]]
@@ -87,10 +88,9 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
 
 
 def _kept_by(function: Any, seen: dict[int, int]) -> Any:
-    """A description of what a function closes over, of its defaults, and of the object that a method is bound to."""
+    """A description of what a function closes over, and of its defaults."""
     kept = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     kept += [getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__")]
-    kept.append(function.__self__ if inspect.ismethod(function) else None)
     if not any(one is not None for one in kept) or id(function) in seen:
         return None
     seen[id(function)] = len(seen)  # it may close over itself

@@ -92,7 +92,8 @@ def test_shares_of_the_test_set_are_seen_once():
 
     class Counting(nn.Linear):
         def forward(self, records):
-            seen.append(len(records))
+            if torch.is_inference_mode_enabled():  # no check of the model
+                seen.append(len(records))
             return super().forward(records)
 
     scores = evaluate(ClientModule(Counting(3, 2)), population, ClientModels(always(0)[None], (0,) * 4))

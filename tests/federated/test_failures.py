@@ -91,7 +91,7 @@ def test_an_error_of_a_batch_that_is_of_no_client_ends_the_run(make_loop, monkey
     def broken(*args):
         raise IndexError("of the batch")
 
-    monkeypatch.setattr(one_batch, "_change", broken)
+    monkeypatch.setattr(one_batch, "dp_step", broken)
     with pytest.raises(IndexError, match="of the batch"):
         make_loop(engine=ENGINES["fast"](), **ONE_STEP).run()
 

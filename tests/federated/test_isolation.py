@@ -371,19 +371,38 @@ class Checkpointed(Tokens):
         return checkpoint(super().forward, tokens, use_reentrant=False)
 
 
+class Broken(Tokens):
+    def forward(self, tokens):
+        out = super().forward(tokens)
+        return out if not torch.is_grad_enabled() else out + torch.zeros(1, 7)
+
+
 @pytest.mark.parametrize("engine", ["serial", "fast"])
-def test_layers_that_cannot_run_under_vmap_are_refused_and_leave_no_folder(engine, tmp_path, make_loop):
-    nets = {
-        r"`words` \(Embedding\): vmap": renormalising(),
-        r"`words` \(Embedding\): .*SparseCPU": Tokens(longest=False, sparse=True),
-        r"`net` \(Checkpointed\): .*(saved tensor hooks|not have vmap)": Checkpointed(longest=False),
-    }
+def test_layers_that_cannot_run_backward_are_refused_and_leave_no_folder(engine, tmp_path, make_loop):
     options = {"privacy": private(), "clients": ClientOptions(2, batch_size=4), "output_dir": tmp_path / "run"}
-    for words, net in nets.items():
-        loop = make_loop(tokens(), ClientModule(net), engine=ENGINES[engine](), **options)
-        with pytest.raises(UserError, match=f"must run forward and backward for one record, got an error of {words}"):
-            loop.run()
-        assert not (tmp_path / "run").exists()
+    loop = make_loop(tokens(), ClientModule(Broken(longest=False)), engine=ENGINES[engine](), **options)
+    words = r"`net` \(Broken\): The size of tensor"
+    with pytest.raises(UserError, match=f"must run forward and backward for one record, got an error of {words}"):
+        loop.run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_table_that_records_change_is_refused():
+    with pytest.raises(UserError, match=r"Embedding, which changes its table where a record reads it\. Use max_norm"):
+        ClientModule(renormalising())
+
+
+@pytest.mark.parametrize(
+    "net", [Tokens(longest=False, sparse=True), Checkpointed(longest=False)], ids=["sparse", "saved"]
+)
+def test_what_vmap_cannot_run_is_trained_one_record_at_a_time(net, make_loop):
+    options = {"privacy": private(), "clients": ClientOptions(2, batch_size=4), "rounds": 1}
+    same = make_loop(tokens(), ClientModule(Tokens(longest=False)), engine=ENGINES["fast"](), **options)
+    loop = make_loop(tokens(), ClientModule(net), engine=ENGINES["fast"](), **options)
+    net.load_state_dict(same.module.net.state_dict())
+    models = [one.run() and one.state.models for one in (same, loop)]
+    assert "loop" in loop.clients.description
+    torch.testing.assert_close(*models)
 
 
 def test_any_error_before_there_is_a_ledger_leaves_no_folder(tmp_path, make_loop, monkeypatch):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from conftest import blobs, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import passes_like
 from rich.console import Console
 
 from dpfl_lightning import strategies
@@ -84,7 +86,7 @@ def lists_of_rows(*special):
 def released(query, x, y=None, generator=None):
     """What leaves client 0."""
     y = torch.zeros(len(x), dtype=torch.long) if y is None else y
-    return answers.answer(ChargedQuery.of(query), 0, MODULE, x, y, generator)
+    return answers.answer(ChargedQuery.of(query), 0, MODULE, x, y, generator, passes_like(x, y))
 
 
 # ---- the bounds
@@ -110,7 +112,7 @@ def test_one_record_gives_each_candidate_between_nothing_and_one(rows):
     query, x = Columns(mechanism_of={0: ExponentialMechanism(1.0)}), torch.tensor(rows)
     y = torch.zeros(len(x), dtype=torch.long)
     sums = [
-        answers._bounded_sum(ChargedQuery.of(query), 0, MODULE, own, y[: len(own)], answers._scores)
+        answers._bounded_sum(ChargedQuery.of(query), 0, MODULE, own, y[: len(own)], passes_like(x, y), answers._scores)
         for own in (x, x[1:])
     ]
     moved = sums[0] - sums[1]
@@ -155,10 +157,11 @@ def test_anything_but_one_row_a_record_is_refused():
         for mechanism in (silent(), ExponentialMechanism(1.0)):
             with pytest.raises(ValueError, match=rf"the rows of Columns must be one row of real numbers.* {got}"):
                 released(Columns(mechanism_of={0: mechanism}, make=make), torch.ones(3, 2))
-    lengths = iter([2, 1])
-    query = Columns(mechanism_of={0: silent()}, make=lambda x: x[:, : next(lengths)])
+    passes, lengths = passes_like(torch.ones(1, 2), torch.zeros(1)), itertools.chain([2], itertools.repeat(1))
+    passes.sizes = lambda what, rows_of: (8,)  # no check, which would see the lengths
+    query = ChargedQuery.of(Columns(mechanism_of={0: silent()}, make=lambda x: x[:, : next(lengths)]))
     with pytest.raises(ValueError, match=r"must have one length, got 2 and 1"):
-        released(query, torch.ones(FORWARD_CHUNK + 1, 2))
+        answers.answer(query, 0, MODULE, torch.ones(9, 2), torch.zeros(9, dtype=torch.long), None, passes)
 
 
 # ---- what is charged

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import PowerCut, private
 from few_digits import CLASSES, EQUAL, UNEQUAL, a_net, digits, few
+from reference import passes_like
 
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
@@ -37,7 +38,7 @@ NETS = torch.stack([a_net(seed=seed).flat for seed in (5, 6)])
 def sums_of(x, y, clip_norm=1.0):
     """What a client with these records releases without noise, `[CLASSES, k]`."""
     query = FeatureSums(mechanism_of={0: Gaussian(clip_norm, 0.0, 1.0, 1.0)}, nets=NETS, num_classes=CLASSES)
-    return query.read(0, answers.answer(ChargedQuery.of(query), 0, a_net(), x, y, None))
+    return query.read(0, answers.answer(ChargedQuery.of(query), 0, a_net(), x, y, None, passes_like(x, y)))
 
 
 def records_of(counts):

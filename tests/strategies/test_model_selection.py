@@ -10,6 +10,7 @@ from conftest import PowerCut, blobs, cut_at, private, small_net
 from fakes import a_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import passes_like
 from scipy.stats import chisquare
 from torch import nn
 
@@ -84,7 +85,7 @@ def a_module():
 def scores(module, models, x, y, bound):
     """What the mechanism of `SelectModel` adds its noise to, `[M]`."""
     query = SelectModel(mechanism_of={0: ExponentialMechanism(1.0)}, models=models, loss_bound=bound)
-    return answers._bounded_sum(ChargedQuery.of(query), 0, module, x, y, answers._scores)
+    return answers._bounded_sum(ChargedQuery.of(query), 0, module, x, y, passes_like(x, y), answers._scores)
 
 
 def probabilities(module, models, x, y, epsilon, bound):
@@ -119,8 +120,8 @@ def test_answers_follow_that_law():
     module, generator = a_module(), torch.Generator().manual_seed(1)
     models, x, y = torch.randn(3, 4, generator=generator), torch.randn(4, 1, generator=generator), torch.arange(4) % 2
     query = SelectModel(mechanism_of={0: ExponentialMechanism(1.5)}, models=models, loss_bound=1.0)
-    draws = np.random.default_rng(0)
-    chosen = [answers.answer(ChargedQuery.of(query), 0, module, x, y, draws) for _ in range(6000)]
+    draws, passes = np.random.default_rng(0), passes_like(x, y)
+    chosen = [answers.answer(ChargedQuery.of(query), 0, module, x, y, draws, passes) for _ in range(6000)]
     expected = 6000 * probabilities(module, models, x, y, 1.5, 1.0).numpy()
     assert expected.min() > 300 and chisquare(np.bincount(chosen, minlength=3), expected).pvalue > 1e-3
 
@@ -165,7 +166,7 @@ def test_the_lowest_loss_and_the_first_of_equals():
     bad, good = torch.tensor([0.0, 0.0, 9.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 90.0])
     for models, best in (([bad, good, good], 1), ([good, bad], 0), ([bad, bad], 0), ([bad * math.nan, bad], 1)):
         query = LowestLoss(mechanism_of=none, models=torch.stack(models))
-        assert query.read(0, answers.answer(ChargedQuery.of(query), 0, module, x, y, None)) == best
+        assert query.read(0, answers.answer(ChargedQuery.of(query), 0, module, x, y, None, passes_like(x, y))) == best
 
 
 @pytest.mark.e2e

@@ -1,6 +1,7 @@
 """Two stages: reports planned and charged, budgets split and then spent to the last, quotas that follow from losses."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
 from fakes import Absent, Recorder
+from reference import passes_like
 
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.allocation import allocate_int
@@ -158,7 +160,9 @@ def test_the_papers_reports_are_allowed_in_words_only(make_loop):
     silent = {client: NoMechanism("unbounded", mechanism)}
     steps = {client: (math.inf, 2, 0.3)}
     query = LossesAroundStep(mechanism_of=silent, models=start[None], row_of={client: 0}, step_of=steps)
-    before, after = query.read(client, answers.answer(ChargedQuery.of(query), client, loop.module, x, y, None))
+    before, after = query.read(
+        client, answers.answer(ChargedQuery.of(query), client, loop.module, x, y, None, passes_like(x, y))
+    )
     net = small_net()
     loss = torch.nn.functional.cross_entropy(net(x), y)
     assert before == pytest.approx(loss.item(), rel=1e-5)
@@ -306,9 +310,8 @@ def test_one_record_moves_a_reported_loss_by_what_its_mechanism_says(kind):
 
     def answer(x, y, mechanism=silent):
         query = MeanLoss(mechanism_of={0: mechanism}, models=model, row_of={0: 0}, loss_bound=bound)
-        return query.read(
-            0, answers.answer(ChargedQuery.of(query), 0, module, torch.tensor(x)[:, None], torch.tensor(y), None)
-        )
+        x, y = torch.tensor(x)[:, None], torch.tensor(y)
+        return query.read(0, answers.answer(ChargedQuery.of(query), 0, module, x, y, None, passes_like(x, y)))
 
     x, y = [1.0] * 9, [0, 1] * 4 + [0]
     middle = answer(x, y)
@@ -325,7 +328,8 @@ def test_the_noise_of_a_reported_loss_is_that_of_its_event():
     mechanism = Gaussian(0.5, 4.0, 1.0, 10.0)
     query = MeanLoss(mechanism_of={3: mechanism}, models=module.flat[None], row_of={3: 0}, loss_bound=1.0)
     draw, x, y = RandomGenerator(bytes(32)), torch.zeros(10, 1), torch.zeros(10, dtype=torch.long)
-    reports = [query.read(3, answers.answer(ChargedQuery.of(query), 3, module, x, y, draw)) for _ in range(2000)]
+    ask = functools.partial(answers.answer, ChargedQuery.of(query), 3, module, x, y, draw, passes_like(x, y))
+    reports = [query.read(3, ask()) for _ in range(2000)]
     assert np.std(reports) == pytest.approx(0.5 * 4.0 / 10, rel=0.06)  # seed 0; 3.8 standard errors
     assert event_of(query, 3) == mechanism.event(1)
 

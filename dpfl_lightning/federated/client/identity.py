@@ -150,9 +150,14 @@ def _defining(value: object) -> Any:
 
 
 def _settings(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a module other than parameters, buffers and modules."""
-    names = _GIVEN if isinstance(part, ClientModule) else sorted(vars(part).keys() - _OF_TORCH)
-    return {name: described(vars(part)[name]) for name in names if name in vars(part)}
+    """The attributes of a module other than parameters, buffers and modules.
+
+    Of a given method also the object that it is bound to.
+    """
+    if isinstance(part, ClientModule):
+        given = {name: vars(part)[name] for name in _GIVEN if name in vars(part)}
+        return {name: [described(one), described(getattr(one, "__self__", None))] for name, one in given.items()}
+    return {name: described(vars(part)[name]) for name in sorted(vars(part).keys() - _OF_TORCH)}
 
 
 def _for_json(value: Any) -> Any:

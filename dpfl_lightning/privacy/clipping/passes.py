@@ -61,7 +61,7 @@ def cheapest(records: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes of passes for so many records: few passes, and little padding.
 
     >>> cheapest(75, (8, 32, 64)), cheapest(20, (8, 32, 64))
-    ((64, 32), (32,))
+    ((64, 8, 8), (32,))
     """
     largest = max(sizes)
     if records > 2 * largest:

@@ -229,7 +229,7 @@ class LoopClippedSum:
     """The reference `ClippedSum`: plain autograd, one record at a time, each a copy.
 
     It computes what neither rules nor `vmap` can, such as packed sequences, and what decides by the content of a batch.
-    What `net` keeps in tensors is restored after every record.
+    What `net` keeps in tensors is restored after every record. Raises RuntimeError if it changes its parameters.
     """
 
     def __init__(self, net: nn.Module, sample_loss: SampleLoss) -> None:
@@ -238,7 +238,7 @@ class LoopClippedSum:
     @torch.no_grad()  # except for the losses
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         require_proved(len(y), 1)
-        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         wanted = request.chosen(leaves)
         total = request.zeros(wanted)
         norms = total.new_empty(len(y))
@@ -250,6 +250,8 @@ class LoopClippedSum:
                 group = 0 if request.group is None else int(request.group[row])
                 total[group] += factor * kept(grad, factor)[0]
                 restore()
+                if any(leaf._version for leaf in leaves.values()):
+                    raise RuntimeError("the model changes its parameters in a forward pass")
         return total, norms
 
     @torch.enable_grad()
@@ -258,7 +260,7 @@ class LoopClippedSum:
         losses = self._sample_loss(leaves, x, y)
         _require_one_loss(losses)
         grads = torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
-        return torch.cat([one.reshape(1, -1) for one in grads], dim=1)
+        return torch.cat([one.to_dense().reshape(1, -1) for one in grads], dim=1)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
         return LoopClippedSum(net, sample_loss)
