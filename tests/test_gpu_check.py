@@ -26,12 +26,14 @@ MEASURED = {
 
 
 def test_the_report_shows_every_section_and_only_wrong_results_count():
-    results = {name: EXACT if name.startswith("correct") else MEASURED for name in SECTIONS}
+    company = {"models": 264, "differing": 0, "alone": ["gru (fast)"]}
+    results = {name: {"correct": EXACT, "company": company}.get(name, MEASURED) for name in SECTIONS}
     results |= {"machine": {"device": "a GPU", "torch": "2.13"}, "tiny": False, "seconds": 400.0}
     results["common"] = {"failed": "not done after 80 s"}
     text = gpu_report(results)
     for words in (
         "- correct: passed, 1 distances of at most 2e-06; products highest, TF32 of cuDNN off",
+        "- company: passed, 264 models; one record at a time: gru (fast)",
         "- common: FAILED, not done after 80 s",
         "1,234 MiB of GPU memory, 56 % busy",
         "| **2.00 x** | 1.50 to 2.50 | mixed         | plain SGD without privacy | 100 records/s | 50.0 records/s |",
@@ -39,8 +41,11 @@ def test_the_report_shows_every_section_and_only_wrong_results_count():
     ):
         assert words in text, (words, text)
     assert status(results) == 0
-    results["correct"] = {**EXACT, "failed": "ArithmeticError: 0.1 is above 0.0001"}
-    assert status(results) == 1 and "- correct: FAILED, ArithmeticError: 0.1" in gpu_report(results)
+    for name in ("correct", "company"):
+        assert status({**results, name: {"failed": "ArithmeticError: 0.1"}}) == 1
+        assert f"- {name}: FAILED, ArithmeticError: 0.1" in gpu_report(
+            {**results, name: {"failed": "ArithmeticError: 0.1"}}
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpfl_lightning.auditing.company import LARGE, Difference, differences, hostile
-from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, SampleLoss
+from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for, vmap_or_loop
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, SampleLoss
+from dpfl_lightning.runtime.devices import use_exact_products
 from dpfl_lightning.runtime.text import markdown
 from experiments.attacks.nets import NETS, Case, loss_of
 
@@ -21,29 +22,41 @@ FLOAT64 = 1e-12  # clip norms: differences below come from sums in float64, whos
 SCALES = (LARGE, LARGE, 1e5, 1.0)  # weights of the cancelling pairs
 
 
-def fast(net: nn.Module, sample_loss: SampleLoss, case: Case) -> ClippedSum:
-    return clipped_sum_for(net, sample_loss, *case.records(0, 0))[0]
+def fast(net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor) -> CheckedSum:
+    return clipped_sum_for(net, sample_loss, x, y)[0]
 
 
-def serial(net: nn.Module, sample_loss: SampleLoss, case: Case) -> ClippedSum:
-    return vmap_or_loop(net, sample_loss, *case.records(0, 0))
+SUMS: Mapping[str, Callable[[nn.Module, SampleLoss, Tensor, Tensor], CheckedSum]] = {
+    "fast": fast,
+    "serial": vmap_or_loop,
+}
+CPU = torch.device("cpu")
 
 
-SUMS: Mapping[str, Callable[[nn.Module, SampleLoss, Case], ClippedSum]] = {"fast": fast, "serial": serial}
+def search(
+    models: int, nets: Sequence[str] = (), sums: Sequence[str] = (), device: torch.device = CPU
+) -> dict[str, Any]:
+    """Try so many hostile models, in turn of each net with each sum; return what differed, by net and sum.
 
-
-def search(models: int, nets: Sequence[str] = (), sums: Sequence[str] = ()) -> dict[str, Any]:
-    """Try so many hostile models, in turn of each net with each sum; return what differed, by net and sum."""
+    `alone` says whether the net's gradients are computed one record at a time.
+    """
     began = time.monotonic()
+    if device.type == "cuda":
+        use_exact_products()
     pairs = [(net, kind) for net in nets or NETS for kind in sums or SUMS]
     rows = []
     for number, (name, kind) in enumerate(pairs):
         case, seeds = NETS[name], range(number, models, len(pairs))
-        net = case.net()
-        clipped_sum = SUMS[kind](net, loss_of(net), case)
+        net = case.net().to(device)
+        clipped_sum = SUMS[kind](net, loss_of(net), *_on(device, case.records(0, 0)))
         found = [tried(clipped_sum, net, case, seed) for seed in range(len(seeds))]
-        rows.append({"net": name, "sums": kind, "models": len(found), **_summed(found)})
+        alone = isinstance(clipped_sum.choose(), LoopClippedSum)
+        rows.append({"net": name, "sums": kind, "models": len(found), "alone": alone, **_summed(found)})
     return {"rows": rows, "seconds": time.monotonic() - began, "torch": torch.__version__}
+
+
+def _on(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch[0].to(device), batch[1].to(device)
 
 
 def tried(clipped_sum: ClippedSum, net: nn.Module, case: Case, seed: int) -> list[Difference]:
@@ -53,7 +66,8 @@ def tried(clipped_sum: ClippedSum, net: nn.Module, case: Case, seed: int) -> lis
     """
     size, large = SIZES[seed % len(SIZES)], SCALES[seed // len(SIZES) % len(SCALES)]
     params = hostile({name: p.detach() for name, p in net.named_parameters()}, seed, large)
-    records, others = case.records(size, 2 * seed), case.records(9, 2 * seed + 1)
+    device = next(net.parameters()).device
+    records, others = _on(device, case.records(size, 2 * seed)), _on(device, case.records(9, 2 * seed + 1))
     before = torch.get_num_threads()
     torch.set_num_threads(1 + seed // 2 % 2)
     try:

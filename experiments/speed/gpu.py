@@ -28,6 +28,8 @@ from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams, integer_noise
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.text import markdown
+from experiments.attacks.nets import NETS
+from experiments.attacks.search import search
 from experiments.speed import report
 from experiments.speed.baselines import build_net, our_loop, random_records
 from experiments.speed.cases import CASES, Case
@@ -75,6 +77,15 @@ def correct(device: torch.device, tiny: bool, keep: Keep) -> None:
         raise ArithmeticError(f"the scale of the noise is {scale:.4f} times what is asked for")
 
 
+def company(device: torch.device, tiny: bool, keep: Keep) -> None:
+    """Hold the bits of a record's gradient to those in other batches, for hostile models of many nets."""
+    rows = search(88 if tiny else 264, list(NETS)[: 2 if tiny else None], device=device)["rows"]
+    alone = [f"{row['net']} ({row['sums']})" for row in rows if row["alone"]]
+    keep(models=sum(row["models"] for row in rows), differing=sum(row["differing"] for row in rows), alone=alone)
+    if wrong := [f"{row['net']} ({row['sums']}) by {', '.join(row['by'])}" for row in rows if row["differing"]]:
+        raise ArithmeticError(f"bits depend on other records: {'; '.join(wrong)}")
+
+
 def _updates(case: Case, device: torch.device, name: str) -> Tensor:
     """The updates `[C, P]` of a round without noise, with the same draws for every engine."""
     engine = ENGINES[name]()
@@ -106,6 +117,7 @@ def _measured(name: str, repeats: int) -> Callable[[torch.device, bool, Keep], N
 #: name -> seconds, and what it does: from what is surest to run to what takes longest
 SECTIONS: dict[str, tuple[float, Callable[[torch.device, bool, Keep], None]]] = {
     "correct": (60, correct),
+    "company": (60, company),
     "common": (80, _measured("common", 2)),
     "small_clients": (60, _measured("small_clients", 2)),
     "resnet18": (30, _measured("resnet18", 3)),
@@ -186,12 +198,12 @@ def _say(text: str) -> None:
 
 
 def status(results: Mapping[str, Any]) -> int:
-    """1 if the correctness section failed, else 0.
+    """1 if a correctness section failed, else 0.
 
-    >>> status({"correct": {}, "common": {"failed": "not done after 80 s"}})
+    >>> status({"correct": {}, "company": {}, "common": {"failed": "not done after 80 s"}})
     0
     """
-    return int("failed" in results["correct"])
+    return int(any("failed" in results[name] for name in ("correct", "company")))
 
 
 def gpu_report(results: Mapping[str, Any]) -> str:
@@ -201,7 +213,11 @@ def gpu_report(results: Mapping[str, Any]) -> str:
         found = results[name]
         if "failed" in found:
             lines.append(f"- {name}: FAILED, {found['failed']}")
-        elif name.startswith("correct"):
+        elif name == "company":
+            lines.append(
+                f"- company: passed, {found['models']} models; one record at a time: {', '.join(found['alone'])}"
+            )
+        elif name == "correct":
             distances = [value for value in found.values() if isinstance(value, float)]
             tf32 = f"products {found['products']}, TF32 of cuDNN {'on' if found['cudnn_tf32'] else 'off'}"
             lines.append(f"- {name}: passed, {len(distances)} distances of at most {max(distances):.2g}; {tf32}")

@@ -401,7 +401,8 @@ def test_what_vmap_cannot_run_is_trained_one_record_at_a_time(net, make_loop):
     same.load_state_dict(net.state_dict())
     privacy = dataclasses.replace(private(), noise_key="0" * 32)
     options = {"privacy": privacy, "clients": ClientOptions(2, batch_size=4), "rounds": 1}
-    loops = [make_loop(tokens(), ClientModule(one), engine=ENGINES["fast"](), **options) for one in (net, same)]
+    records = tokens()
+    loops = [make_loop(records, ClientModule(one), engine=ENGINES["fast"](), **options) for one in (net, same)]
     models = [loop.run() and loop.state.models for loop in loops]
     assert "loop: " in loops[0].clients.description
     torch.testing.assert_close(*models)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -205,7 +206,7 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
             changed = restore()
             problem = f"`{changed[0]}` changes in every pass" if changed else ""
         except Exception as error:  # a user's forward pass may raise anything under `vmap`
-            problem = str(error).strip().split("\n")[0] or type(error).__name__
+            problem = re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
     passes.draws = not torch.equal(before, _generator_state(y.device))
     if problem:
         loop, each = LoopClippedSum(net, sample_loss), torch.arange(3, device=y.device)
