@@ -22,11 +22,12 @@ def products() -> str:
 
 
 def use_exact_products() -> None:
-    """Compute products and convolutions of float32 numbers on CUDA without TF32 in this process.
+    """Compute products and convolutions of float32 numbers on CUDA without TF32, with the same bits each time.
 
     TF32 keeps 10 bits of each factor, and cuDNN's convolutions use it by default. Clipping bounds such gradients as
     well, but their rounding may depend on the size of a batch, and so on the other records.
     """
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     backends: Any = torch.backends

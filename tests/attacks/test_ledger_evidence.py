@@ -334,7 +334,7 @@ MANIPULATIONS = {
     ),
     "result's guarantee continued": (
         lambda run: run.edit("result.json", lambda content: content.update(guarantee=content["guarantee"] + " Or 0.")),
-        r"result.json` must state guarantee '.*computed together.', as the ledger does, got '.* Or 0.'",
+        r"result.json` must state guarantee '.*add up.', as the ledger does, got '.* Or 0.'",
     ),
     "result's guarantee cut": (
         lambda run: run.edit(
