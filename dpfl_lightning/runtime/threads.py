@@ -35,11 +35,13 @@ def thread_pool(count: int, name: str, threads_within: int) -> ThreadPoolExecuto
 def one_thread_an_operator() -> Iterator[None]:
     """Use one thread within an operator, because the number of threads affects bits."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if before > 1:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if before > 1:
+            torch.set_num_threads(before)
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, embedding_rule
-from dpfl_lightning.privacy.clipping.passes import SIZES
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum
 
 usual = hypothesis.settings.get_current_profile_name()
@@ -76,7 +75,7 @@ def gradients(net, x, reduction, mode):
     params, y = dict(net.named_parameters()), torch.zeros(len(x))
     clipped_sum = VmapClippedSum(loss)
     if mode != "functorch":
-        clipped_sum, how = clipped_sum_for(net, loss, x, y, sizes=(2,) if mode == "ew" else SIZES)
+        clipped_sum, how = clipped_sum_for(net, loss, x, y)
         assert clipped_sum.by_rules or not isinstance(net.module, WITH_A_RULE), how
     every = ClipRequest(math.inf, group=torch.arange(len(x)), num_groups=max(len(x), 1))
     sums, norms = clipped_sum(params, x, y, every)

@@ -23,10 +23,12 @@ from dpfl_lightning.federated.messages.query import (
 from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
+    Params,
     VmapClippedSum,
     clip_factors,
     evaluating,
@@ -130,16 +132,41 @@ def _bounded_sum(
             raise ValueError(f"the rows of {kind} must {must}, got {got}")
         return rows[0].to(summing_dtype(rows))
 
-    rows_of = vmap(row, randomness="different")
-    total: Tensor | None = None
+    def row_alone(x: Inputs, y: Tensor) -> Tensor:
+        return row(take(x, 0), y[0])[None]
+
+    rows_of, total = vmap(row, randomness="different"), None
     with evaluating(module.net):
-        for rows in passes.rows(kind, rows_of, x, y):
+        evidence = functools.partial(_evidence, module, moved_parameters(module.net), passes, rows_of)
+        for rows in passes.rows(kind, rows_of, x, y, evidence, row_alone):
             part = bounded(rows).sum(dim=0)
             if total is not None and part.shape != total.shape:
                 raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")
             total = part if total is None else total + part
     assert total is not None  # a mechanism's divisor is above 0: there are records
     return total.cpu().double()
+
+
+def _evidence(
+    module: ClientModule,
+    params: Params,
+    passes: FixedPasses,
+    rows_of: Callable[[Inputs, Tensor], Tensor],
+    x: Inputs,
+    y: Tensor,
+    count: int,
+) -> list[Tensor]:
+    """What tells whether bits of rows, losses and outputs depend on other records, for public records of a pass.
+
+    Rows of a server's models may hide it, as they are bounded: losses and outputs are those of `params`.
+    """
+
+    def forward(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        one = take(x, None), y[None]
+        return module.sample_loss(params, *one)[0], module.output(params, one[0])[0]
+
+    x = passes.enter(x)
+    return [part[:count] for part in (rows_of(x, y), *vmap(forward, randomness="different")(x, y))]
 
 
 def _chunks(num_records: int) -> list[slice]:

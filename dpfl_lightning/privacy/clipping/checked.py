@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.clipping.constant_draws import ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
-from dpfl_lightning.privacy.clipping.passes import FEW_SIZES, SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import FEW_SIZES, HALF_SIZES, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     LoopClippedSum,
@@ -28,7 +29,8 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
+from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
@@ -43,7 +45,7 @@ Kind = Callable[[nn.Module, SampleLoss, tuple[int, ...]], PassedSum]  # the last
 class CheckedSum:
     """The `ClippedSum` of a run: by rules or `vmap` in passes of sizes that this machine has passed, else by the loop.
 
-    `kind` None is the loop. The check for a number of threads takes place on first use.
+    `kind` None is the loop. An operator of the CPU uses one thread: the share of a second one would end in a pass.
     """
 
     def __init__(self, net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses, kind: Kind | None) -> None:
@@ -58,7 +60,7 @@ class CheckedSum:
         return isinstance(self.choose(), FastClippedSum)
 
     def choose(self) -> PassedSum | LoopClippedSum:
-        """Return what computes the sums with the present number of threads."""
+        """Return what computes the sums; the first call checks the sizes."""
         if self.kind is None:
             return self._loop
         sizes = self.passes.sizes("gradients", self._evidence)
@@ -69,13 +71,14 @@ class CheckedSum:
         return self._checked[sizes]
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
-        return self.choose()(params, x, y, request)
+        with one_thread_an_operator():
+            return self.choose()(params, x, y, request)
 
     def _evidence(self, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
-        with evaluating(*_quiet(self.net, self.passes)), tensors_restored(self.net):
-            one = self.kind(self.net, self._sample_loss, (len(y),))
-            return one.evidence(moved_parameters(self.net), x, y, count)
+        params = moved_parameters(self.net)
+        with ConstantDraws(), tensors_restored(self.net):
+            return self.kind(self.net, self._sample_loss, (len(y),)).evidence(params, x, y, count)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
         return CheckedSum(net, sample_loss, self.passes, self.kind)
@@ -89,7 +92,6 @@ def clipped_sum_for(
     sample_loss: SampleLoss | None,
     example_x: Records,
     example_y: Tensor,
-    sizes: Sequence[int] = (),
 ) -> tuple[CheckedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
@@ -97,20 +99,22 @@ def clipped_sum_for(
     extreme records, alone and in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in
     float32 for a model without float64), with dropout off. Otherwise it is `VmapClippedSum`, in which no record can
     influence another, or the loop if `vmap` cannot run the model or tensors of the net change in a pass. No record is
-    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. `sizes` of passes
-    are those of `passes.py` by default.
+    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding.
+
+    Raises UserError if a pass changes parameters, or numbers that the net keeps.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
     'fast: exact rules for all layers'
     """
     sample_loss = sample_loss or cross_entropy_of(net)
-    passes = _passes_of(net, example_x, example_y, sizes)
+    passes = _passes_of(net, example_x, example_y)
     with _drawing_nothing(net):
         kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
         if kind is not None and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
+            _require_repeatable(net, sample_loss, passes)
     return clipped_sum, reason
 
 
@@ -130,9 +134,11 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
         yield
 
 
-def _passes_of(net: nn.Module, x: Records, y: Tensor, sizes: Sequence[int] = ()) -> FixedPasses:
-    few = sum(p.numel() for p in net.parameters()) > _FINE
-    sizes = sizes or (FEW_SIZES if few else SIZES)
+def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
+    sizes = FEW_SIZES if sum(p.numel() for p in net.parameters()) > _FINE else SIZES
+    floating = [part for part in (*net.parameters(), *tree_leaves(x)) if part.is_floating_point()]
+    if any(part.element_size() == 2 for part in floating):
+        sizes = HALF_SIZES
     return FixedPasses(_examples(net, x, y, max(sizes)), sizes)
 
 
@@ -165,7 +171,7 @@ def _kind_of(
             widest = fast.widest_input(*example)
             on_cpu = example[2].device.type == "cpu"
             if on_cpu:
-                passes.most = max(8, min(passes.most, _CPU_NUMBERS // widest))
+                passes.most = min(passes.most, _CPU_NUMBERS // widest)
             crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
             mixing_unit = _reached_in_company(fast, *example, crowd, tolerance)
             if mixing_unit is not None:
@@ -196,38 +202,46 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
 
     What `vmap` refuses may decide by the content of a batch, such as `mask.all()`, a packed sequence or an index.
 
-    Raises UserError if the loop gives a record other gradients in a later pass, and what the model raises in it.
+    Raises UserError if a pass changes parameters or numbers that the net keeps, and what the model raises in the loop.
     """
-    params, (x, y) = moved_parameters(net), (take(passes.examples[0], slice(2)), passes.examples[1][:2])
-    passes.draws, before = False, _generator_state(y.device)
-    with tensors_restored(net) as restore:
+    params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
+    x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
+    with tensors_restored(net) as restore, ConstantDraws():
         try:
-            VmapClippedSum(sample_loss, (2,))(params, x, y, ClipRequest(1.0))
-            changed = restore()
+            kept = []
+            for _ in range(2):  # what a first pass stores for all that follow is no counter
+                VmapClippedSum(sample_loss, (len(rows),))(params, x, y, ClipRequest(1.0))
+                changed = restore()
+                kept.append(contents(net))
             problem = f"`{changed[0]}` changes in every pass" if changed else ""
         except Exception as error:  # a user's forward pass may raise anything under `vmap`
             problem = re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
-    passes.draws = not torch.equal(before, _generator_state(y.device))
+            kept = []
+    _require_unchanged([name for name, p in params.items() if not torch.equal(p, before[name])], "its parameters")
+    if len(kept) == 2:
+        _require_unchanged([name for name, value in kept[1].items() if kept[0].get(name) != value], "what it keeps")
     if problem:
-        loop, each = LoopClippedSum(net, sample_loss), torch.arange(3, device=y.device)
-        with evaluating(*_quiet(net, passes)):
-            rows = [0, 1, 0]
-            first, _, last = loop(params, take(x, rows), y[rows], ClipRequest(1.0, group=each, num_groups=3))[0]
-        if not torch.equal(first, last):
-            raise UserError(
-                "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
-                "and averages that the model keeps."
-            )
+        _require_repeatable(net, sample_loss, passes)
     return problem
 
 
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _require_unchanged(changed: Sequence[str], what: str) -> None:
+    advice = "Counters and averages would tell how many records there were."
+    require(not changed, "model", f"leave {what} as they are in a pass", ", ".join(changed), advice)
 
 
-def _quiet(net: nn.Module, passes: FixedPasses) -> list[nn.Module]:
-    """Return what is in evaluation mode in a check of bits: layers with dropout, or all if other parts draw, too."""
-    return [net] if passes.draws else _dropout_of(net)
+def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
+    """Raise UserError if the loop gives a record other gradients in a later pass."""
+    rows, params = [1, 0, *range(_KINDS), 1], moved_parameters(net)
+    x, y = take(passes.examples[0], rows), passes.examples[1][rows]
+    each = ClipRequest(1.0, group=torch.tensor([0, *[1] * (len(rows) - 2), 2], device=y.device), num_groups=3)
+    with ConstantDraws(), one_thread_an_operator():
+        first, _, last = LoopClippedSum(net, sample_loss)(params, x, y, each)[0]
+    if y.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
+        raise UserError(
+            "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
+            "and averages that the model keeps."
+        )
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
@@ -332,17 +346,16 @@ def _reached_in_company(
     fast: FastClippedSum, params: Params, x: Records, y: Tensor, most: int, tolerance: float
 ) -> str | None:
     """Return the first unit of which what the rules read for a record of `x` changes with other records, or None."""
-    alone = [fast.signals(params, take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))]
+    alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # copies, which a net may change
 
     def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
         for name, together in fast.signals(params, some_x, some_y).items():
             for actual, separate in zip(together, zip(*(signals[name] for signals in alone), strict=True), strict=True):
-                expected = torch.cat(separate).flatten(1).to(params_dtype)
-                distance, size = (
-                    (actual[places].flatten(1).to(params_dtype) - expected).norm(dim=1),
-                    expected.norm(dim=1),
-                )
-                if not (distance <= tolerance * (size + 1e-4 * size.max())).all():  # what cancels is rounding
+                expected = torch.cat(separate).reshape(len(places), -1).to(params_dtype)
+                known = expected.isfinite().all(dim=1)  # a record that is all padding may have no number
+                distance = (actual[places].reshape(len(places), -1).to(params_dtype) - expected)[known].norm(dim=1)
+                size = expected[known].norm(dim=1)
+                if len(size) and not (distance <= tolerance * (size + 1e-4 * size.max())).all():  # what cancels rounds
                     return name
         return None
 

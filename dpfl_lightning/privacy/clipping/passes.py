@@ -1,9 +1,11 @@
 """Passes over records in which the bits of what is computed for a record depend on that record and the model alone.
 
-Matrix products choose their code by shape and alignment, so that a record's numbers may depend on how many records a
-pass has, on its place and on its memory. A pass is therefore a copy in an aligned buffer of one of a few sizes, filled
-up with a public record. `sizes_in_company` tests on this machine which sizes give a record the same bits, wherever it
-is and whatever the others are. What no size passes goes one record at a time. `docs/privacy.md` has the argument.
+Matrix products choose their code by shape and alignment, and elementwise functions compute the last numbers of a
+tensor, or of a thread's share of it, by other code than the rest. A pass is therefore a copy in an aligned buffer of
+one of a few sizes, all multiples of the numbers that these functions compute at once, filled up with a public record,
+and an operator of the CPU uses one thread. `sizes_in_company` tests on this machine which sizes give a record the same
+bits, wherever it is and whatever the others are. What no size passes goes one record at a time. `docs/privacy.md` has
+the argument.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 Batch = tuple[Inputs, Tensor]
 #: (x `[size, *X]`, y `[size, ...]`, count) -> tensors with a row for each of the first `count` records
 Rows = Callable[[Inputs, Tensor, int], Sequence[Tensor]]
 
-SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96)  # records of a pass
-FEW_SIZES = (16, 32, 40, 64)  # of nets whose check takes seconds
+#: records of a pass: multiples of what vectorised loops compute at once, two registers (of AVX-512: 32 float32 numbers)
+SIZES: tuple[int, ...] = (32, 64, 96)
+FEW_SIZES: tuple[int, ...] = (32, 64)  # of nets whose check takes seconds
+HALF_SIZES: tuple[int, ...] = (64,)  # of numbers of two bytes
 PASS_COST = 10  # fixed cost of a pass, in records of padding
 
 
@@ -60,8 +65,8 @@ def passes(
 def cheapest(records: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes of passes for so many records: few passes, and little padding.
 
-    >>> cheapest(75, (8, 32, 64)), cheapest(20, (8, 32, 64))
-    ((64, 8, 8), (32,))
+    >>> cheapest(75, (32, 64)), cheapest(20, (32, 64))
+    ((64, 32), (32,))
     """
     largest = max(sizes)
     if records > 2 * largest:
@@ -78,31 +83,29 @@ def sizes_in_company(rows_of: Rows, examples: Batch, sizes: Sequence[int]) -> tu
 
     `examples` are public records, at least as many as the largest size; the first one is the padding.
     """
-    x, y = examples
     few = max(1, min(sizes) - 1)
-    source = torch.zeros(max(sizes), dtype=torch.long, device=y.device)
-    source[:few] = torch.arange(few)
-    bits = {size: _bits(rows_of(take(x, source[:size]), y[source[:size]], few)) for size in sizes}
+    bits = {size: _bits_of(rows_of, examples, size, few, torch.arange(size).clamp(max=few) % few) for size in sizes}
     groups = ([other for other in sizes if _equal(bits[size], bits[other])] for size in sizes)
     group = max(groups, key=lambda group: (len(group), max(group)))
-    expected = _bits(rows_of(take(x, slice(max(group))), y[: max(group)], max(group)))
+    expected = _bits_of(rows_of, examples, max(group), max(group), torch.arange(max(group)))
     if not _equal([one[:few] for one in expected], bits[max(group)]):
         return ()
-    return tuple(size for size in group if _holds_in_company(rows_of, x, y, size, expected))
+    return tuple(size for size in group if _holds_in_company(rows_of, examples, size, expected))
 
 
-def _holds_in_company(rows_of: Rows, x: Inputs, y: Tensor, size: int, expected: Sequence[Tensor]) -> bool:
-    """Return whether records have the `expected` bits at other places, and among hostile records and padding."""
-    every = torch.arange(size, device=y.device)
+def _holds_in_company(rows_of: Rows, examples: Batch, size: int, expected: Sequence[Tensor]) -> bool:
+    """Return whether records have the `expected` bits at all places, and among copies, hostile records and padding."""
+    for record in COPIES:
+        actual = _bits_of(rows_of, examples, size, size, torch.full((size,), record))
+        if not _equal(actual, [one[[record] * size] for one in expected]):
+            return False
     for shift, share, fills in _COMPANIES:
         count = min(size, round(share * size) | 1)  # odd, except for a full pass
-        source, kept = every.roll(shift), every[:count]
+        source = torch.arange(size).roll(shift)
+        kept = torch.arange(0, count, 2 if fills else 1)
         source[count:] = 0
-        some_x = take(x, source)
-        if fills:
-            some_x, kept = tree_map(lambda part, fills=fills: _filled(part, fills), some_x), kept[::2]
         try:
-            actual = _bits(rows_of(some_x, y[source], count))
+            actual = _bits_of(rows_of, examples, size, count, source, fills)
         except (RuntimeError, ValueError, IndexError):  # a user's code may refuse such records
             if fills:
                 continue
@@ -112,11 +115,28 @@ def _holds_in_company(rows_of: Rows, x: Inputs, y: Tensor, size: int, expected: 
     return True
 
 
+COPIES = (1, 2)  # records with copies of which a pass is filled
 #: shift of the places, share of the size that is no padding, and what every second record is filled with
 _COMPANIES: Sequence[tuple[int, float, tuple[float, ...]]] = (
     (1, 1.0, ()),
-    (-3, 0.7, (float("nan"), float("inf"), 1e30, 1e-40, 0.0)),
+    (5, 0.9, (float("nan"), float("inf"))),
+    (-3, 0.6, (1e30, 1e-40, 0.0)),
 )
+
+
+def _bits_of(
+    rows_of: Rows, examples: Batch, size: int, count: int, source: Tensor, fills: Sequence[float] = ()
+) -> list[Tensor]:
+    """Return the bytes of the rows of the first `count` records of a pass, `[count, bytes]`.
+
+    The pass has the examples in the places `source` `[size]`; a pass may change them. Every second one is filled.
+    """
+    x, y = examples
+    source = source.to(y.device)
+    some_x = take(x, source)
+    if fills:
+        some_x = tree_map(lambda part: _filled(part, fills), some_x)
+    return [one.contiguous().view(count, -1).view(torch.uint8) for one in rows_of(some_x, y[source], count)]
 
 
 def _filled(part: Tensor, fills: Sequence[float]) -> Tensor:
@@ -127,11 +147,6 @@ def _filled(part: Tensor, fills: Sequence[float]) -> Tensor:
         elif row.dim():
             row.copy_(row.roll(number, 0))
     return part
-
-
-def _bits(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bytes of each row, `[n, bytes]`."""
-    return [one.contiguous().view(len(one), -1).view(torch.uint8) for one in rows]
 
 
 def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
@@ -148,28 +163,45 @@ class FixedPasses:
     """The sizes of passes that computations may use on this machine, found on first use.
 
     `examples` are public records x `[n, *X]`, y `[n, ...]`, the first of which is the padding, n >= the largest size.
-    `most` records of a pass fit the caches, `enter` gives records the memory format that suits the
-    model, and `draws` tells whether the model draws random numbers outside of layers for dropout.
+    `most` records of a pass fit the caches, and `enter` gives records the memory format that suits the model.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
         self.examples, self.most = examples, max(sizes)
-        self.draws = False
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
         self.padding = take(examples[0], slice(1)), examples[1][:1]
         self._sizes = sizes
-        self._found: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._found: dict[str, tuple[int, ...]] = {}
 
     def sizes(self, what: str, rows_of: Rows) -> tuple[int, ...]:
-        """Return the sizes for the computation `what`, with the present number of threads; none: one at a time."""
-        key = what, torch.get_num_threads()
-        if key not in self._found:
+        """Return the sizes for the computation `what`; none: one record at a time."""
+        if what not in self._found:
             sizes = [size for size in self._sizes if size <= self.most] or [min(self._sizes)]
-            self._found[key] = sizes_in_company(rows_of, self.examples, sizes)
-        return self._found[key]
+            with one_thread_an_operator():
+                self._found[what] = sizes_in_company(rows_of, self.examples, sizes)
+        return self._found[what]
 
-    def rows(self, what: str, rows_of: Callable[[Inputs, Tensor], Tensor], x: Inputs, y: Tensor) -> Iterator[Tensor]:
-        """Yield `rows_of` of the records in passes, `[count, ...]`, in order."""
-        sizes = self.sizes(what, lambda x, y, count: [rows_of(self.enter(x), y)[:count]]) or (1,)
-        for rows, some_x, some_y in passes(x, y, sizes, self.padding, self.enter):
-            yield rows_of(some_x, some_y)[: rows.stop - rows.start]
+    def rows(
+        self,
+        what: str,
+        rows_of: Callable[[Inputs, Tensor], Tensor],
+        x: Inputs,
+        y: Tensor,
+        evidence: Rows | None = None,
+        alone: Callable[[Inputs, Tensor], Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield `rows_of` of the records in passes, `[count, ...]`, in order.
+
+        `evidence` is what is compared in the check (None: the rows), and `alone` computes the row of one record, if no
+        size passes or `rows_of` cannot be computed (None: `rows_of`).
+        """
+        try:
+            sizes = self.sizes(what, evidence or (lambda x, y, count: [rows_of(self.enter(x), y)[:count]]))
+        except Exception:  # a user's code may raise anything under `vmap`
+            if alone is None:
+                raise
+            sizes = self._found[what] = ()
+        compute = rows_of if sizes else alone or rows_of
+        with one_thread_an_operator():
+            for rows, some_x, some_y in passes(x, y, sizes or (1,), self.padding, self.enter):
+                yield compute(some_x, some_y)[: rows.stop - rows.start]

@@ -25,8 +25,9 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
     spaces = [
         (name, space) for name, part in net.named_modules() for space in (part._buffers, part._parameters, vars(part))
     ]
-    before: list[dict[str, tuple[Tensor, Tensor]]] = [
-        {name: (value, value.detach().clone()) for name, value in space.items() if _fixed(value)} for _, space in spaces
+    before: list[dict[str, tuple[Tensor, Tensor, int]]] = [
+        {name: (value, value.detach().clone(), value._version) for name, value in space.items() if _fixed(value)}
+        for _, space in spaces
     ]
 
     @torch.no_grad()
@@ -36,8 +37,8 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
             for name in [name for name, value in space.items() if _fixed(value) and name not in tensors]:
                 changed.append(f"{part}.{name}".lstrip("."))
                 del space[name]
-            for name, (tensor, value) in tensors.items():
-                if not torch.equal(tensor, value):
+            for name, (tensor, value, version) in tensors.items():
+                if not _same(tensor, value, version):
                     tensor.copy_(value)
                     changed.append(f"{part}.{name}".lstrip("."))
                 elif space.get(name) is not tensor:
@@ -49,6 +50,13 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
         yield restore
     finally:
         restore()
+
+
+def _same(tensor: Tensor, value: Tensor, version: int) -> bool:
+    """Whether a tensor still has a value, NaN included; of a sparse one whether it was not changed in place."""
+    if tensor.layout is not torch.strided:
+        return tensor._version == version
+    return torch.equal(tensor, value) or _bytes_of(tensor) == _bytes_of(value)
 
 
 def _fixed(value: Any) -> bool:

@@ -117,7 +117,6 @@ class FastEngine(SerialEngine):
                 self._seats.put(seat)
 
         if self._pool is None:
-            self.checked.choose()  # not in several threads, for the present number of threads within an operator
             self._pool = thread_pool(self.workers or 1, "client", torch.get_num_threads())
         pool = self._pool
         running: dict[Future[T], int] = {}

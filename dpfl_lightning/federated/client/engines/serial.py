@@ -22,7 +22,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, vmap_or_loop
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, evaluating
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, evaluating
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
@@ -44,6 +44,8 @@ class SerialEngine:
             use_exact_products()
         with tensors_restored(module.net):
             self.checked = self.choose_clipped_sum()
+            if isinstance(self.checked.choose(), LoopClippedSum):
+                self.description = "per-record gradients one record at a time"
         self.clipped_sum: ClippedSum = self.checked
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
