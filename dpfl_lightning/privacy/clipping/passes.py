@@ -23,6 +23,7 @@ Rows = Callable[[Inputs, Tensor, int], Sequence[Tensor]]
 
 SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96)  # records of a pass
 FEW_SIZES = (16, 32, 40, 64)  # of nets whose check takes seconds
+_STRANGE = (float("nan"), float("inf"), 1e30, 1e-40, 0.0)  # numbers of hostile records
 PASS_COST = 10  # fixed cost of a pass, in records of padding
 
 
@@ -93,18 +94,20 @@ def sizes_in_company(rows_of: Rows, examples: Batch, sizes: Sequence[int]) -> tu
 
 def _holds_in_company(rows_of: Rows, x: Inputs, y: Tensor, size: int, expected: Sequence[Tensor]) -> bool:
     """Return whether records have the `expected` bits at other places, and among hostile records and padding."""
-    every = torch.arange(size, device=y.device)
-    for shift, share, fills in _COMPANIES:
-        count = min(size, round(share * size) | 1)  # odd, except for a full pass
-        source, kept = every.roll(shift), every[:count]
+    every, last = torch.arange(size, device=y.device), len(expected[0]) - size
+    # all records in the last places in turn: for these, functions of numbers may have another code
+    companies = [((every + first).roll(1), size, False) for first in range(0, last + 1, size)]
+    companies.append((every.roll(-3), min(size, round(0.7 * size) | 1), True))  # an odd number
+    for source, count, hostile in companies:
+        kept = every[:count]
         source[count:] = 0
         some_x = take(x, source)
-        if fills:
-            some_x, kept = tree_map(lambda part, fills=fills: _filled(part, fills), some_x), kept[::2]
+        if hostile:
+            some_x, kept = tree_map(_strange, some_x), kept[::2]
         try:
             actual = _bits(rows_of(some_x, y[source], count))
         except (RuntimeError, ValueError, IndexError):  # a user's code may refuse such records
-            if fills:
+            if hostile:
                 continue
             raise
         if not _equal([one[kept] for one in actual], [one[source[kept]] for one in expected]):
@@ -112,18 +115,12 @@ def _holds_in_company(rows_of: Rows, x: Inputs, y: Tensor, size: int, expected: 
     return True
 
 
-#: shift of the places, share of the size that is no padding, and what every second record is filled with
-_COMPANIES: Sequence[tuple[int, float, tuple[float, ...]]] = (
-    (1, 1.0, ()),
-    (-3, 0.7, (float("nan"), float("inf"), 1e30, 1e-40, 0.0)),
-)
-
-
-def _filled(part: Tensor, fills: Sequence[float]) -> Tensor:
+def _strange(part: Tensor) -> Tensor:
+    """Return the records, of which every second is hostile."""
     part = part.clone()
     for number, row in enumerate(part[1::2]):
         if part.is_floating_point():
-            row.fill_(fills[number % len(fills)])
+            row.fill_(_STRANGE[number % len(_STRANGE)])
         elif row.dim():
             row.copy_(row.roll(number, 0))
     return part
