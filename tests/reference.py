@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
-from dpfl_lightning.privacy.clipping.passes import SIZES, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 
@@ -151,6 +151,6 @@ def summed(clipped_sum, params, x, y, clip_norm, group=None, num_groups=1, norms
 
 
 def passes_like(x: torch.Tensor, y: torch.Tensor) -> FixedPasses:
-    """Passes of records of this shape, checked on random ones."""
-    examples = torch.randn(max(SIZES), *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
-    return FixedPasses((examples, torch.zeros(max(SIZES), *y.shape[1:], dtype=y.dtype)))
+    """Passes of 8 or 16 records of this shape, checked on random ones."""
+    examples = torch.randn(16, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    return FixedPasses((examples, torch.zeros(16, *y.shape[1:], dtype=y.dtype)), sizes=(8, 16))

@@ -66,6 +66,8 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
         return repr(value)
     if isinstance(value, functools.partial):
         return ["partial", *(described(one, seen) for one in (value.func, value.args, value.keywords))]
+    if isinstance(value, ModuleType):
+        return ["module", value.__name__]
     if isinstance(value, type) or inspect.isroutine(value):
         kept = None if isinstance(value, type) else _kept_by(value, seen)
         return [f"{getattr(value, '__module__', None)}.{value.__qualname__}", kept]  # a method of C has no module

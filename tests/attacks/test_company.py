@@ -36,7 +36,7 @@ def test_the_company_of_a_record_does_not_change_its_bits(name, sums):
     net = case.net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # operators without a batching rule
-        clipped_sum = SUMS[sums](net, loss_of(net), case)
+        clipped_sum = SUMS[sums](net, loss_of(net), *case.records(0, 0))
         found = [one for seed in SEEDS[sums] for one in tried(clipped_sum, net, case, seed)]
     assert {one.kind for one in found if one.records} == set()
 

@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -127,6 +129,7 @@ def some_values():
     yield from (torch.zeros(0), torch.zeros(2), torch.ones(2), torch.ones(2, 1), torch.ones(2).double())
     yield from (np.zeros(0, np.int64), np.int64(3), np.int64(4), np.float32(3), np.arange(4), torch.relu, torch.tanh)
     yield from (Setting(3), Setting(4), Setting(Setting(3)), [shared, shared], ([1], [2]), frozenset({"a", "b", "c"}))
+    yield from (math, sys, types.FunctionType, types.MethodType)
 
 
 def test_settings_count_wherever_they_hide():

@@ -10,7 +10,9 @@ from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side, thread_pool
 
-several_cores = pytest.mark.skipif(cores() < 2, reason="on one core every thread has one within")
+several_cores = pytest.mark.skipif(
+    min(cores(), torch.get_num_threads()) < 2, reason="every thread has one within, on one core or by OMP_NUM_THREADS"
+)
 
 
 def kernel_gradient() -> torch.Tensor:
