@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 import random
 from collections import deque
 from contextlib import nullcontext
@@ -229,22 +228,31 @@ def test_a_loss_that_is_never_finite_is_refused(function):
 
 
 class Remembering(Small):
-    """Keeps something of the records, in the way of its subclass; `after` says from which pass on."""
+    """Keeps something of the records, in the way of its subclass, once it `remembers`."""
 
-    def __init__(self, training=True, after=0):
+    def __init__(self, training=True, remembers=True):
         super().__init__()
-        self.when, self.after, self.calls = training, after, 0
+        self.when, self.remembers = training, remembers
         self.register_buffer("seen", torch.zeros(4))
         self.kept = {"list": [], "queue": deque(maxlen=2), "sum": 0.0}
 
     def mixed(self, x):
-        self.calls += 1
-        if self.training == self.when and self.calls > self.after and x.numel():
+        if self.training == self.when and self.remembers and x.numel():
             self.keep(x.detach().mean(dim=0))
         return x - self.seen.detach()
 
     def keep(self, mean):
         self.seen = 0.9 * self.seen + 0.1 * mean
+
+
+class Reminding(Callback):
+    """Lets a layer remember after the checks of a run."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def on_round_start(self, view):
+        self.layer.remembers = True
 
 
 class InPlace(Remembering):
@@ -283,8 +291,8 @@ class Slots:
 
 
 class InSlots(Remembering):
-    def __init__(self, training=True, after=0):
-        super().__init__(training, after)
+    def __init__(self, training=True, remembers=True):
+        super().__init__(training, remembers)
         self.kept = Slots()
 
     def keep(self, mean):
@@ -292,8 +300,8 @@ class InSlots(Remembering):
 
 
 class InClosure(Remembering):
-    def __init__(self, training=True, after=0):
-        super().__init__(training, after)
+    def __init__(self, training=True, remembers=True):
+        super().__init__(training, remembers)
         kept = []
         self.kept = partial(lambda note, mean: note(mean), lambda mean: kept.append(mean))
 
@@ -345,17 +353,16 @@ def test_inputs_that_a_hook_keeps_are_noticed():
 
 @pytest.mark.parametrize("engine", ["serial", "fast"])
 def test_what_begins_to_remember_after_the_check_leaves_nothing_in_the_trained_model(engine, make_loop):
-    net = nn.Sequential(nn.Linear(6, 4), InAttribute(after=math.inf))
-    loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1)
-    net[1].after, before = 0, list(vars(net[1]))
+    net = nn.Sequential(nn.Linear(6, 4), InAttribute(remembers=False))
+    loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1, parts=[Reminding(net[1])])
+    before = list(vars(net[1]))
     loop.run()
     assert list(vars(net[1])) == before
 
 
 def test_models_of_clients_are_copies_through_which_no_record_passed(make_loop):
-    net = nn.Sequential(nn.Linear(6, 4), InSlots(after=math.inf))
-    loop = make_loop(module=ClientModule(net), rounds=1)
-    net[1].after = 0
+    net = nn.Sequential(nn.Linear(6, 4), InSlots(remembers=False))
+    loop = make_loop(module=ClientModule(net), rounds=1, parts=[Reminding(net[1])])
     result = loop.run()
     assert net[1].kept.mean is not None
     assert result.model[1].kept.mean is None and loop.client_model(0)[1].kept.mean is None

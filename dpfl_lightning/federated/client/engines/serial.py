@@ -44,8 +44,6 @@ class SerialEngine:
             use_exact_products()
         with tensors_restored(module.net):
             self.checked = self.choose_clipped_sum()
-            if isinstance(self.checked.choose(), LoopClippedSum):
-                self.description = "per-record gradients one record at a time"
         self.clipped_sum: ClippedSum = self.checked
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
@@ -53,9 +51,11 @@ class SerialEngine:
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
     def choose_clipped_sum(self) -> CheckedSum:
-        return vmap_or_loop(
-            self.module.net, self.module.sample_loss, *dummy_batch(self.population, 4, self.module.device)
-        )
+        example = dummy_batch(self.population, 4, self.module.device)
+        clipped_sum = vmap_or_loop(self.module.net, self.module.sample_loss, *example)
+        if isinstance(clipped_sum.choose(), LoopClippedSum):
+            self.description = self.description.replace("by vmap(grad)", "one record at a time")
+        return clipped_sum
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
