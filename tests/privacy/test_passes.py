@@ -10,12 +10,15 @@ from torch.nn import functional as F
 
 from dpfl_lightning import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.dummy_data import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.passes import FixedPasses, passes, sizes_in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, VmapClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.mechanism import Gaussian
 
 SIZES = (8, 16, 32)
 EXAMPLES = torch.randn(32, 3), torch.arange(32) % 3
@@ -213,3 +216,156 @@ def test_padding_that_gives_no_finite_gradient_changes_nothing():
     zeros = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
     alone = summed(FastClippedSum(net, loss, (5,)), params, x, y, 0.5)
     torch.testing.assert_close(summed(FastClippedSum(net, loss, (8,), padding=zeros), params, x, y, 0.5), alone)
+
+
+def mirrored(act, width, seed):
+    """A net whose first and last unit cancel, so that the sign of a record's gradient is that of their rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    net, direction = nn.Sequential(nn.Linear(7, width), act(), nn.Linear(width, 1)), torch.randn(7, generator=generator)
+    params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    params["0.weight"][[0, width - 1]] = direction
+    params["2.weight"][0, 0], params["2.weight"][0, width - 1], params["2.bias"][0] = 1e10, -1e10, 1.0
+    return net, params, torch.randn(1, 7, generator=generator)
+
+
+def squares(net):
+    return lambda params, x, y: (torch.func.functional_call(net, params, (x,)).squeeze(1) - y) ** 2
+
+
+@pytest.mark.parametrize(
+    ("act", "width"), [(nn.SiLU, 13), (nn.ELU, 33), (nn.Sigmoid, 9), (nn.Softplus, 9), (nn.Mish, 11)]
+)
+def test_the_last_numbers_of_a_pass_tell_nothing(act, width):
+    """Elementwise functions compute them by other code: copies of a record may not differ by their place."""
+    net, params, record = mirrored(act, width, 0)
+    clipped_sum, _ = clipped_sum_for(net, squares(net), torch.empty(0, 7), torch.empty(0))
+    for seed in range(4):
+        params, record = mirrored(act, width, seed)[1:]
+        sums = [
+            clipped_sum(params, record.repeat(n, 1), torch.zeros(n), ClipRequest(1.0))[0] for n in (39, 40, 41, 57, 97)
+        ]
+        alone = clipped_sum(params, record, torch.zeros(1), ClipRequest(1.0))[0]
+        for n, total in zip((39, 40, 41, 57, 97), sums, strict=True):
+            torch.testing.assert_close(total, n * alone, rtol=1e-9, atol=1e-9)
+
+
+def test_the_share_of_a_thread_tells_nothing():
+    """An operator that two threads share ends twice, the first time in the middle of a pass."""
+    net, params, record = mirrored(nn.SiLU, 1001, 1)
+    clipped_sum, _ = clipped_sum_for(net, squares(net), torch.empty(0, 7), torch.empty(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        each = ClipRequest(1.0, group=torch.arange(96), num_groups=96)
+        rows = clipped_sum(params, record.repeat(96, 1), torch.zeros(96), each)[0]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+
+
+class Inconstant(nn.Module):
+    """Draws random numbers in other ways than by layers for dropout, changes its input, and has odd buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.scale = nn.Linear(3, 3), nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("unknown", torch.tensor([math.nan, 1.0]))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+    def forward(self, x):
+        x = x.sub_(0.5).div_(2)
+        x = F.dropout(self.scale * x, 0.5, self.training) + 0.1 * torch.randn_like(x)
+        return F.gumbel_softmax(self.head(x) * self.unknown[1])
+
+
+def test_draws_changed_inputs_and_odd_buffers_are_no_obstacle():
+    clipped_sum, reason = clipped_sum_for(Inconstant(), None, torch.randn(2, 3), torch.tensor([0, 1]))
+    assert isinstance(clipped_sum.choose(), FastClippedSum | VmapClippedSum), reason
+
+
+class Careless(nn.Module):
+    """Does in a pass what one may not do."""
+
+    def __init__(self, deed):
+        super().__init__()
+        self.head, self.calls, self.deed = nn.Linear(3, 3), 0, deed
+
+    def forward(self, x):
+        self.deed(self)
+        return self.head(x)
+
+
+def counting(net):
+    net.calls += 1
+
+
+def shrinking(net):
+    with torch.no_grad():
+        net.head.weight.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [(counting, "leave what it keeps .* got 'calls'"), (shrinking, "its parameters .* got 'head.weight'")],
+)
+def test_a_pass_may_change_neither_parameters_nor_numbers(deed, words):
+    with pytest.raises(UserError, match=words):
+        clipped_sum_for(Careless(deed), None, torch.randn(2, 3), torch.tensor([0, 1]))
+
+
+class Silent(nn.Module):
+    """Gives up on records without a positive number."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x) if (x > 0).any() else torch.zeros(len(x), 3)
+
+
+def test_a_record_of_which_no_parameter_knows_has_no_gradient():
+    net = Silent()
+    clipped_sum, reason = clipped_sum_for(net, None, torch.randn(2, 3), torch.tensor([0, 1]))
+    x, y, params = torch.tensor([[1.0, 2, 3], [-1, -2, -3]]), torch.tensor([0, 1]), dict(net.named_parameters())
+    rows = clipped_sum(params, x, y, ClipRequest(1.0, group=torch.arange(2), num_groups=2))[0]
+    assert reason.startswith("loop") and rows[0].any() and not rows[1].any()
+
+
+def test_columns_of_categories_are_embedded():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
+    x, y = torch.tensor([0, 4, 2]), torch.tensor([0, 1, 2])
+    assert clipped_sum_for(net, None, x[:2], y[:2])[1] == "fast: exact rules for all layers"
+
+
+def answered(module, model, x, examples):
+    query = MeanLoss(mechanism_of={0: Gaussian(0.5, 0.0, 1.0, 1.0)}, models=model[None], row_of={0: 0}, loss_bound=1.0)
+    y = torch.zeros(len(x), dtype=torch.long)
+    passes = clipped_sum_for(module.net, module.sample_loss, *examples)[0].passes
+    return float(answers.answer(ChargedQuery.of(query), 0, module, x, y, None, passes)[0])
+
+
+def test_a_servers_model_moves_no_answer_by_more_than_a_record():
+    """Rows of the model that a server asks with are bounded, so that they hide on what they depend."""
+    module = ClientModule(nn.Sequential(nn.Linear(7, 13), nn.SiLU(), nn.Linear(13, 2)), task="multiclass")
+    module.task = module.infer_task(torch.zeros(1, 2), torch.tensor([0]), 2)
+    for seed in range(6):
+        _, params, record = mirrored(nn.SiLU, 13, seed)
+        params |= {"2.weight": torch.cat([params["2.weight"], torch.zeros(1, 13)]), "2.bias": torch.tensor([1.0, 0.0])}
+        model = torch.cat([p.flatten() for p in params.values()])
+        examples = torch.randn(2, 7), torch.tensor([0, 1])
+        ours = [answered(module, model, record.repeat(n, 1), examples) for n in (8, 9, 40, 41)]
+        assert abs(ours[1] - ours[0]) <= 0.5 + 1e-9 and abs(ours[3] - ours[2]) <= 0.5 + 1e-9
+
+
+def test_a_model_that_vmap_cannot_run_answers_queries():
+    module = ClientModule(Packed(), task="multiclass")
+    module.task = module.infer_task(torch.zeros(1, 3), torch.tensor([0]), 3)
+    x, examples = torch.randn(5, 4, 3), (torch.randn(2, 4, 3), torch.tensor([0, 1]))
+    with torch.no_grad():
+        losses = [
+            float(module.sample_loss(module.named_trainable, x[[row]], torch.zeros(1).long())) for row in range(5)
+        ]
+    expected = sum(min(max(loss, 0.0), 1.0) - 0.5 for loss in losses)
+    assert answered(module, module.flat, x, examples) == pytest.approx(expected, rel=1e-5)

@@ -6,7 +6,8 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class CheckedSum:
     def _evidence(self, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
         params = moved_parameters(self.net)
-        with ConstantDraws(), tensors_restored(self.net):
+        with _still(self.passes), tensors_restored(self.net):
             return self.kind(self.net, self._sample_loss, (len(y),)).evidence(params, x, y, count)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
@@ -206,9 +207,10 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
     """
     params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
     x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
-    with tensors_restored(net) as restore, ConstantDraws():
+    kept: list[dict[str, object]] = []
+    with tensors_restored(net) as restore:
+        drawn = _generator_state(y.device)
         try:
-            kept = []
             for _ in range(2):  # what a first pass stores for all that follow is no counter
                 VmapClippedSum(sample_loss, (len(rows),))(params, x, y, ClipRequest(1.0))
                 changed = restore()
@@ -216,13 +218,23 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
             problem = f"`{changed[0]}` changes in every pass" if changed else ""
         except Exception as error:  # a user's forward pass may raise anything under `vmap`
             problem = re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
-            kept = []
+            LoopClippedSum(net, sample_loss)(params, x, y, ClipRequest(1.0))
+        passes.draws = not torch.equal(drawn, _generator_state(y.device))
     _require_unchanged([name for name, p in params.items() if not torch.equal(p, before[name])], "its parameters")
     if len(kept) == 2:
         _require_unchanged([name for name, value in kept[1].items() if kept[0].get(name) != value], "what it keeps")
     if problem:
         _require_repeatable(net, sample_loss, passes)
     return problem
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _still(passes: FixedPasses) -> AbstractContextManager[Any]:
+    """Within it a model that draws random numbers gets constants."""
+    return ConstantDraws() if passes.draws else nullcontext()
 
 
 def _require_unchanged(changed: Sequence[str], what: str) -> None:
@@ -235,7 +247,7 @@ def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
     rows, params = [1, 0, *range(_KINDS), 1], moved_parameters(net)
     x, y = take(passes.examples[0], rows), passes.examples[1][rows]
     each = ClipRequest(1.0, group=torch.tensor([0, *[1] * (len(rows) - 2), 2], device=y.device), num_groups=3)
-    with ConstantDraws(), one_thread_an_operator():
+    with _still(passes), one_thread_an_operator():
         first, _, last = LoopClippedSum(net, sample_loss)(params, x, y, each)[0]
     if y.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
         raise UserError(

@@ -6,38 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-_DROPPING = {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout, F.dropout}
-_DROPPING |= {F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu}
-_DRAWING = {torch.rand_like, torch.randn_like, torch.bernoulli, Tensor.bernoulli}
-_MAKING = {torch.rand: torch.zeros, torch.randn: torch.zeros}
-_FILLING = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.random_}
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-_NUMBER = 0.5  # instead of each random number
+_NUMBER = 0.5  # instead of each random number; whole numbers are 0
 
 
-class ConstantDraws(TorchFunctionMode):
-    """Within it dropout does nothing, and random numbers are a constant, also those of functions."""
+class ConstantDraws(TorchDispatchMode):
+    """Within it operators that draw random numbers give a constant, at any level: in functions, layers and `vmap`."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPPING:
-            return args[0] if args else kwargs["input"]
-        if func in _DRAWING:
-            return torch.full_like(args[0] if args else kwargs["input"], _NUMBER)
-        if func in _MAKING:
-            return (
-                _MAKING[func](*args, **{name: value for name, value in kwargs.items() if name != "generator"}) + _NUMBER
-            )
-        if func in _FILLING:
-            return args[0].fill_(_NUMBER)
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
-            if len(args) <= 4:
-                kwargs["dropout_p"] = 0.0
-        if func in _RECURRENT:
-            place = 6 if isinstance(args[1], Tensor) and not args[1].is_floating_point() else 5  # packed sequences
-            args = (*args[:place], 0.0, *args[place + 1 :])
-        return func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return results
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(results[1])
+        return tree_map(lambda one: _constant(one) if isinstance(one, Tensor) else one, results)
+
+
+def _constant(result: Tensor) -> Tensor:
+    return result.fill_(_NUMBER if result.is_floating_point() else 0)

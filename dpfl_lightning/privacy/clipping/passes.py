@@ -163,12 +163,14 @@ class FixedPasses:
     """The sizes of passes that computations may use on this machine, found on first use.
 
     `examples` are public records x `[n, *X]`, y `[n, ...]`, the first of which is the padding, n >= the largest size.
-    `most` records of a pass fit the caches, and `enter` gives records the memory format that suits the model.
+    `most` records of a pass fit the caches, `enter` gives records the memory format that suits the model, and `draws`
+    tells whether the model draws random numbers.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
         self.examples, self.most = examples, max(sizes)
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
+        self.draws = False
         self.padding = take(examples[0], slice(1)), examples[1][:1]
         self._sizes = sizes
         self._found: dict[str, tuple[int, ...]] = {}

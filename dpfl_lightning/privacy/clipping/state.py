@@ -133,7 +133,7 @@ _LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", 
 
 def _bytes_of(tensor: Tensor) -> object:
     try:
-        flat = tensor.detach().cpu().resolve_conj().reshape(-1)
+        flat = tensor.detach().to_dense().cpu().resolve_conj().reshape(-1)
         return hash(flat.view(torch.uint8).numpy().tobytes())
     except (RuntimeError, TypeError, NotImplementedError):  # what is left of a transform, or has no plain memory
         return object()  # equals nothing
