@@ -206,6 +206,20 @@ def test_no_pass_is_larger_than_those_in_which_records_were_seen_apart(fewest):
     assert torch.equal(rows[:9], clipped_sum(params, x[:9], y[:9], ClipRequest(1.0, 2, torch.arange(9), 9))[0])
 
 
+class Rounding(nn.Module):
+    """As kernels that round otherwise in batches of other sizes: by units in the last place of float64."""
+
+    def forward(self, x):
+        ulps = torch.arange(x.shape[-1], dtype=torch.float64) * (1 if len(x) > 1 else -1)
+        return x * (1 + ulps * torch.finfo(torch.float64).eps).to(x.dtype)
+
+
+def test_rounding_that_decides_between_equal_pixels_is_no_influence():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), Rounding(), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 1, 8, 8), torch.empty(0, dtype=torch.long))
+    assert reason == "fast: exact rules for all layers" and isinstance(clipped_sum.choose(), FastClippedSum)
+
+
 def test_padding_that_gives_no_finite_gradient_changes_nothing():
     net = nn.Linear(3, 3)
     x, y, params = torch.rand(5, 3) + 1, torch.arange(5) % 3, {name: p.detach() for name, p in net.named_parameters()}

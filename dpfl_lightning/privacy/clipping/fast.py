@@ -189,18 +189,20 @@ class FastClippedSum:
             return x
         return pooling.channels_last(x)
 
-    def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, list[Tensor]]:
-        """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
+    def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Return what the rules read, by unit: inputs `0`, `1`, ... and any gradient `dy` of the output, `[B, ...]`."""
         with torch.no_grad(), self._watched({}) as watch:
             self._pass(watch, params, x, y, len(y))
-            dys = watch.dys
-            return {name: [*call.inputs, *([dys[name]] if name in dys else [])] for name, call in watch.calls.items()}
+            signals = {name: {f"{i}": a for i, a in enumerate(call.inputs)} for name, call in watch.calls.items()}
+            for name, dy in watch.dys.items():
+                signals[name]["dy"] = dy
+            return signals
 
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
-        signals = self.signals(params, x, y)
-        used = [name for name, unit in self.units_of.items() if has_special_backward(unit.module) and name in signals]
-        return [name for name in used if sparse_conv.mostly_zeros(signals[name][-1])]
+        dys = {name: of_unit["dy"] for name, of_unit in self.signals(params, x, y).items() if "dy" in of_unit}
+        used = [name for name, unit in self.units_of.items() if has_special_backward(unit.module) and name in dys]
+        return [name for name in used if sparse_conv.mostly_zeros(dys[name])]
 
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
