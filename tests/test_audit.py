@@ -42,7 +42,7 @@ def test_json_is_printed_alone_and_nothing_is_refuted(capsys):
     assert client["client"] == 0 and result["refuted"] == [] and result["confidence"] == 0.9999
     assert client["claim"]["steps"] == 18 and 0 < client["claim"]["epsilon"] <= 2
     findings = client["findings"]
-    assert [finding["check"] for finding in findings].count("sensitivity") == 4
+    assert [finding["check"] for finding in findings].count("sensitivity") == 3
     bounds = {one["check"]: one["figures"]["epsilon_low"] for one in findings if "epsilon_low" in one["figures"]}
     assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
     out = text(result)

@@ -55,5 +55,5 @@ def test_example(path, tmp_path):
     accuracy = float(re.findall(r"final accuracy (\d\.\d+)", done.stdout)[-1])
     assert accuracy == pytest.approx(expected, abs=tolerance)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    spent = re.findall(r"epsilon (\d+\.\d\d) of (\d+\.\d+)", done.stdout)
+    spent = re.findall(r"epsilon (\d+\.\d+) of (\d+\.\d+)", done.stdout)
     assert spent and all(0.9 * float(budget) <= float(epsilon) <= float(budget) for epsilon, budget in spent)

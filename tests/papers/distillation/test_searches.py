@@ -169,5 +169,5 @@ def test_figure_6_shows_the_papers_epsilon_beside_those_of_runs():
     figure = experiments()["distillation.figure6"]
     lines = [[word.strip() for word in line.split("|")[1:-1]] for line in figure.summary(figure, found).splitlines()]
     assert lines[0][0] == "sigma" and lines[0][1].startswith("eq. 41")
-    assert lines[2:] == [["1", "9.6897", "500.0000", "-"], ["10", "0.9690", "12.3001", "0.2000"]]
+    assert lines[2:] == [["1", "9.68962", "500", "-"], ["10", "0.968962", "12.3001", "0.2"]]
     assert figure.summary(figure, {}) == ""
