@@ -54,7 +54,7 @@ class Case:
 
     def net(self) -> Net:
         torch.manual_seed(0)
-        return Net(self.make(), self.shape, self.words).eval()
+        return Net(self.make(), self.shape, self.words)
 
     def records(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
