@@ -24,7 +24,7 @@ from experiments.pages import fill_page
 
 ROOT = Path(__file__).parents[1]
 SOUND = "as it is"
-FOUND = mutants.MUTANTS | mutants.OF_RULES | mutants.OF_COMPANY
+FOUND = mutants.MUTANTS | mutants.OF_RULES
 CASES = {
     "digits": ["--config", "conf/digits.yaml"],
     "Fashion-MNIST": [

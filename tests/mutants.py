@@ -224,6 +224,7 @@ MUTANTS: dict[str, tuple[Mutate, set[str]]] = {
     "no clipping": (no_clipping, {"sensitivity", "canary"}),
     "realised batch as divisor": (realised_divisor, {"sensitivity", "noise"}),
     "a record counted twice": (counted_twice, {"sensitivity", "sampling"}),
+    "passes of the drawn size": (passes_of_the_drawn_size, {"company"}),
     "noise in floating point": (floating_point_noise, {"grid"}),
     "one noise for all seeds": (noise_of_the_key_alone, {"fresh noise"}),
     "equal questions paid once": (equal_questions_once, {"answers"}),
@@ -240,9 +241,8 @@ VARIANTS: dict[str, tuple[Mutate, set[str]]] = {
     "one noise for all steps": (one_noise_for_all_steps, {"noise"}),
     "twice the sampling rate": (twice_the_rate, {"sampling"}),
 }
-#: others, that show in some nets only, as the one of a regression
-OF_COMPANY: dict[str, tuple[Mutate, set[str]]] = {
-    "passes of the drawn size": (passes_of_the_drawn_size, {"company"}),
+#: others, that show in some nets only, on some processors
+OF_ALIGNMENT: dict[str, tuple[Mutate, set[str]]] = {
     "passes over views": (passes_over_views, {"company"}),
 }
 #: others, that only layer rules have a place for

@@ -19,7 +19,7 @@ CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,0
 
 EVERYWHERE = [(engine, name) for engine in sorted(ENGINES) for name in mutants.MUTANTS]
 SOMEWHERE = [("fast", name) for name in mutants.VARIANTS | mutants.OF_RULES]
-SOMEWHERE += [(engine, name) for engine in ("fast", "serial", "trainer") for name in mutants.OF_COMPANY]
+SOMEWHERE += [(engine, name) for engine in ("fast", "serial", "trainer") for name in mutants.OF_ALIGNMENT]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def fast_first(cases):
 
 @pytest.mark.parametrize("engine, name", fast_first(EVERYWHERE + SOMEWHERE))
 def test_a_broken_build_is_refuted(engine, name, monkeypatch):
-    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS | mutants.OF_RULES | mutants.OF_COMPANY)[name]
+    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS | mutants.OF_RULES | mutants.OF_ALIGNMENT)[name]
     mutate(monkeypatch)
     found = audited(engine, monkeypatch, only=expected)
     caught = {finding["check"] for finding in found["clients"][0]["findings"] if finding["refuted"]}
