@@ -1,4 +1,4 @@
-"""`PYTHONPATH=. python tests/audit_mutants.py`: audit the build as it is, and with each mutant by the checks that must find it.
+"""`PYTHONPATH=. python tests/audit_mutants.py`: audit the build, and with each mutant by the checks that must find it.
 
 Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page FILE` shows them in the docs.
 """
