@@ -155,4 +155,4 @@ def _strided(part: Tensor) -> Tensor:
 def _filled(part: Tensor, count: int, value: float) -> Tensor:
     """Return `count` records that hold this value, or for whole numbers the first record."""
     first = part[:1].expand(count, *part.shape[1:]).clone()
-    return first.fill_(value) if part.is_floating_point() else first
+    return first.copy_(torch.tensor(value, dtype=torch.float64)) if part.is_floating_point() else first

@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
-from dpfl_lightning.privacy.clipping.passes import FEW_SIZES, HALF_SIZES, SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import FEW_SIZES, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     LoopClippedSum,
@@ -138,9 +138,6 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
 
 def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
     sizes = FEW_SIZES if sum(p.numel() for p in net.parameters()) > _FINE else SIZES
-    floating = [part for part in (*net.parameters(), *tree_leaves(x)) if part.is_floating_point()]
-    if any(part.element_size() == 2 for part in floating):
-        sizes = HALF_SIZES
     return FixedPasses(_examples(net, x, y, max(sizes)), sizes)
 
 
@@ -208,22 +205,27 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
     """
     params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
     x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
-    kept: list[dict[str, object]] = []
+
+    def twice(clipped_sum: VmapClippedSum | LoopClippedSum) -> tuple[list[str], list[str]]:
+        """Return what changes in a later pass, tensors and other; what the first one stores for all is no counter."""
+        kept = []
+        for _ in range(2):
+            clipped_sum(params, x, y, ClipRequest(1.0))
+            changed = restore()
+            kept.append(contents(net))
+        return changed, [name for name, value in kept[1].items() if kept[0].get(name) != value]
+
     with tensors_restored(net) as restore:
         drawn = _generator_state(y.device)
         try:
-            for _ in range(2):  # what a first pass stores for all that follow is no counter
-                VmapClippedSum(sample_loss, (len(rows),))(params, x, y, ClipRequest(1.0))
-                changed = restore()
-                kept.append(contents(net))
-            problem = f"`{changed[0]}` changes in every pass" if changed else ""
+            tensors, others = twice(VmapClippedSum(sample_loss, (len(rows),)))
+            problem = f"`{tensors[0]}` changes in every pass" if tensors else ""
         except Exception as error:  # a user's forward pass may raise anything under `vmap`
             problem = re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
-            LoopClippedSum(net, sample_loss)(params, x, y, ClipRequest(1.0))
+            _, others = twice(LoopClippedSum(net, sample_loss))
         passes.draws = not torch.equal(drawn, _generator_state(y.device))
     _require_unchanged([name for name, p in params.items() if not torch.equal(p, before[name])], "its parameters")
-    if len(kept) == 2:
-        _require_unchanged([name for name, value in kept[1].items() if kept[0].get(name) != value], "what it keeps")
+    _require_unchanged(others, "what it keeps")
     if problem:
         _require_repeatable(net, sample_loss, passes)
     return problem
@@ -292,9 +294,12 @@ def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params
 
 
 def random_example(
-    net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype, records: int = _KINDS
+    net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype | None = None, records: int = _KINDS
 ) -> tuple[Params, Records, Tensor]:
-    """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns."""
+    """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns.
+
+    Floating numbers are of this dtype (None: their own).
+    """
     gen = torch.Generator().manual_seed(1)
     device = next(net.parameters()).device
     tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
@@ -311,24 +316,18 @@ def random_example(
                 drawn[5::_KINDS] *= 100
             else:
                 drawn[5::_KINDS, end:] = high - 1
-        return drawn.to(device, dtype if floating else example.dtype)
+        return drawn.to(device, (dtype if floating else None) or example.dtype)
 
     return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), like(y[:, None], 2)[:, 0]
 
 
 def _examples(net: nn.Module, x: Records, y: Tensor, records: int) -> Batch:
     """Return random records, the first of which is that of x and y, if there is one."""
-    some_x, some_y = random_example(net, x, y, _floating(x), records)[1:]
+    some_x, some_y = random_example(net, x, y, records=records)[1:]
     if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
     return some_x, some_y
-
-
-def _floating(x: Records) -> torch.dtype:
-    """Return the dtype of floating records."""
-    floating = [part.dtype for part in tree_leaves(x) if part.is_floating_point()]
-    return floating[0] if floating else torch.get_default_dtype()
 
 
 def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
@@ -341,7 +340,7 @@ def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> l
 def _run_once(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> None:
     """Run the clipped sum in the dtypes of the net and of its records: a net under autocast may raise only here."""
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    clipped_sum(params, *random_example(net, x, y, _floating(x))[1:], ClipRequest(1.0))
+    clipped_sum(params, *random_example(net, x, y)[1:], ClipRequest(1.0))
 
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

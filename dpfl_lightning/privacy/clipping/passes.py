@@ -2,10 +2,10 @@
 
 Matrix products choose their code by shape and alignment, and elementwise functions compute the last numbers of a
 tensor, or of a thread's share of it, by other code than the rest. A pass is therefore a copy in an aligned buffer of
-one of a few sizes, all multiples of the numbers that these functions compute at once, filled up with a public record,
-and an operator of the CPU uses one thread. `sizes_in_company` tests on this machine which sizes give a record the same
-bits, wherever it is and whatever the others are. What no size passes goes one record at a time. `docs/privacy.md` has
-the argument.
+one of a few sizes, filled up with a public record, and an operator of the CPU uses one thread. `vector_loops.py` says
+at which sizes no record has those last numbers, and `sizes_in_company` tests on this machine which of them give a
+record the same bits, wherever it is and whatever the others are. What no size passes goes one record at a time.
+`docs/privacy.md` has the argument.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.vector_loops import TRACED, multiple_of
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 Batch = tuple[Inputs, Tensor]
 #: (x `[size, *X]`, y `[size, ...]`, count) -> tensors with a row for each of the first `count` records
 Rows = Callable[[Inputs, Tensor, int], Sequence[Tensor]]
 
-#: records of a pass: multiples of what vectorised loops compute at once, two registers (of AVX-512: 32 float32 numbers)
-SIZES: tuple[int, ...] = (32, 64, 96)
-FEW_SIZES: tuple[int, ...] = (32, 64)  # of nets whose check takes seconds
-HALF_SIZES: tuple[int, ...] = (64,)  # of numbers of two bytes
-PASS_COST = 10  # fixed cost of a pass, in records of padding
+#: records of a pass
+SIZES: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 64, 80, 96)
+FEW_SIZES: tuple[int, ...] = (16, 32, 48, 64)  # of nets whose check takes seconds
+PASS_COST = 20  # fixed cost of a pass, in records of padding
 
 
 def passes(
@@ -84,10 +84,10 @@ def sizes_in_company(rows_of: Rows, examples: Batch, sizes: Sequence[int]) -> tu
     `examples` are public records, at least as many as the largest size; the first one is the padding.
     """
     few = max(1, min(sizes) - 1)
-    bits = {size: _bits_of(rows_of, examples, size, few, torch.arange(size).clamp(max=few) % few) for size in sizes}
+    bits = {size: _bits_of(rows_of, examples, few, torch.arange(size).clamp(max=few) % few) for size in sizes}
     groups = ([other for other in sizes if _equal(bits[size], bits[other])] for size in sizes)
     group = max(groups, key=lambda group: (len(group), max(group)))
-    expected = _bits_of(rows_of, examples, max(group), max(group), torch.arange(max(group)))
+    expected = _bits_of(rows_of, examples, max(group), torch.arange(max(group)))
     if not _equal([one[:few] for one in expected], bits[max(group)]):
         return ()
     return tuple(size for size in group if _holds_in_company(rows_of, examples, size, expected))
@@ -96,7 +96,7 @@ def sizes_in_company(rows_of: Rows, examples: Batch, sizes: Sequence[int]) -> tu
 def _holds_in_company(rows_of: Rows, examples: Batch, size: int, expected: Sequence[Tensor]) -> bool:
     """Return whether records have the `expected` bits at all places, and among copies, hostile records and padding."""
     for record in COPIES:
-        actual = _bits_of(rows_of, examples, size, size, torch.full((size,), record))
+        actual = _bits_of(rows_of, examples, size, torch.full((size,), record))
         if not _equal(actual, [one[[record] * size] for one in expected]):
             return False
     for shift, share, fills in _COMPANIES:
@@ -104,8 +104,10 @@ def _holds_in_company(rows_of: Rows, examples: Batch, size: int, expected: Seque
         source = torch.arange(size).roll(shift)
         kept = torch.arange(0, count, 2 if fills else 1)
         source[count:] = 0
+        x, y = take(examples[0], source), examples[1][source]
+        company = tree_map(lambda part: _filled(part, fills), x) if fills else x, y  # noqa: B023 used in this turn
         try:
-            actual = _bits_of(rows_of, examples, size, count, source, fills)
+            actual = _bits_of(rows_of, company, count, torch.arange(size))
         except (RuntimeError, ValueError, IndexError):  # a user's code may refuse such records
             if fills:
                 continue
@@ -124,26 +126,20 @@ _COMPANIES: Sequence[tuple[int, float, tuple[float, ...]]] = (
 )
 
 
-def _bits_of(
-    rows_of: Rows, examples: Batch, size: int, count: int, source: Tensor, fills: Sequence[float] = ()
-) -> list[Tensor]:
+def _bits_of(rows_of: Rows, examples: Batch, count: int, source: Tensor) -> list[Tensor]:
     """Return the bytes of the rows of the first `count` records of a pass, `[count, bytes]`.
 
-    The pass has the examples in the places `source` `[size]`; a pass may change them. Every second one is filled.
+    The pass has the examples in the places `source`, as copies, because it may change them.
     """
     x, y = examples
-    source = source.to(y.device)
-    some_x = take(x, source)
-    if fills:
-        some_x = tree_map(lambda part: _filled(part, fills), some_x)
-    return [one.contiguous().view(count, -1).view(torch.uint8) for one in rows_of(some_x, y[source], count)]
+    return [one.contiguous().view(count, -1).view(torch.uint8) for one in rows_of(take(x, source), y[source], count)]
 
 
 def _filled(part: Tensor, fills: Sequence[float]) -> Tensor:
     part = part.clone()
     for number, row in enumerate(part[1::2]):
         if part.is_floating_point():
-            row.fill_(fills[number % len(fills)])
+            row.copy_(torch.tensor(fills[number % len(fills)], dtype=torch.float64))  # infinite in a short dtype
         elif row.dim():
             row.copy_(row.roll(number, 0))
     return part
@@ -176,11 +172,17 @@ class FixedPasses:
         self._found: dict[str, tuple[int, ...]] = {}
 
     def sizes(self, what: str, rows_of: Rows) -> tuple[int, ...]:
-        """Return the sizes for the computation `what`; none: one record at a time."""
+        """Return the sizes for the computation `what`; none: one record at a time.
+
+        The first call decides, so what `rows_of` computes may depend on `what` alone.
+        """
         if what not in self._found:
-            sizes = [size for size in self._sizes if size <= self.most] or [min(self._sizes)]
+            x, y = take(self.examples[0], slice(TRACED)), self.examples[1][:TRACED]
             with one_thread_an_operator():
-                self._found[what] = sizes_in_company(rows_of, self.examples, sizes)
+                multiple = multiple_of(lambda: rows_of(x, y, len(y)))
+                whole = [size for size in self._sizes if size % multiple == 0]
+                sizes = [size for size in whole if size <= self.most] or whole[:1]
+                self._found[what] = sizes_in_company(rows_of, self.examples, sizes) if sizes else ()
         return self._found[what]
 
     def rows(
