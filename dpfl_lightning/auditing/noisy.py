@@ -97,8 +97,8 @@ def canary(subject: AuditTarget, scene: Scene) -> Finding:
     return Finding(
         check="canary",
         what=f"one full-batch step, {count} releases with and {count} without",
-        measured=f"mu {low:.3f} to {high:.3f}; epsilon >= {at_least(bound)}",
-        claimed=f"mu {subject.mu:.3f}; epsilon {at_most(claim)}",
+        measured=f"mu {low:.3f} to {high:.3f}; epsilon >= {at_least(bound, 4)}",
+        claimed=f"mu {subject.mu:.3f}; epsilon {at_most(claim, 4)}",
         refuted=low > subject.mu,
         confidence=1 - scene.significance,
         figures={
