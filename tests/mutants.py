@@ -81,7 +81,7 @@ def last_counted_twice(patch: MonkeyPatch) -> None:
 
 def overlapping_passes(patch: MonkeyPatch) -> None:
     """The last record of the first pass is in the second one's sum, too, but counted once."""
-    patch.setattr(passes, "sizes_in_company", lambda rows_of, examples, sizes: (8,))
+    patch.setattr(passes.FixedPasses, "size", lambda *args: 8)
     for kind in SUMS:
         patch.setattr(kind, "__call__", _last_of_first_pass_twice(kind.__call__))
 
@@ -172,7 +172,7 @@ def mixing_model(patch: MonkeyPatch) -> None:
     patch.setattr(local_clients, "check_fits", lambda module, population: None)
     for check in ("_reached_in_company", "_apart"):
         patch.setattr(checked_clipping, check, lambda *args: None)
-    patch.setattr(passes, "sizes_in_company", lambda rows_of, examples, sizes: (max(sizes),))
+    patch.setattr(passes, "is_private", lambda rows_of, examples, size: True)
 
 
 def free_answers(patch: MonkeyPatch) -> None:
@@ -286,8 +286,8 @@ def _remembering(call, drawn):
 def _last_of_first_pass_twice(call):
     def summed(self, params, x, y, request):
         rows = torch.arange(len(y))
-        if len(y) > max(self.sizes):
-            rows = torch.cat([rows[: max(self.sizes)], rows[max(self.sizes) - 1 :]])
+        if len(y) > self.size:
+            rows = torch.cat([rows[: self.size], rows[self.size - 1 :]])
         group = None if request.group is None else request.group[rows]
         sums, _ = call(self, params, take(x, rows), y[rows], dataclasses.replace(request, group=group))
         return sums, torch.zeros(len(y))

@@ -19,14 +19,13 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.clipping.passes import FEW_SIZES
 from dpfl_lightning.privacy.clipping.passes import SIZES as PASS_SIZES
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 
 TOLERANCE = 1e-5  # relative, above the clip norm: for rounding in float64
 #: numbers of other records: none, few, as many as the engines process in a pass, and more
-SIZES = (0, 1, 5, FEW_SIZES[-1], PASS_SIZES[-1], 130)
+SIZES = (0, 1, 5, 64, PASS_SIZES[-1], 130)
 
 
 def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:

@@ -137,7 +137,7 @@ def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
 def test_norms_are_noted_in_the_order_of_the_records(kind):
     net = small_net()
     module = ClientModule(net)
-    clipped_sum = kind(module.sample_loss, (4,)) if kind is VmapClippedSum else kind(net, sizes=(4,))
+    clipped_sum = kind(module.sample_loss, 4) if kind is VmapClippedSum else kind(net, size=4)
     generator, params = torch.Generator().manual_seed(0), module.unflatten(module.flat)
     x, y = torch.randn(11, 6, generator=generator), torch.randint(3, (11,), generator=generator)
     x[5], x[9] = math.nan, math.inf

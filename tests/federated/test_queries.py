@@ -159,7 +159,7 @@ def test_anything_but_one_row_a_record_is_refused():
             with pytest.raises(ValueError, match=rf"the rows of Columns must be one row of real numbers.* {got}"):
                 released(Columns(mechanism_of={0: mechanism}, make=make), torch.ones(3, 2))
     passes, lengths = passes_like(torch.ones(1, 2), torch.zeros(1)), itertools.chain([2], itertools.repeat(1))
-    passes.sizes = lambda what, rows_of: (8,)  # no check, which would see the lengths
+    passes.size = lambda what, rows_of: 8  # no check, which would see the lengths
     query = ChargedQuery.of(Columns(mechanism_of={0: silent()}, make=lambda x: x[:, : next(lengths)]))
     with pytest.raises(ValueError, match=r"must have one length, got 2 and 1"):
         answers.answer(query, 0, MODULE, torch.ones(9, 2), torch.zeros(9, dtype=torch.long), None, passes)

@@ -35,7 +35,7 @@ def a_module(**convnet) -> ClientModule:
 
 
 def both(module: ClientModule, size: int = 7) -> tuple[UnclippedSum, Watched]:
-    inner = Watched(module.net, module.sample_loss, (size,))
+    inner = Watched(module.net, module.sample_loss, size)
     return UnclippedSum(inner, ThreadSafeLoss(module)), inner
 
 
@@ -92,7 +92,7 @@ def test_all_else_is_left_to_the_clipped_sum():
         arguments = (module.named_trainable, x, y, clip_norm, y % num_groups, num_groups)
         found = summed(ours, *arguments, norms=norms)
         assert inner.asked == 1
-        expected = summed(FastClippedSum(module.net, module.sample_loss, (7,)), *arguments, norms=expected_norms)
+        expected = summed(FastClippedSum(module.net, module.sample_loss, 7), *arguments, norms=expected_norms)
         assert torch.equal(found, expected) and found.isfinite().all()
         torch.testing.assert_close(norms, expected_norms, equal_nan=True)
 

@@ -60,7 +60,7 @@ def cast(values, dtype):
 def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True, sparse=()):
     """Record by record (each its own group), clipped and not, then summed over two groups in small chunks."""
     mine, true = copy.deepcopy(net).to(dtype), copy.deepcopy(net).double()
-    fast = FastClippedSum(mine, squares_of(mine), (3,), channels_last, sparse)
+    fast = FastClippedSum(mine, squares_of(mine), 3, channels_last, sparse)
     reference = VmapClippedSum(squares_of(true))
     params, y = params_of(net, dtype), torch.zeros(len(x), dtype=torch.long)
     wide = {name: p.double() for name, p in params.items()}
@@ -339,7 +339,7 @@ def test_frozen_parts_chosen_parts_and_bad_records_of_kernels_on_small_maps():
     net = nn.Sequential(
         nn.Conv2d(2, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 5, padding=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     )
-    fast, reference = FastClippedSum(net, squares_of(net), (3,)), VmapClippedSum(squares_of(net))
+    fast, reference = FastClippedSum(net, squares_of(net), 3), VmapClippedSum(squares_of(net))
     params, group, y = params_of(net, torch.float32), torch.tensor([2, 0, 1, 0, 2]), torch.zeros(5, dtype=torch.long)
     frozen = {name: p for name, p in params.items() if name != "2.weight"}
     for size in ((1, 1), (6, 6), (2, 1), (1, 3), (1, 1)):
@@ -579,8 +579,8 @@ def test_losses_in_float32_are_checked_and_those_that_read_parameters_left_to_th
 
 def test_passes_shrink_for_wide_layers():
     wide = nn.Sequential(nn.Linear(2, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 2))
-    assert max(clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].choose().sizes) == 16
-    assert max(clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].choose().sizes) == 96
+    assert clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].choose().size == 16
+    assert clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].choose().size == 96
 
 
 def test_embedding_that_scales_by_frequency_has_no_rule():
@@ -593,7 +593,7 @@ def test_embedding_that_scales_by_frequency_has_no_rule():
 def engine(request):
     def build(net, size=3):
         loss = cross_entropy_of(net)
-        return VmapClippedSum(loss, (size,)) if request.param == "vmap" else FastClippedSum(net, loss, (size,))
+        return VmapClippedSum(loss, size) if request.param == "vmap" else FastClippedSum(net, loss, size)
 
     return build
 
@@ -704,7 +704,7 @@ def test_user_errors(net):
     for attempt, message in [
         (lambda: summed(FastClippedSum(net), *args, 0), "`clip_norm` must be positive, got 0"),
         (lambda: summed(VmapClippedSum(loss), *args, -1), "`clip_norm` must be positive, got -1"),
-        (lambda: FastClippedSum(net, sizes=(0,)), "`sizes` must be at least 1 record"),
+        (lambda: FastClippedSum(net, size=0), "`size` must be at least 1 record"),
         (
             lambda: clipped_sum_for(net, lambda *batch: loss(*batch).mean(), IMAGES, LABELS),
             "`sample_loss` must return one loss for each record",
@@ -718,7 +718,7 @@ def test_user_errors(net):
 @pytest.mark.parametrize("kind", ["fast", "vmap"])
 def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4))
-    first = FastClippedSum(net, sizes=(5,)) if kind == "fast" else VmapClippedSum(cross_entropy_of(net), (5,))
+    first = FastClippedSum(net, size=5) if kind == "fast" else VmapClippedSum(cross_entropy_of(net), 5)
     twin = copy.deepcopy(net)
     second = first.copy_for(twin, cross_entropy_of(twin))
     params = {name: p.detach() for name, p in net.named_parameters()}
@@ -726,7 +726,7 @@ def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     calls: list[int] = []
     net.register_forward_hook(lambda *_: calls.append(1))
     ours = summed(second, params, x, y, 1.0)
-    assert second.sizes == (5,) and not calls, "only the twin was run"
+    assert second.size == (5,) and not calls, "only the twin was run"
     assert torch.equal(ours, summed(first, params, x, y, 1.0)) and calls
 
 

@@ -330,7 +330,7 @@ def test_a_kept_vector_has_the_bits_of_a_new_one(groups, only):
     net = body(16, 3)
     params, x, y = batch(net)
     group = torch.arange(5) % groups if groups > 1 else None
-    for clipped_sum in (FastClippedSum(net, sizes=(2,)), VmapClippedSum(cross_entropy_of(net))):
+    for clipped_sum in (FastClippedSum(net, size=2), VmapClippedSum(cross_entropy_of(net))):
         new, norms = clipped_sum(params, x, y, ClipRequest(0.5, 2, group, groups, only))
         into = torch.full_like(new, float("nan"))
         for _ in range(2):
@@ -355,7 +355,7 @@ def test_clipped_sums_are_the_references(by_loops, channels, size, pool):
     params, _, y = batch(net)
     x, each = torch.randn(5, 3, 13, 10), torch.arange(5)
     by_loops.clear()
-    rows, norms = FastClippedSum(net, sizes=(3,))(params, x, y, ClipRequest(0.1, 2, each, 5))
+    rows, norms = FastClippedSum(net, size=3)(params, x, y, ClipRequest(0.1, 2, each, 5))
     # in each of two chunks 3 forward passes, 2 gradients of inputs, 1 or 2 of weights (none is formed on a small map)
     assert len(by_loops) == 2 * (6 + (size == 5))
     wide = {name: p.double() for name, p in params.items()}

@@ -16,9 +16,9 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.passes import FixedPasses, passes, sizes_in_company
+from dpfl_lightning.privacy.clipping.passes import FixedPasses, is_private, passes
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, VmapClippedSum, cross_entropy_of
-from dpfl_lightning.privacy.clipping.vector_loops import multiple_of
+from dpfl_lightning.privacy.clipping.vector_loops import multiple_of, reads_numbers
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 SIZES = (8, 16, 32)
@@ -29,39 +29,51 @@ def test_passes_are_contiguous_copies_filled_up_with_the_padding():
     x = {"a": torch.randn(21, 6).T[:, 1:21].T, "b": torch.arange(20)}
     padding = {"a": torch.full((1, 6), 7.0), "b": torch.tensor([9])}, torch.tensor([5])
     found = []
-    for rows, some_x, some_y in passes(x, torch.arange(20), (8, 16), padding):
+    for rows, some_x, some_y in passes(x, torch.arange(20), 16, padding):
         count = rows.stop - rows.start
-        assert some_x["a"].is_contiguous() and len(some_y) in (8, 16) and some_x["a"].data_ptr() % 64 == 0
+        assert some_x["a"].is_contiguous() and len(some_y) == 16 and some_x["a"].data_ptr() % 64 == 0
         assert torch.equal(some_x["a"][:count], x["a"][rows]) and torch.equal(some_x["b"][:count], x["b"][rows])
         assert (some_x["a"][count:] == 7).all() and (some_x["b"][count:] == 9).all() and (some_y[count:] == 5).all()
         found += some_y[:count].tolist()
     assert found == list(range(20))
-    assert not list(passes(x, torch.arange(0), (8,), padding))
+    assert not list(passes(x, torch.arange(0), 8, padding))
 
 
-#: what makes the numbers of a record depend on something else, and the sizes that are left
+#: what makes the numbers of a record depend on something else than the record
 INFLUENCES = {
-    "nothing": (lambda x, y, count: x.cos(), SIZES),
-    "the number of records": (lambda x, y, count: x * count, ()),
-    "the size of the pass": (lambda x, y, count: x * len(x), (32,)),
-    "a size of passes": (lambda x, y, count: x * (1 + (len(x) == 16)), (8, 32)),
-    "the last place": (lambda x, y, count: x * (1 + (torch.arange(len(x)) == len(x) - 1))[:, None], ()),
-    "the record before": (lambda x, y, count: x + x.roll(1, 0).nan_to_num(0, 0, 0), ()),
-    "not a number in the pass": (lambda x, y, count: x * (1 + x.isnan().any()), ()),
-    "denormal numbers in the pass": (lambda x, y, count: x * (1 + (x.abs() < 1e-38).any()), ()),
-    "the sign of zero": (lambda x, y, count: x * 0 * (1 - 2 * (count % 2)), ()),
+    "the number of records": lambda x, y, count: x * count,
+    "the last place": lambda x, y, count: x * (1 + (torch.arange(len(x)) == len(x) - 1))[:, None],
+    "the record before": lambda x, y, count: x + x.roll(1, 0).nan_to_num(0, 0, 0),
+    "not a number in the pass": lambda x, y, count: x * (1 + x.isnan().any()),
+    "denormal numbers in the pass": lambda x, y, count: x * (1 + (x.abs() < 1e-38).any()),
+    "the sign of zero": lambda x, y, count: x * 0 * (1 - 2 * (count % 2)),
 }
 
 
 @pytest.mark.parametrize("name", INFLUENCES)
-def test_sizes_with_any_other_influence_are_left_out(name):
-    rows_of, left = INFLUENCES[name]
-    assert sizes_in_company(lambda x, y, count: [rows_of(x, y, count)[:count]], EXAMPLES, SIZES) == left
+@pytest.mark.parametrize("size", [8, 32])
+def test_a_size_with_any_other_influence_fails(name, size):
+    rows_of = INFLUENCES[name]
+    assert not is_private(lambda x, y, count: [rows_of(x, y, count)[:count]], EXAMPLES, size)
+    assert is_private(lambda x, y, count: [(x.cos() * len(x))[:count]], EXAMPLES, size)
 
 
 def test_neighbours_of_two_bytes_are_hostile_too():
     examples = EXAMPLES[0].half(), EXAMPLES[1]
-    assert sizes_in_company(lambda x, y, count: [(x * (1 + (x == 0).any()))[:count]], examples, SIZES) == ()
+    assert not is_private(lambda x, y, count: [(x * (1 + (x == 0).any()))[:count]], examples, 32)
+
+
+def test_the_cheapest_size_that_passes_is_used():
+    """It follows from the expected number of records alone, never from the drawn one."""
+    fixed = FixedPasses(EXAMPLES, SIZES)
+    assert [fixed.size("all", lambda x, y, count: [x.relu()[:count]], e) for e in (4.0, 12.0, 100.0, None)] == [
+        8,
+        16,
+        32,
+        32,
+    ]
+    assert fixed.size("odd", lambda x, y, count: [x[:count] * (1 + (len(x) == 32) * count)], 100.0) == 16
+    assert fixed.size("none", lambda x, y, count: [x[:count] * count], 100.0) == 1
 
 
 #: what is computed for 31 records `[31, 21]`, and what the size of its passes has to be a multiple of on a CPU
@@ -79,6 +91,19 @@ ENDS = {
     "square": (torch.square, 1),
     "sum with a factor": (lambda x: torch.add(x, x, alpha=0.3), 32),
     "complex": (lambda x: torch.fft.fft(x).real, 16),
+    "hardtanh": (F.hardtanh, 1),
+    "its derivative": (torch.vmap(torch.func.grad(lambda x: F.hardtanh(x).sum())), 32),
+    "minus a multiple": (lambda x: torch.rsub(x, 3.1, alpha=0.7), 32),
+    "squares by a tensor": (lambda x: x.pow(torch.tensor([2.0])), 32),
+    "powers by a tensor": (lambda x: x.pow(torch.full((21,), 2.0)), 32),
+    "sum over the last dimension": (lambda x: x.sum(1), 1),
+    "sum over the inner first dimension": (lambda x: x[:, :, None].repeat(1, 1, 5).sum(1), 1),
+    "sum over a dimension of one": (lambda x: x[:, None].sum(1), 1),
+    "sum over an outer dimension": (lambda x: x.repeat(3, 1, 1).sum(0), 64),
+    "mean over it": (lambda x: x.repeat(3, 1, 1).mean((0,)), 64),
+    "softmax over it": (lambda x: x.repeat(3, 1, 1).softmax(0), 64),
+    "softmax over the last dimension": (lambda x: x.softmax(1), 1),
+    "variances over an outer dimension": (lambda x: x.repeat(3, 1, 1).var(0), 64),
 }
 
 
@@ -110,7 +135,75 @@ def test_numbers_of_two_bytes_inside_a_net_count():
     record = torch.tensor([[-5.0625, 0, 0, 0, 0, 0, 0]])
     one, more = (clipped_sum(params, record.repeat(n, 1), torch.zeros(n), ClipRequest(1.0))[0] for n in (1, 96))
     torch.testing.assert_close(more, 96 * one, rtol=1e-9, atol=1e-9)
-    assert clipped_sum.passes.sizes("gradients", None) == (64,)
+    assert clipped_sum.choose(8.0).size == 64
+
+
+class TimeFirst(nn.Module):
+    """Sums over time in front of the records."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 13), nn.Linear(13, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x).transpose(0, 1).contiguous().sum(0))
+
+
+@pytest.mark.parametrize("net", [nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 2)), TimeFirst()])
+def test_the_order_of_sums_tells_nothing(net):
+    """Large numbers that cancel inside a record show it, even where numbers of two bytes hide it otherwise."""
+    net = net.to(torch.bfloat16)
+    shape = (9, 7) if isinstance(net, TimeFirst) else (7,)
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, *shape).bfloat16(), torch.empty(0).long())
+    params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    first, last = (p for p in params.values() if p.dim() == 2)
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        large = torch.tensor([1e8, -1e8] + [0] * 5)[torch.randperm(7, generator=generator)]
+        first[:] = torch.randn(first.shape, generator=generator) + large
+        last[:] = torch.where(torch.rand(last.shape, generator=generator) < 0.5, -1.0, 1.0)
+        record = torch.randn(1, *shape, generator=generator).masked_fill(large != 0, 1.0).bfloat16()
+        rows = {}
+        for n in (1, 8, 9, 40, 97):
+            each = ClipRequest(1.0, group=torch.arange(n), num_groups=n, expected=9.0)
+            rows[n] = clipped_sum(params, record.repeat(n, *[1] * len(shape)), torch.zeros(n).long(), each)[0]
+        assert all(torch.equal(some, rows[1].expand_as(some)) for some in rows.values()) and reason.startswith("fast")
+
+
+@pytest.mark.parametrize("act", [nn.Hardtanh, nn.ReLU6])
+def test_numbers_out_of_range_tell_nothing(act):
+    """A gradient passes or not where the weights give NaN: as the last numbers of a loop decide, or the rest."""
+    net = nn.Sequential(nn.Linear(7, 13), act(), nn.Linear(13, 2))
+    clipped_sum, _ = clipped_sum_for(net, None, torch.empty(0, 7), torch.empty(0).long())
+    params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    params["0.weight"][:, 0], params["2.weight"][0] = math.nan, 1.0
+    each = ClipRequest(1.0, group=torch.arange(9), num_groups=9, expected=9.0)
+    rows = clipped_sum(params, torch.ones(9, 7), torch.zeros(9).long(), each)[0]
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+
+
+class Multiplied(nn.Module):
+    """The derivative of a product asks whether any number of the batch is zero, and then takes another formula."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.first, self.last, self.product = nn.Linear(4, 3), nn.Linear(3, 2), product
+
+    def forward(self, x):
+        return self.last(self.product(self.first(x)))
+
+
+@pytest.mark.parametrize("product", [lambda x: x.prod(1), lambda x: x.cumprod(1)[:, -1]])
+def test_what_a_derivative_reads_in_a_batch_is_no_influence(product):
+    net = Multiplied(product)
+    assert reads_numbers(lambda: net(torch.rand(2, 3, 4)).sum().backward()) and not reads_numbers(lambda: torch.ones(2))
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 3, 4), torch.empty(0).long())
+    assert "reads numbers of a batch" in reason
+    params = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    params["first.bias"] = torch.zeros(3)
+    x, y = torch.randn(9, 3, 4), torch.zeros(9).long()
+    each, zeros = ClipRequest(1.0, group=torch.arange(9), num_groups=9), torch.cat([x[:8], torch.zeros(1, 3, 4)])
+    assert torch.equal(*(clipped_sum(params, some, y, each)[0][:8] for some in (x, zeros)))
 
 
 def test_rows_of_a_computation_that_no_size_passes_are_computed_one_at_a_time():
@@ -283,8 +376,8 @@ def test_padding_that_gives_no_finite_gradient_changes_nothing():
         return F.cross_entropy(torch.func.functional_call(net, params, (x.log(),)), y, reduction="none")
 
     zeros = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
-    alone = summed(FastClippedSum(net, loss, (5,)), params, x, y, 0.5)
-    torch.testing.assert_close(summed(FastClippedSum(net, loss, (8,), padding=zeros), params, x, y, 0.5), alone)
+    alone = summed(FastClippedSum(net, loss, 5), params, x, y, 0.5)
+    torch.testing.assert_close(summed(FastClippedSum(net, loss, 8, padding=zeros), params, x, y, 0.5), alone)
 
 
 def mirrored(act, width, seed):

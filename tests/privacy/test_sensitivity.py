@@ -108,7 +108,7 @@ def hostile(net: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[dict[str
 
 
 def sums_of(engine: str, net: nn.Module, loss):
-    return VmapClippedSum(loss, (9,)) if engine == "vmap" else FastClippedSum(net, loss, (9,), sparse=["0", "2"])
+    return VmapClippedSum(loss, 9) if engine == "vmap" else FastClippedSum(net, loss, 9, sparse=["0", "2"])
 
 
 VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
@@ -252,7 +252,7 @@ def test_chunks_of_other_forms_add_up():
     params = values(net)
     doubled = {name: p.double() for name, p in params.items()}
     expected = summed(FastClippedSum(net.double()), doubled, x.double(), y, 1.0, group, 2)
-    ours = summed(FastClippedSum(net.float(), sizes=(2,)), params, x, y, 1.0, group, 2)
+    ours = summed(FastClippedSum(net.float(), size=2), params, x, y, 1.0, group, 2)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar, final
 
 import lightning as L
@@ -37,6 +37,7 @@ class LocalTask:
 
     With an `anchor` `[P]` each step adds `pull * (parameters - anchor)`, which does not depend on data. With
     `optimizer` None the module configures it; its schedule follows `round` and `steps`, the local steps of a round.
+    `expected` is the public number of records that decides the size of passes (None: very many).
     """
 
     clipped_sum: ClippedSum
@@ -49,11 +50,12 @@ class LocalTask:
     optimizer: LocalOptimizer | None = PLAIN_SGD
     round: int = 1
     steps: int = 1
+    expected: float | None = None
 
     def sum_of(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
-        default = ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
-        sums, norms = self.clipped_sum(params, x, y, request or default)
+        request = request or ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
+        sums, norms = self.clipped_sum(params, x, y, replace(request, expected=self.expected))
         self.norms.append(norms)
         return sums
 

@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
-from dpfl_lightning.privacy.clipping.passes import FEW_SIZES, SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     LoopClippedSum,
@@ -31,6 +31,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
+from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -38,14 +39,13 @@ _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of
 _FEWEST_IN_A_CROWD = 24
 _KINDS = 6  # of records in a random example
 _RANDOM_KINDS = 3  # the first ones, without constant stretches
-_FINE = 1 << 18  # parameters of nets for which all sizes of passes are checked
 
 PassedSum = FastClippedSum | VmapClippedSum
-Kind = Callable[[nn.Module, SampleLoss, tuple[int, ...]], PassedSum]  # the last argument are sizes of passes
+Kind = Callable[[nn.Module, SampleLoss, int], PassedSum]  # the last argument is the size of passes
 
 
 class CheckedSum:
-    """The `ClippedSum` of a run: by rules or `vmap` in passes of sizes that this machine has passed, else by the loop.
+    """The `ClippedSum` of a run: by rules or `vmap` in passes of a size that passed on this machine, else by the loop.
 
     `kind` None is the loop. An operator of the CPU uses one thread: the share of a second one would end in a pass.
     """
@@ -54,33 +54,31 @@ class CheckedSum:
         self.net, self.passes, self.kind = net, passes, kind
         self._sample_loss = sample_loss
         self._loop = LoopClippedSum(net, sample_loss)
-        self._checked: dict[tuple[int, ...], PassedSum] = {}
+        self._checked: dict[int, PassedSum] = {}
 
     @property
     def by_rules(self) -> bool:
         """Whether rules of layers are used, not `vmap` or the loop."""
         return isinstance(self.choose(), FastClippedSum)
 
-    def choose(self) -> PassedSum | LoopClippedSum:
-        """Return what computes the sums; the first call checks the sizes."""
-        if self.kind is None:
+    def choose(self, expected: float | None = None) -> PassedSum | LoopClippedSum:
+        """Return what computes the sums of batches of so many records; the first call checks the size of passes."""
+        size = 1 if self.kind is None else self.passes.size("gradients", self._evidence, expected)
+        if self.kind is None or size == 1:
             return self._loop
-        sizes = self.passes.sizes("gradients", self._evidence)
-        if not sizes:
-            return self._loop
-        if sizes not in self._checked:
-            self._checked[sizes] = self.kind(self.net, self._sample_loss, sizes)
-        return self._checked[sizes]
+        if size not in self._checked:
+            self._checked[size] = self.kind(self.net, self._sample_loss, size)
+        return self._checked[size]
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():
-            return self.choose()(params, x, y, request)
+            return self.choose(request.expected)(params, x, y, request)
 
     def _evidence(self, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
         params = moved_parameters(self.net)
-        with _still(self.passes), tensors_restored(self.net):
-            return self.kind(self.net, self._sample_loss, (len(y),)).evidence(params, x, y, count)
+        with _still(self.passes), tensors_restored(self.net), evaluating(*_dropout_of(self.net)):
+            return self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
         return CheckedSum(net, sample_loss, self.passes, self.kind)
@@ -137,12 +135,11 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
 
 
 def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
-    sizes = FEW_SIZES if sum(p.numel() for p in net.parameters()) > _FINE else SIZES
-    return FixedPasses(_examples(net, x, y, max(sizes)), sizes)
+    return FixedPasses(_examples(net, x, y, max(SIZES)))
 
 
-def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, sizes: tuple[int, ...]) -> VmapClippedSum:
-    return VmapClippedSum(sample_loss, sizes, padding)
+def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> VmapClippedSum:
+    return VmapClippedSum(sample_loss, size, padding)
 
 
 def _kind_of(
@@ -159,13 +156,18 @@ def _kind_of(
         tolerance = 1e-4
     for channels_last in (True, False):
         try:
-            fast = FastClippedSum(net, loss, (_KINDS,), channels_last)
+            fast = FastClippedSum(net, loss, _KINDS, channels_last)
             wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
             if wrong_parameter is None:
-                _run_once(FastClippedSum(net, sample_loss, (_KINDS,), channels_last), net, example_x, example_y)
+                reading = _reads_in_a_pass(
+                    FastClippedSum(net, sample_loss, _KINDS, channels_last), net, example_x, example_y
+                )
         except Exception as error:  # a user's forward pass may raise anything under hooks
             cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
             continue
+        if wrong_parameter is None and reading:
+            cause = f"`{reading}` reads numbers of a batch, by which the model or a derivative of torch may decide"
+            break
         if wrong_parameter is None:
             widest = fast.widest_input(*example)
             on_cpu = example[2].device.type == "cpu"
@@ -191,9 +193,9 @@ def _by_rules(
     sparse: Sequence[str],
     net: nn.Module,
     sample_loss: SampleLoss,
-    sizes: tuple[int, ...],
+    size: int,
 ) -> FastClippedSum:
-    return FastClippedSum(net, sample_loss, sizes, channels_last, sparse, padding)
+    return FastClippedSum(net, sample_loss, size, channels_last, sparse, padding)
 
 
 def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> str:
@@ -218,7 +220,7 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
     with tensors_restored(net) as restore:
         drawn = _generator_state(y.device)
         try:
-            tensors, others = twice(VmapClippedSum(sample_loss, (len(rows),)))
+            tensors, others = twice(VmapClippedSum(sample_loss, len(rows)))
             problem = f"`{tensors[0]}` changes in every pass" if tensors else ""
         except Exception as error:  # a user's forward pass may raise anything under `vmap`
             problem = re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
@@ -281,7 +283,7 @@ def _reference_answers(
         return sample_loss({**fixed, **params}, x, y)
 
     example = random_example(net, x, y, dtype)
-    return loss, example, _answers(VmapClippedSum(loss, (_KINDS // 2,)), *example)
+    return loss, example, _answers(VmapClippedSum(loss, _KINDS // 2), *example)
 
 
 def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params:
@@ -337,10 +339,16 @@ def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> l
     return [clipped_sum(params, x, y, request)[0] for request in requests]
 
 
-def _run_once(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> None:
-    """Run the clipped sum in the dtypes of the net and of its records: a net under autocast may raise only here."""
+def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> str:
+    """Return an operator that reads numbers in a pass in the dtypes of the net and of its records, or "".
+
+    Before that the clipped sum is computed: a net under autocast may raise only here, and compiled loops read numbers
+    of their own when they are first used.
+    """
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    clipped_sum(params, *random_example(net, x, y)[1:], ClipRequest(1.0))
+    some_x, some_y = random_example(net, x, y)[1:]
+    clipped_sum(params, some_x, some_y, ClipRequest(1.0))
+    return reads_numbers(lambda: clipped_sum.signals(params, some_x, some_y))
 
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

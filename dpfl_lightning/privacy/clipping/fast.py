@@ -37,7 +37,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
 )
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
 from dpfl_lightning.privacy.clipping.reference import (
-    DEFAULT_SIZES,
+    DEFAULT_SIZE,
     ClipRequest,
     Params,
     SampleLoss,
@@ -114,7 +114,7 @@ class FastClippedSum:
     rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
     module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
-    A pass has one of `sizes`. Its last records are `padding` `[1, ...]` (None: a record of the batch, for tests), which
+    A pass has `size` records. Its last ones are `padding` `[1, ...]` (None: a record of the batch, for tests), which
     compiled loops skip. `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if
     the net gains from it: max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU
     and 2 x 2 max-pooling is then one layer, without a gradient behind the convolution (`stages.py`). `sparse` names
@@ -129,13 +129,13 @@ class FastClippedSum:
         self,
         net: nn.Module,
         sample_loss: SampleLoss | None = None,
-        sizes: tuple[int, ...] = DEFAULT_SIZES,
+        size: int = DEFAULT_SIZE,
         channels_last: bool = True,
         sparse: Collection[str] = (),
         padding: Batch | None = None,
     ) -> None:
-        require(min(sizes) >= 1, "sizes", "be at least 1 record", sizes)
-        self.sizes, self.padding = sizes, padding
+        require(size >= 1, "size", "be at least 1 record", size)
+        self.size, self.padding = size, padding
         names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
         shared = set(names) - {name for name, _ in net.named_parameters()}
         if shared:
@@ -165,10 +165,10 @@ class FastClippedSum:
         wanted, group = request.chosen(params), request.group
         totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=y.device)]
         with self._watched(wanted) as watch:
-            for rows, some_x, some_y in passes(x, y, self.sizes, self.padding, self.enter):
+            for rows, some_x, some_y in passes(x, y, self.size, self.padding, self.enter):
                 count = rows.stop - rows.start
                 grads = ChunkGradients(self._gradients(watch, params, some_x, some_y, count), request.order)
-                require_proved(len(y), max(self.sizes), grads.terms)
+                require_proved(len(y), self.size, grads.terms)
                 norms.append(grads.norms())
                 factors = clip_factors(norms[-1], request.clip_norm)
                 totals.add(grads, factors, None if group is None else group[rows])
@@ -182,7 +182,7 @@ class FastClippedSum:
         return [grads.norms(), *(checksums(part) for form in grads.by_name.values() for part in form.parts)]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
-        return FastClippedSum(net, sample_loss, self.sizes, self.channels_last, self.sparse, self.padding)
+        return FastClippedSum(net, sample_loss, self.size, self.channels_last, self.sparse, self.padding)
 
     def enter(self, x: Records) -> Records:
         if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:

@@ -26,7 +26,7 @@ from dpfl_lightning.privacy.clipping.state import tensors_restored
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
 
-DEFAULT_SIZES = (32,)  # records whose gradients are computed at once
+DEFAULT_SIZE = 32  # records whose gradients are computed at once
 CANCELLING = 1e3  # largest assumed ratio of the terms of a sum over positions to the norm used for the sum
 #: how far, in units of the clip norm, a clipped sum may be from the exact one; see `ClippedSum`
 SUM_ROUNDING = 5e-4
@@ -51,7 +51,8 @@ class ClipRequest:
 
     `group` `[B]` int64 in [0, num_groups) puts each record into a row of the sums; None puts all into row 0. `only`
     restricts norm, clipping and sum to the parameters with these names. `into` `[G, P]` in `summing_dtype` is
-    overwritten by the result and returned, which saves a caller of many large sums the memory of each.
+    overwritten by the result and returned, which saves a caller of many large sums the memory of each. `expected` is
+    the public number of records that the plan expects (None: very many), which decides the size of passes.
     """
 
     clip_norm: float
@@ -60,6 +61,7 @@ class ClipRequest:
     num_groups: int = 1
     only: Collection[str] | None = None
     into: Tensor | None = None
+    expected: float | None = None
 
     def __post_init__(self) -> None:
         require(self.clip_norm > 0, "clip_norm", "be positive", self.clip_norm)
@@ -179,7 +181,7 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Inputs, Tenso
 
 
 class VmapClippedSum:
-    """A `ClippedSum` by `vmap(grad(sample_loss))`, for models that no fast rule covers, in passes of these sizes.
+    """A `ClippedSum` by `vmap(grad(sample_loss))`, for models that no fast rule covers, in passes of `size` records.
 
     Under `vmap` the net sees batches of one record, so no record can influence another record's gradient, whatever the
     net computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
@@ -190,19 +192,17 @@ class VmapClippedSum:
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
-    def __init__(
-        self, sample_loss: SampleLoss, sizes: tuple[int, ...] = DEFAULT_SIZES, padding: Batch | None = None
-    ) -> None:
-        require(min(sizes) >= 1, "sizes", "be at least 1 record", sizes)
-        self.sizes, self.padding = sizes, padding
+    def __init__(self, sample_loss: SampleLoss, size: int = DEFAULT_SIZE, padding: Batch | None = None) -> None:
+        require(size >= 1, "size", "be at least 1 record", size)
+        self.size, self.padding = size, padding
         self._grads = record_gradients(sample_loss)
 
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
-        require_proved(len(y), max(self.sizes))
+        require_proved(len(y), self.size)
         params = {name: p.detach() for name, p in params.items()}
         wanted, norms = request.chosen(params), [torch.empty(0, device=y.device)]
         total = request.zeros(wanted)
-        for rows, some_x, some_y in passes(x, y, self.sizes, self.padding):
+        for rows, some_x, some_y in passes(x, y, self.size, self.padding):
             grads = self._in_full(params, wanted, some_x, some_y)[: rows.stop - rows.start].to(total.dtype)
             norms.append(torch.linalg.vector_norm(grads, ord=request.order, dim=1))
             factors = clip_factors(norms[-1], request.clip_norm)
@@ -219,7 +219,7 @@ class VmapClippedSum:
         return [checksums(grads[:count]) for grads in self._grads(params, x, y).values()]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
-        return VmapClippedSum(sample_loss, self.sizes, self.padding)
+        return VmapClippedSum(sample_loss, self.size, self.padding)
 
     def enter(self, x: Inputs) -> Inputs:
         return x
@@ -243,7 +243,7 @@ class LoopClippedSum:
         total = request.zeros(wanted)
         norms = total.new_empty(len(y))
         with tensors_restored(self._net) as restore:
-            for row, x_one, y_one in passes(x, y, (1,)):
+            for row, x_one, y_one in passes(x, y, 1):
                 grad = self._gradient(leaves, wanted, x_one, y_one).to(total.dtype)
                 norms[row] = torch.linalg.vector_norm(grad, ord=request.order, dim=1)
                 factor = clip_factors(norms[row], request.clip_norm)

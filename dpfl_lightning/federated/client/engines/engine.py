@@ -19,6 +19,7 @@ Batch = tuple[Inputs, Tensor]  # x and y
 
 #: what is counted: gradients of single records (one a record and step), and of these
 COUNTED = ("gradients", "clipped", "not_finite")
+FEW_RECORDS = 128  # expected of a client: a client with more fills a pass alone
 
 
 class Engine(Protocol):
@@ -76,3 +77,12 @@ def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     """
     finite = torch.isfinite(norms)
     return torch.stack([torch.ones_like(finite), finite & (norms > clip_norm), ~finite], dim=-1).long()
+
+
+def may_share(plan: RoundPlan, row: int, module: ClientModule) -> bool:
+    """Whether a client may share a batch: one step of plain SGD and few records.
+
+    Its passes have the same size if it is trained alone, because the others of the batch failed or are elsewhere.
+    """
+    alone = plan.steps[row] > 1 or bool(module.personal) or not module.plain_sgd(plan.optimizer)
+    return not alone and plan.mechanism_of[row].expected_batch_size <= FEW_RECORDS

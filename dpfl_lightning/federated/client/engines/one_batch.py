@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.engines.engine import count_outcomes
+from dpfl_lightning.federated.client.engines.engine import count_outcomes, may_share
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, dp_step
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
@@ -18,7 +18,6 @@ from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.runtime.devices import sent
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
-FEW_RECORDS = 128  # expected of a client: a client with more fills a pass alone
 MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
@@ -29,12 +28,10 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     neither on workers and memory nor on other groups.
     """
     most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan))))
-    alike, plain = defaultdict(list), module.plain_sgd(plan.optimizer)
+    alike = defaultdict(list)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
-        alone = plan.steps[row] > 1 or bool(module.personal) or not plain
-        fits = not alone and mechanism.expected_batch_size <= FEW_RECORDS
-        block = client // most if fits else -1 - client  # a negative number is unique: a group of one
+        block = client // most if may_share(plan, row, module) else -1 - client  # a negative number: a group of one
         alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
     return list(alike.values())
 

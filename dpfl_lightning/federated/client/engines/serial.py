@@ -14,7 +14,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
-from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes
+from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes, may_share
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
@@ -182,6 +182,7 @@ class SerialEngine:
             optimizer=plan.optimizer,
             round=plan.round,
             steps=plan.steps[row],
+            expected=None if may_share(plan, row, self.module) else plan.job.expected_records(mechanism),
         )
         return task, start, DrawnBatches(self.population, client, draws)
 
