@@ -9,7 +9,7 @@ from conftest import blobs, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.federated.client.engines import one_batch
+from dpfl_lightning.federated.client.engines import engine, one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
@@ -65,7 +65,7 @@ def test_groups_cover_the_plan_within_their_limits():
     plan = plan_of()
     for name, value, largest in (("MOST_CLIENTS", 6, 2), ("FEW_RECORDS", 25.0, 3), ("MOST_BYTES", 83 * 8 * 9, 3)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_batch, name, value)
+            patch.setattr(engine if name == "FEW_RECORDS" else one_batch, name, value)
             groups = one_batch.groups(plan, ClientModule(small_net()))
         assert sorted(itertools.chain.from_iterable(groups)) == list(range(CLIENTS)), name
         assert max(map(len, groups)) == largest, name

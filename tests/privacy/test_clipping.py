@@ -726,7 +726,7 @@ def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     calls: list[int] = []
     net.register_forward_hook(lambda *_: calls.append(1))
     ours = summed(second, params, x, y, 1.0)
-    assert second.size == (5,) and not calls, "only the twin was run"
+    assert second.size == 5 and not calls, "only the twin was run"
     assert torch.equal(ours, summed(first, params, x, y, 1.0)) and calls
 
 
