@@ -200,7 +200,8 @@ def company(subject: AuditTarget, engine: str, module: ClientModule, like: Popul
     datasets["others"] = torch.arange(9)
     harness = Harness(build_engine(engine, 1), module, like, (x, y), datasets, Streams())
     silent = dataclasses.replace(subject.mechanism, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0)
-    request, rate = ClipRequest(silent.clip_norm, silent.clip_order), _RATE / silent.clip_norm
+    request = ClipRequest(silent.clip_norm, silent.clip_order, expected=subject.planned.expected_batch_size)
+    rate = _RATE / silent.clip_norm
     sums, changed = harness.engine.clipped_sum, 0
     for number, (large, size) in enumerate(MODELS):
         params, watched = hostile(module.named_trainable, seed + number, large), min(WATCHED, harness.at_once)

@@ -4,6 +4,7 @@ A server that chooses the weights makes the last bits large: in a pair of hidden
 rounding decides the sign of the loss's gradient.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -23,9 +24,10 @@ STRANGE = (math.nan, math.inf, 1e-41, -1e30, 0.0)  # values of neighbours
 def hostile(params: Params, seed: int, large: float = LARGE) -> dict[str, Tensor]:
     """Return normal weights with cancelling pairs in two consecutive matrices; of one that fits, chosen by the seed.
 
-    The pairs are units of the first matrix `[units, ...]` with weights `w` and `3 w`, which the second matrix
-    `[n, units * k]` multiplies by `3 a` and `-a`, where `a w` is about `large`. These products of weights are exact, so
-    that the sum is what sums of products round. Without matrices that fit all weights are just normal.
+    The pairs are units of the first matrix `[units, ...]` with weights `w` and `m w`, which the second matrix
+    `[n, units * k]` multiplies by `m a` and `-a`, where `a w` is about `large` and m is 3, or 1 for every fourth seed
+    and in two bytes, where multiples by 3 would round. These products of weights are exact, so that the sum is what
+    sums of products round. Without matrices that fit all weights are just normal.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {name: (64 * torch.randn(p.shape, generator=generator)).round().to(p) / 64 for name, p in params.items()}
@@ -39,10 +41,11 @@ def hostile(params: Params, seed: int, large: float = LARGE) -> dict[str, Tensor
         first, second = fitting[-1 if seed % 2 else int(torch.randint(len(fitting), (), generator=generator))]
         units, each = len(weights[first]) // 2 * 2, 2.0 ** round(math.log2(large) / 2)
         weights[first] *= each
-        weights[first][1:units:2] = 3 * weights[first][0:units:2]
+        multiple = 1 if seed % 4 == 3 or weights[first].element_size() == 2 else 3
+        weights[first][1:units:2] = multiple * weights[first][0:units:2]
         read = weights[second].view(len(weights[second]), len(weights[first]), -1)  # [n, units, what a unit gives]
         read *= each
-        read[:, 0:units:2] = -3 * read[:, 1:units:2]
+        read[:, 0:units:2] = -multiple * read[:, 1:units:2]
         for name, value in weights.items():
             if "bias" in name:
                 value.zero_()
@@ -136,7 +139,7 @@ def _contributions(
     count = len(places)
     groups = torch.full((len(y),), count, device=y.device)  # the last one is that of the other records
     groups[places.to(y.device)] = torch.arange(count, device=y.device)
-    request = ClipRequest(request.clip_norm, request.order, groups, count + 1)
+    request = dataclasses.replace(request, group=groups, num_groups=count + 1)
     return clipped_sum(params, x, y, request)[0][:count].clone()
 
 

@@ -46,22 +46,34 @@ class Wise(nn.Module):
         return self.function(self.linear(x))
 
 
+class TimeFirst(nn.Module):
+    """Outputs of a matrix, with time in front of the records, through a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(7, 13), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x).transpose(0, 1).contiguous())
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]  # the layer
     shape: tuple[int, ...]  # of a record
     words: bool = False  # whether records are rows of a table
+    dtype: torch.dtype = torch.float32
 
     def net(self) -> Net:
         torch.manual_seed(0)
-        return Net(self.make(), self.shape, self.words)
+        return Net(self.make(), self.shape, self.words).to(self.dtype)
 
     def records(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         shape = (count, *self.shape)
         x = torch.randn(shape, generator=generator)
         words = torch.randint(WORDS, shape, generator=generator)
-        return words if self.words else x, torch.randn(count, generator=generator)
+        return words if self.words else x.to(self.dtype), torch.randn(count, generator=generator)
 
 
 def loss_of(net: nn.Module) -> SampleLoss:
@@ -88,6 +100,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "product": lambda x: x.unflatten(1, (11, 3)).prod(2),
     "softmax": partial(torch.softmax, dim=1),
 }
 _BLOCK = partial(nn.TransformerEncoderLayer, 8, 2, 13, dropout=0.0, batch_first=True)
@@ -129,6 +143,11 @@ NETS: Mapping[str, Case] = {
     "adaptive pooling": Case(lambda: nn.Sequential(nn.Conv2d(1, 7, 3), nn.AdaptiveAvgPool2d(3)), (1, 11, 11)),
     "power pooling": Case(lambda: nn.Sequential(nn.Conv1d(2, 5, 3), nn.LPPool1d(2, 3)), (2, 17)),
     **{name: Case(partial(Wise, function), (21,)) for name, function in _FUNCTIONS.items()},
+    "sum over time": Case(lambda: TimeFirst(lambda x: x.sum(0)), (9, 7)),
+    "softmax over time": Case(lambda: TimeFirst(lambda x: x.softmax(0).transpose(0, 1)), (9, 7)),
+    "linear in bfloat16": Case(partial(nn.Linear, 33, 13), (33,), dtype=torch.bfloat16),
+    "gelu in bfloat16": Case(partial(Wise, F.gelu), (21,), dtype=torch.bfloat16),
+    "sum over time in bfloat16": Case(lambda: TimeFirst(lambda x: x.sum(0)), (9, 7), dtype=torch.bfloat16),
 }
 
 

@@ -19,6 +19,7 @@ from experiments.attacks.nets import NETS, Case, loss_of
 
 SIZES = (33, 7, 103, 31, 16, 64, 8, 130, 15, 32)  # records, the first ones in short searches
 FLOAT64 = 1e-12  # clip norms: differences below come from sums in float64, whose rounding `ClippedSum` bounds
+EXPECTED = (None, 6.0, 20.0, 50.0)  # records that the plan expects, which decide the size of passes
 SCALES = (LARGE, LARGE, 1e5, 1.0)  # weights of the cancelling pairs
 
 
@@ -62,16 +63,17 @@ def _on(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 def tried(clipped_sum: ClippedSum, net: nn.Module, case: Case, seed: int) -> list[Difference]:
     """Return the differences between the companies for one hostile model.
 
-    Size, records, weights and the number of threads within an operator (1 or 2) follow from the seed.
+    Sizes, records, weights and the number of threads within an operator (1 or 2) follow from the seed.
     """
     size, large = SIZES[seed % len(SIZES)], SCALES[seed // len(SIZES) % len(SCALES)]
     params = hostile({name: p.detach() for name, p in net.named_parameters()}, seed, large)
     device = next(net.parameters()).device
     records, others = _on(device, case.records(size, 2 * seed)), _on(device, case.records(9, 2 * seed + 1))
+    request = ClipRequest(1.0, expected=EXPECTED[seed // 3 % len(EXPECTED)])
     before = torch.get_num_threads()
     torch.set_num_threads(1 + seed // 2 % 2)
     try:
-        return differences(clipped_sum, params, records, others, ClipRequest(1.0), seed)
+        return differences(clipped_sum, params, records, others, request, seed)
     finally:
         torch.set_num_threads(before)
 

@@ -27,7 +27,7 @@ Batch = tuple[Inputs, Tensor]
 #: (x `[size, *X]`, y `[size, ...]`, count) -> tensors with a row for each of the first `count` records
 Rows = Callable[[Inputs, Tensor, int], Sequence[Tensor]]
 
-SIZES: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 64, 80, 96)  # records of a pass
+SIZES = tuple(range(8, 97, 8))  # records of a pass
 PASS_COST = 20  # fixed cost of a pass, in records of padding
 _QUANTILES = [NormalDist().inv_cdf((2 * number + 1) / 32) for number in range(16)]
 _COMPANY = (float("nan"), float("inf"), 1e30, 1e-40, 0.0)  # what hostile records are filled with
