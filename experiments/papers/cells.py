@@ -151,10 +151,15 @@ def declaration(cell: Cell) -> dict[str, Any]:
     if isinstance(training, Computation):
         return {}
     options = dict(training.options(cell.row, cell.column, cell.scale))
-    config = read_yaml(options.pop("config")) if "config" in options else {}
+    config = _options_of_file(options.pop("config")) if "config" in options else {}
     keys = {key: value for key, value in merged([config, options]).items() if key.partition(".")[0] != "tracking"}
     arguments = getattr(training.study or training.recorder, "keywords", {})
     return json.loads(json.dumps(_short({"options": keys, "arguments": arguments})))
+
+
+@functools.cache  # thousands of cells name one file
+def _options_of_file(path: str) -> dict[str, Any]:
+    return read_yaml(path)
 
 
 def _read_with_reference(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:

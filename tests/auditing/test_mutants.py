@@ -179,10 +179,11 @@ EXACT = {"sensitivity", "isolation", "tiny norms", "grid", "fresh noise", "answe
 def test_nothing_private_is_read(monkeypatch):
     """The clients' records may be anything: what no noise is in stays the same."""
     figures = []
+    monkeypatch.setattr(exact, "SIZES", (0, 5))
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
     for value in (1.0, float("nan")):
         loop = loop_of("fast")
         loop.population = dataclasses.replace(loop.population, x=loop.population.x * value)
-        monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
         found = audit(loop, [0], CONFIDENCE, most_releases=4, only=EXACT)
         findings = found["clients"][0]["findings"]
         assert [one["check"] for one in findings] == [check for check in CHECKS if check in EXACT]

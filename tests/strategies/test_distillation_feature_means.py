@@ -274,9 +274,9 @@ def test_what_does_not_fit_is_refused(make_loop):
 def test_an_answer_that_the_network_loses_is_charged_and_is_in_no_sum(make_loop):
     losses = {"dropout": NetworkOptions(dropout=[0.0, 1.0, 0.0, 1.0])}
     losses["time_limit"] = NetworkOptions(time_limit=1.0, latency_seconds=[0.0, 2.0, 0.0, 2.0])
+    kept, _ = run(make_loop, network=NetworkOptions(dropout=0.0))
     for network in losses.values():
         loop, result = run(make_loop, network=network)
-        kept, _ = run(make_loop, network=NetworkOptions(dropout=0.0))
         sums, whole = (one.strategies[0]._released[0] for one in (loop, kept))
         counts = (sums[:, 0].sum() / COUNT_WEIGHT, whole[:, 0].sum() / COUNT_WEIGHT)
         assert float(counts[0]) == pytest.approx(float(counts[1]) / 2)
