@@ -152,5 +152,5 @@ def summed(clipped_sum, params, x, y, clip_norm, group=None, num_groups=1, norms
 
 def passes_like(x: torch.Tensor, y: torch.Tensor) -> FixedPasses:
     """Passes of 8 or 16 records of this shape, checked on random ones."""
-    examples = torch.randn(16, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
-    return FixedPasses((examples, torch.zeros(16, *y.shape[1:], dtype=y.dtype)), sizes=(8, 16))
+    examples = torch.randn(40, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    return FixedPasses((examples, torch.zeros(40, *y.shape[1:], dtype=y.dtype)), sizes=(8, 16))

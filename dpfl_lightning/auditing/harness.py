@@ -110,7 +110,8 @@ class Harness:
         params, parts = self.engine.module.unflatten(start), []
         for some in rows.to(start.device).split(min(32, self.at_once)):
             groups, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
-            request = ClipRequest(mechanism.clip_norm, mechanism.clip_order, groups, len(some))
+            expected = mechanism.expected_batch_size
+            request = ClipRequest(mechanism.clip_norm, mechanism.clip_order, groups, len(some), expected=expected)
             parts.append(self.engine.clipped_sum(params, x, y, request)[0])
         return torch.cat(parts).to(start.dtype)
 

@@ -22,7 +22,7 @@ from dpfl_lightning.privacy.clipping.vector_loops import multiple_of, reads_numb
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 SIZES = (8, 16, 32)
-EXAMPLES = torch.randn(32, 3), torch.arange(32) % 3
+EXAMPLES = torch.randn(40, 3), torch.arange(40) % 3
 
 
 def test_passes_are_contiguous_copies_filled_up_with_the_padding():
@@ -76,7 +76,7 @@ def test_the_cheapest_size_that_passes_is_used():
     assert fixed.size("none", lambda x, y, count: [x[:count] * count], 100.0) == 1
 
 
-#: what is computed for 31 records `[31, 21]`, and what the size of its passes has to be a multiple of on a CPU
+#: what is computed for n records `[n, 21]`, and what the size of its passes has to be a multiple of on a CPU
 ENDS = {
     "relu": (torch.relu, 1),
     "product": (lambda x: x @ x.T @ x, 1),
@@ -103,6 +103,13 @@ ENDS = {
     "mean over it": (lambda x: x.repeat(3, 1, 1).mean((0,)), 64),
     "softmax over it": (lambda x: x.repeat(3, 1, 1).softmax(0), 64),
     "softmax over the last dimension": (lambda x: x.softmax(1), 1),
+    "sum over 31 outer ones": (lambda x: x.repeat(31, 1, 1).sum(0), 64),
+    "sum over repeated ones": (lambda x: x.expand(9, *x.shape).sum(0), 64),
+    "parts of a pass": (lambda x: torch.cat([F.silu(part) for part in x.split(5)]), None),
+    "all but one record": (lambda x: F.silu(x[1:]), None),
+    "limits by a tensor": (lambda x: x.clamp(min=torch.zeros(21)), 32),
+    "the larger number": (lambda x: torch.maximum(x, -x), 32),
+    "one output": (torch.vmap(torch.func.grad(lambda x: x[0])), 1),
     "variances over an outer dimension": (lambda x: x.repeat(3, 1, 1).var(0), 64),
 }
 
@@ -110,8 +117,8 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_sizes_end_where_vectorised_loops_do(name):
     compute, multiple = ENDS[name]
-    x = torch.randn(31, 21)
-    assert multiple_of(lambda: compute(x)) == multiple
+    x = torch.randn(37, 21)
+    assert multiple_of(lambda records: compute(x[:records])) == multiple
 
 
 class Short(nn.Module):

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class CheckedSum:
 
     def choose(self, expected: float | None = None) -> PassedSum | LoopClippedSum:
         """Return what computes the sums of batches of so many records; the first call checks the size of passes."""
-        size = 1 if self.kind is None else self.passes.size("gradients", self._evidence, expected)
+        size = 1 if self.kind is None else self.passes.size(self.kind, self._evidence, expected)
         if self.kind is None or size == 1:
             return self._loop
         if size not in self._checked:
@@ -77,7 +77,7 @@ class CheckedSum:
     def _evidence(self, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
         params = moved_parameters(self.net)
-        with _still(self.passes), tensors_restored(self.net), evaluating(*_dropout_of(self.net)):
+        with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*_dropout_of(self.net)):
             return self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
@@ -112,6 +112,9 @@ def clipped_sum_for(
     with _drawing_nothing(net):
         kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
+        if kind is not None and reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
+            clipped_sum = CheckedSum(net, sample_loss, passes, functools.partial(_by_vmap, passes.padding))
+            reason = "vmap: on this machine the bits of a gradient by rules depend on the other records of a batch"
         if kind is not None and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
             _require_repeatable(net, sample_loss, passes)
@@ -129,8 +132,7 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
 @contextmanager
 def _drawing_nothing(net: nn.Module) -> Iterator[None]:
     """Switch dropout off, and restore the generators of random numbers afterwards."""
-    device = next(net.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(*_dropout_of(net)):
+    with _generators_kept(net), evaluating(*_dropout_of(net)):
         yield
 
 
@@ -166,7 +168,7 @@ def _kind_of(
             cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
             continue
         if wrong_parameter is None and reading:
-            cause = f"`{reading}` reads numbers of a batch, by which the model or a derivative of torch may decide"
+            cause = f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
             break
         if wrong_parameter is None:
             widest = fast.widest_input(*example)
@@ -237,9 +239,19 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _still(passes: FixedPasses) -> AbstractContextManager[Any]:
-    """Within it a model that draws random numbers gets constants."""
-    return ConstantDraws() if passes.draws else nullcontext()
+@contextmanager
+def _still(net: nn.Module, passes: FixedPasses) -> Iterator[None]:
+    """Within it a model that draws random numbers gets constants, and the generators stay as they are."""
+    if not passes.draws:
+        yield
+        return
+    with _generators_kept(net), ConstantDraws():
+        yield
+
+
+def _generators_kept(net: nn.Module) -> AbstractContextManager[Any]:
+    device = next(net.parameters()).device
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _require_unchanged(changed: Sequence[str], what: str) -> None:
@@ -252,7 +264,7 @@ def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
     rows, params = [1, 0, *range(_KINDS), 1], moved_parameters(net)
     x, y = take(passes.examples[0], rows), passes.examples[1][rows]
     each = ClipRequest(1.0, group=torch.tensor([0, *[1] * (len(rows) - 2), 2], device=y.device), num_groups=3)
-    with _still(passes), one_thread_an_operator():
+    with _still(net, passes), one_thread_an_operator():
         first, _, last = LoopClippedSum(net, sample_loss)(params, x, y, each)[0]
     if y.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
         raise UserError(
@@ -340,15 +352,16 @@ def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> l
 
 
 def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> str:
-    """Return an operator that reads numbers in a pass in the dtypes of the net and of its records, or "".
+    """Return an operator that reads numbers in a backward pass in the dtypes of the net and of its records, or "".
 
-    Before that the clipped sum is computed: a net under autocast may raise only here, and compiled loops read numbers
-    of their own when they are first used.
+    What a forward pass reads of records `vmap` has refused. Before that the clipped sum is computed: a net under
+    autocast may raise only here, and compiled loops read numbers of their own when they are first used.
     """
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
     some_x, some_y = random_example(net, x, y)[1:]
     clipped_sum(params, some_x, some_y, ClipRequest(1.0))
-    return reads_numbers(lambda: clipped_sum.signals(params, some_x, some_y))
+    both = reads_numbers(lambda: clipped_sum.signals(params, some_x, some_y))
+    return next(iter(both - reads_numbers(lambda: clipped_sum.losses(params, some_x, some_y))), "")
 
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

@@ -198,6 +198,12 @@ class FastClippedSum:
                 signals[name]["dy"] = dy
             return signals
 
+    def losses(self, params: Params, x: Records, y: Tensor) -> Tensor:
+        """Return the loss of each record `[B]`, with its graph."""
+        with self._watched({}) as watch, torch.enable_grad():
+            watch.begin(len(y))
+            return self._sample_loss(params, x, y)
+
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         dys = {name: of_unit["dy"] for name, of_unit in self.signals(params, x, y).items() if "dy" in of_unit}

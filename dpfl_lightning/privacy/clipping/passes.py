@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from statistics import NormalDist
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.vector_loops import TRACED, multiple_of
+from dpfl_lightning.privacy.clipping.vector_loops import multiple_of
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 Batch = tuple[Inputs, Tensor]
@@ -86,11 +86,11 @@ def is_private(rows_of: Rows, examples: Batch, size: int) -> bool:
     count = min(size, round(0.7 * size) | 1)  # odd
     source = places.roll(-3)
     source[count:] = 0
-    x, y = tree_map(lambda part: _with_hostile_records(part), take(examples[0], source)), examples[1][source]
+    x, y = take(examples[0], source), examples[1][source]
     try:
-        actual = _bits_of(rows_of, (x, y), count, places)
+        actual = _bits_of(rows_of, (tree_map(_with_hostile_records, x), y), count, places)
     except (RuntimeError, ValueError, IndexError):  # a user's code may refuse such records
-        return True
+        actual = _bits_of(rows_of, (x, y), count, places)
     kept = places[:count:2]
     return _equal([one[kept] for one in actual], [one[source[kept]] for one in expected])
 
@@ -139,10 +139,10 @@ class FixedPasses:
         self.draws = False
         self.padding = take(examples[0], slice(1)), examples[1][:1]
         self._sizes = sizes
-        self._whole: dict[str, list[int]] = {}
-        self._checked: dict[tuple[str, int], bool] = {}
+        self._whole: dict[Hashable, list[int]] = {}
+        self._checked: dict[tuple[Hashable, int], bool] = {}
 
-    def size(self, what: str, rows_of: Rows, expected: float | None = None) -> int:
+    def size(self, what: Hashable, rows_of: Rows, expected: float | None = None) -> int:
         """Return the size for the computation `what` of a public `expected` number of records (None: very many).
 
         1 means one record at a time. The first call for a size decides, so what `rows_of` computes may depend on `what`
@@ -160,10 +160,10 @@ class FixedPasses:
 
     def _whole_sizes(self, rows_of: Rows) -> list[int]:
         """Return the sizes at which vectorised loops end with a record."""
-        x, y = take(self.examples[0], slice(TRACED)), self.examples[1][:TRACED]
+        x, y = self.examples
         with one_thread_an_operator():
-            multiple = multiple_of(lambda: rows_of(x, y, len(y)))
-        whole = [size for size in self._sizes if size % multiple == 0]
+            multiple = multiple_of(lambda count: rows_of(take(x, slice(count)), y[:count], count))
+        whole = [size for size in self._sizes if multiple and size % multiple == 0]
         return [size for size in whole if size <= self.most] or whole[:1]
 
     def rows(

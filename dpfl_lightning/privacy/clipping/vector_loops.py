@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-TRACED = 31  # records of a pass in which operators are seen: a prime number, by which few other dimensions divide
+TRACED = (31, 37)  # records of two passes in which operators are seen: a dimension in this ratio counts records
 _AT_ONCE = 128  # bytes of two registers of AVX-512, the largest
 _MOST_NUMBERS = 64  # at once: of two bytes in two registers, or those whose sums in four bytes fill four registers
 
@@ -27,11 +30,13 @@ _MOST_NUMBERS = 64  # at once: of two bytes in two registers, or those whose sum
 _EXACT = """
     _to_copy _unsafe_view abs cat clamp clamp_max clamp_min clone constant_pad_nd copy_ embedding empty empty_like
     empty_strided fill_ flip full full_like gather hardtanh index index_put_ index_select leaky_relu
-    masked_fill masked_fill_ max max_pool2d_with_indices max_pool2d_with_indices_backward maximum min minimum mse_loss
+    masked_fill masked_fill_ max max_pool2d_with_indices max_pool2d_with_indices_backward min mse_loss
     mul mul_ neg new_empty new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward ones
-    ones_like relu relu_ repeat roll round scatter sign sqrt stack threshold_backward where zero_ zeros zeros_like
+    ones_like relu relu_ repeat roll round scatter select_backward sign slice_backward sqrt stack threshold_backward
+    where zero_ zeros zeros_like
 """
-#: operators that compute each row, or number of a product, by code of their own, which the check of a size compares
+#: operators that compute each row, or number of a product, by code of their own: in passes of one size the kernel of a
+#: product is one, and random records show in any dtype whether it computes some rows by other code
 _BY_ROW = """
     _fused_rms_norm _fused_rms_norm_backward _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward addmm baddbmm bmm convolution convolution_backward mm
@@ -51,43 +56,93 @@ _REDUCING = {
 _READING = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 
 
-def multiple_of(compute: Callable[[], object]) -> int:
-    """Return the multiple for passes like that of `TRACED` records which `compute` computes."""
-    with _Multiple() as found:
-        try:
-            compute()
-        except Exception:  # a user's code may refuse to be watched; what fails anyway fails in the check of a size
-            return _MOST_NUMBERS
-    return found.multiple
+def multiple_of(compute: Callable[[int], object]) -> int | None:
+    """Return what the size of a pass has to be a multiple of; `compute` computes a pass of so many records.
+
+    None if no size will do, because the model computes parts of a pass, each of which has last numbers.
+    """
+    seen = []
+    for records in TRACED:
+        with _Seen() as watch:
+            try:
+                compute(records)
+            except Exception:  # a user's code may refuse to be watched; what fails anyway fails in the check of a size
+                return _MOST_NUMBERS
+        seen.append(watch.operators)
+    try:
+        multiples = [_multiple_for(*pair) for pair in zip(*seen, strict=True)]
+    except ValueError:
+        return None
+    return max(multiples, default=1)
 
 
-def reads_numbers(compute: Callable[[], object]) -> str:
-    """Return an operator of `compute` that reads numbers of a tensor, by which code may decide; empty if there is none.
+def reads_numbers(compute: Callable[[], object]) -> Counter[str]:
+    """Return how often operators of `compute` read numbers of tensors, by which code may decide.
 
     A `TorchDispatchMode` would not see it: derivatives of torch take other formulas within one.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the newer profiler prints
+
+    def watched() -> Counter[str]:
         with profiler_legacy.profile() as seen:
             compute()
-    names = {event.name.removeprefix("aten::") for event in seen.function_events}
-    return next((name for name in _READING if name in names), "")
+        names = Counter(event.name.removeprefix("aten::") for event in seen.function_events)
+        return Counter({name: names[name] for name in _READING if name in names})
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as own_thread:  # a user's profiler may be active in this one
+        warnings.simplefilter("ignore")  # the newer profiler prints
+        return own_thread.submit(watched).result()
 
 
-class _Multiple(TorchDispatchMode):
-    multiple = 1
+@dataclass(frozen=True)
+class _Layout:
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_size: int
+
+    @classmethod
+    def of(cls, part: Tensor) -> _Layout:
+        return cls(tuple(part.shape), part.stride(), part.element_size())
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator whose last numbers may differ: its results, and what it reduces, which is nothing for most."""
+
+    results: list[_Layout]
+    elementwise: bool
+    whole: _Layout | None = None
+    reduced: tuple[int, ...] = ()
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[_Operator] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         if not (func.is_view or _same_by_any_code(func, args, kwargs or {})):
-            for part in tree_leaves(results):
-                if isinstance(part, Tensor) and part.device.type == "cpu" and part.layout is torch.strided:
-                    elementwise = any(one.shape == part.shape for one in tree_leaves(args) if isinstance(one, Tensor))
-                    elementwise &= func.overloadpacket.__name__ not in _REDUCING
-                    self.multiple = max(self.multiple, _multiple_for(part, elementwise))
+            parts = [one for one in tree_leaves(results) if isinstance(one, Tensor) and _on_cpu(one)]
+            layouts = [_Layout.of(one) for one in parts if one.is_floating_point() or one.is_complex()]
+            if layouts:
+                self.operators.append(_operator(func.overloadpacket.__name__, layouts, args))
         return results
+
+
+def _on_cpu(part: Tensor) -> bool:
+    return part.device.type == "cpu" and part.layout is torch.strided
+
+
+def _operator(name: str, results: list[_Layout], args: Sequence[Any]) -> _Operator:
+    if name not in _REDUCING:
+        shapes = {tuple(one.shape) for one in tree_leaves(args) if isinstance(one, Tensor)}
+        return _Operator(results, all(one.shape in shapes for one in results))
+    whole = _Layout.of(args[0])
+    reduced = args[_REDUCING[name]] if len(args) > _REDUCING[name] else None
+    numbers = (reduced,) if isinstance(reduced, int) else tuple(reduced or range(len(whole.shape)))
+    return _Operator(results, False, whole, numbers if whole.shape else ())
 
 
 def _same_by_any_code(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -100,36 +155,48 @@ def _same_by_any_code(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         return kwargs.get("rounding_mode") is None
     if name == "pow":
         return isinstance(args[1], int | float) and args[1] == 2
-    if name in _REDUCING:
-        return _reduces_inside(args[0], args[_REDUCING[name]] if len(args) > _REDUCING[name] else None)
+    if name.startswith("clamp"):  # of zeros of both signs, by a tensor either one may result
+        return not any(isinstance(one, Tensor) for one in (*args[1:], *kwargs.values()))
     return name in _BY_ANY_CODE
 
 
-def _reduces_inside(whole: Tensor, reduced: int | Sequence[int] | None) -> bool:
-    """Return whether the `reduced` dimensions (None: all) are inside those that count records, in the order of memory.
+def _multiple_for(first: _Operator, second: _Operator) -> int:
+    """Return the multiple for an operator as it is in two passes; 1 if no result counts records."""
+    if first.whole and second.whole and _reduces_inside(first.whole, second.whole, first.reduced):
+        return 1
+    at_once = [max(1, _AT_ONCE // one.element_size) if first.elementwise else _MOST_NUMBERS for one in first.results]
+    layouts = zip(first.results, second.results, at_once, strict=True)
+    return max((_multiple_of_layout(*of_result) for of_result in layouts), default=1)
+
+
+def _reduces_inside(first: _Layout, second: _Layout, reduced: Sequence[int]) -> bool:
+    """Return whether the reduced dimensions are inside those that count records, in the order of memory.
 
     A sum over records is no record's: what the rules read of a record does not depend on it.
     """
-    dimensions = list(zip(whole.shape, whole.stride(), strict=True))
-    records = [step for length, step in dimensions if length % TRACED == 0]
-    numbers = [reduced] if isinstance(reduced, int) else reduced or range(whole.dim())
-    others = [dimensions[number] for number in numbers if whole.dim()]
-    outermost = max((step for length, step in others if length % TRACED and length > 1), default=-1)
-    return not records or outermost < min(records)
+    records = _counting_records(first, second)
+    others = [number % len(first.shape) for number in reduced if number % len(first.shape) not in records]
+    steps = [first.strides[number] or math.inf for number in others if first.shape[number] > 1]
+    return not records or not steps or max(steps) < min(first.strides[number] for number in records)
 
 
-def _multiple_for(part: Tensor, elementwise: bool) -> int:
-    """Return the multiple for the size of the dimension that counts records; 1 if there is none.
+def _multiple_of_layout(first: _Layout, second: _Layout, at_once: int) -> int:
+    """Return the multiple for a result: the numbers inside the records, in the order of memory, are a record's.
 
-    The numbers inside that dimension, in the order of memory, are a record's. Of several such dimensions, or where a
-    loop ends earlier because memory has gaps, the smallest number of them counts.
+    Where a loop ends earlier because memory has gaps, these are the ones it ends with.
     """
-    if not (part.is_floating_point() or part.is_complex()):
-        return 1
-    at_once, multiple = max(1, _AT_ONCE // part.element_size()) if elementwise else _MOST_NUMBERS, 1
-    dimensions = list(zip(part.shape, part.stride(), strict=True))
-    for length, stride in dimensions:
-        if length and length % TRACED == 0:
-            inside = math.prod(other for other, step in dimensions if step < stride)
-            multiple = max(multiple, at_once // math.gcd(at_once, inside))
+    multiple, dimensions = 1, list(zip(first.shape, first.strides, strict=True))
+    for number in _counting_records(first, second):
+        inside = math.prod(length for length, step in dimensions if step < first.strides[number])
+        multiple = max(multiple, at_once // math.gcd(at_once, inside))
     return multiple
+
+
+def _counting_records(first: _Layout, second: _Layout) -> list[int]:
+    """Return the dimensions whose length grows with the number of records; ValueError if one grows otherwise."""
+    lengths = list(zip(first.shape, second.shape, strict=True))
+    grown = [number for number, (before, after) in enumerate(lengths) if before != after]
+    for before, after in (lengths[number] for number in grown):
+        if before * TRACED[1] != after * TRACED[0]:
+            raise ValueError(f"{before} and {after} are no numbers of whole records")
+    return grown
