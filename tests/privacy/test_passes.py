@@ -63,6 +63,16 @@ def test_neighbours_of_two_bytes_are_hostile_too():
     assert not is_private(lambda x, y, count: [(x * (1 + (x == 0).any()))[:count]], examples, 32)
 
 
+@pytest.mark.parametrize(("factor", "private"), [(lambda count: 1, True), (lambda count: count, False)])
+def test_who_refuses_hostile_neighbours_is_checked_without_them(factor, private):
+    def rows_of(x, y, count):
+        if not x.isfinite().all():
+            raise ValueError("such records are refused")
+        return [x[:count] * factor(count)]
+
+    assert is_private(rows_of, EXAMPLES, 32) == private
+
+
 def test_the_cheapest_size_that_passes_is_used():
     """It follows from the expected number of records alone, never from the drawn one."""
     fixed = FixedPasses(EXAMPLES, SIZES)
@@ -189,6 +199,35 @@ def test_numbers_out_of_range_tell_nothing(act):
     assert torch.equal(rows, rows[:1].expand_as(rows))
 
 
+class Parted(nn.Module):
+    """Computes few records at a time, each of whose parts has last numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 13), nn.Linear(13, 2)
+
+    def forward(self, x):
+        return self.last(torch.cat([torch.sigmoid(part) for part in self.first(x).split(5)]))
+
+
+def test_parts_of_a_pass_go_by_vmap():
+    clipped_sum, reason = clipped_sum_for(Parted(), None, torch.empty(0, 7), torch.empty(0).long())
+    assert reason.startswith("vmap: ") and "by rules" in reason and isinstance(clipped_sum.choose(), VmapClippedSum)
+
+
+def test_the_check_of_a_further_size_draws_nothing():
+    net = nn.Sequential(nn.Linear(32, 32), Drawing(), nn.Linear(32, 2))
+    clipped_sum, _ = clipped_sum_for(net, None, torch.empty(0, 32), torch.empty(0).long())
+    before = torch.get_rng_state()
+    assert clipped_sum.choose(3.0).size == 8 and clipped_sum.passes.draws
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
 class Multiplied(nn.Module):
     """The derivative of a product asks whether any number of the batch is zero, and then takes another formula."""
 
@@ -204,7 +243,8 @@ class Multiplied(nn.Module):
 def test_what_a_derivative_reads_in_a_batch_is_no_influence(product):
     net = Multiplied(product)
     assert reads_numbers(lambda: net(torch.rand(2, 3, 4)).sum().backward()) and not reads_numbers(lambda: torch.ones(2))
-    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 3, 4), torch.empty(0).long())
+    with torch.autograd.profiler.profile(use_kineto=False):  # a user's, which may be active
+        clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 3, 4), torch.empty(0).long())
     assert "reads numbers of a batch" in reason
     params = {name: torch.randn_like(p) for name, p in net.named_parameters()}
     params["first.bias"] = torch.zeros(3)
