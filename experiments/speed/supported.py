@@ -82,6 +82,7 @@ LAYERS: dict[str, _Recipe] = {
 _EXACT = "exact rule"
 _VMAP_LAYER = "exact, `vmap` for this layer"
 _VMAP_NET = "exact, `vmap` for the whole model"
+_LOOP = "exact, one record at a time"
 
 
 def support_of(name: str) -> str:
@@ -98,6 +99,8 @@ def support_of(name: str) -> str:
 
     x = torch.zeros(0, *shape, dtype=torch.long if shape == _WORDS else torch.float32)
     reason = clipped_sum_for(layer, loss, x, torch.zeros(0, dtype=torch.long))[1]
+    if reason.startswith("loop: "):
+        return _LOOP
     if reason.startswith("vmap: "):
         return _VMAP_NET
     return _VMAP_LAYER if "but vmap for" in reason else _EXACT

@@ -137,7 +137,7 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
 
 
 def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
-    return FixedPasses(_examples(net, x, y, max(SIZES)))
+    return FixedPasses(_examples(net, x, y, max(SIZES) + 1))
 
 
 def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> VmapClippedSum:

@@ -128,7 +128,7 @@ def checksums(rows: Tensor) -> Tensor:
 class FixedPasses:
     """The size of passes that a computation may use on this machine, found on first use.
 
-    `examples` are public records x `[n, *X]`, y `[n, ...]`, the first of which is the padding, n >= the largest size.
+    `examples` are public records x `[n, *X]`, y `[n, ...]`, more than the largest size; the first is the padding.
     `most` records of a pass fit the caches, `enter` gives records the memory format that suits the model, and `draws`
     tells whether the model draws random numbers.
     """
@@ -159,12 +159,16 @@ class FixedPasses:
         return 1
 
     def _whole_sizes(self, rows_of: Rows) -> list[int]:
-        """Return the sizes at which vectorised loops end with a record."""
+        """Return the sizes at which vectorised loops end with a record, the smallest one if none of them fits."""
         x, y = self.examples
-        with one_thread_an_operator():
-            multiple = multiple_of(lambda count: rows_of(take(x, slice(count)), y[:count], count))
-        whole = [size for size in self._sizes if multiple and size % multiple == 0]
-        return [size for size in whole if size <= self.most] or whole[:1]
+        fitting = max((size for size in self._sizes if size <= self.most), default=self._sizes[0])
+        for largest in (fitting, max(self._sizes)):
+            with one_thread_an_operator():
+                multiple = multiple_of(lambda count: rows_of(take(x, slice(count)), y[:count], count), largest)
+            whole = [size for size in self._sizes if multiple and size % multiple == 0]
+            if not whole or whole[0] <= largest:
+                break
+        return [size for size in whole if size <= fitting] or whole[:1]
 
     def rows(
         self,

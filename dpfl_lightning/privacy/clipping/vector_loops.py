@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,8 @@ from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-TRACED = (31, 37)  # records of two passes in which operators are seen: a dimension in this ratio counts records
+_FEW = 7  # records of the first pass in which operators are seen
+_MANY = (11, 17, 29, 37, 41, 53, 59, 67, 73, 83, 89, 97)  # of the second one; parts of such a pass are unequal
 _AT_ONCE = 128  # bytes of two registers of AVX-512, the largest
 _MOST_NUMBERS = 64  # at once: of two bytes in two registers, or those whose sums in four bytes fill four registers
 
@@ -56,24 +57,24 @@ _REDUCING = {
 _READING = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 
 
-def multiple_of(compute: Callable[[int], object]) -> int | None:
+def multiple_of(compute: Callable[[int], object], largest: int) -> int | None:
     """Return what the size of a pass has to be a multiple of; `compute` computes a pass of so many records.
 
-    None if no size will do, because the model computes parts of a pass, each of which has last numbers.
+    No pass has more than the `largest` size, at most 96. None if no size will do, because the model computes parts of a
+    pass, each of which has last numbers.
     """
-    seen = []
-    for records in TRACED:
+    seen, traced = [], (_FEW, next(many for many in _MANY if many > largest))
+    for records in traced:
         with _Seen() as watch:
             try:
                 compute(records)
             except Exception:  # a user's code may refuse to be watched; what fails anyway fails in the check of a size
                 return _MOST_NUMBERS
-        seen.append(watch.operators)
+        seen.append(Counter(watch.operators).items())
     try:
-        multiples = [_multiple_for(*pair) for pair in zip(*seen, strict=True)]
+        return max((_multiple_for(few, many, traced) for few, many in zip(seen[0], seen[1], strict=True)), default=1)
     except ValueError:
         return None
-    return max(multiples, default=1)
 
 
 def reads_numbers(compute: Callable[[], object]) -> Counter[str]:
@@ -108,7 +109,7 @@ class _Layout:
 class _Operator:
     """An operator whose last numbers may differ: its results, and what it reduces, which is nothing for most."""
 
-    results: list[_Layout]
+    results: tuple[_Layout, ...]
     elementwise: bool
     whole: _Layout | None = None
     reduced: tuple[int, ...] = ()
@@ -125,7 +126,7 @@ class _Seen(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         if not (func.is_view or _same_by_any_code(func, args, kwargs or {})):
             parts = [one for one in tree_leaves(results) if isinstance(one, Tensor) and _on_cpu(one)]
-            layouts = [_Layout.of(one) for one in parts if one.is_floating_point() or one.is_complex()]
+            layouts = tuple(_Layout.of(one) for one in parts if one.is_floating_point() or one.is_complex())
             if layouts:
                 self.operators.append(_operator(func.overloadpacket.__name__, layouts, args))
         return results
@@ -135,7 +136,7 @@ def _on_cpu(part: Tensor) -> bool:
     return part.device.type == "cpu" and part.layout is torch.strided
 
 
-def _operator(name: str, results: list[_Layout], args: Sequence[Any]) -> _Operator:
+def _operator(name: str, results: tuple[_Layout, ...], args: Sequence[Any]) -> _Operator:
     if name not in _REDUCING:
         shapes = {tuple(one.shape) for one in tree_leaves(args) if isinstance(one, Tensor)}
         return _Operator(results, all(one.shape in shapes for one in results))
@@ -160,43 +161,52 @@ def _same_by_any_code(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return name in _BY_ANY_CODE
 
 
-def _multiple_for(first: _Operator, second: _Operator) -> int:
-    """Return the multiple for an operator as it is in two passes; 1 if no result counts records."""
-    if first.whole and second.whole and _reduces_inside(first.whole, second.whole, first.reduced):
-        return 1
-    at_once = [max(1, _AT_ONCE // one.element_size) if first.elementwise else _MOST_NUMBERS for one in first.results]
-    layouts = zip(first.results, second.results, at_once, strict=True)
-    return max((_multiple_of_layout(*of_result) for of_result in layouts), default=1)
+def _multiple_for(few: tuple[_Operator, int], many: tuple[_Operator, int], traced: tuple[int, int]) -> int:
+    """Return the multiple for an operator as it is in two passes, and how often; 1 if no result counts records.
+
+    ValueError if it is computed neither equally often nor once more for each record more.
+    """
+    (first, times), (second, times_of_many) = few, many
+    if (times_of_many - times) % (traced[1] - traced[0]):
+        raise ValueError("it is computed for parts of a pass")
+    layouts = [(one, _counting_records(one, other, traced)) for one, other in _pairs(first.results, second.results)]
+    if first.whole and second.whole:
+        records = _counting_records(first.whole, second.whole, traced)
+        if _inside(first.whole, first.reduced, records):
+            return 1
+    multiple = 1
+    for layout, records in layouts:
+        at_once = max(1, _AT_ONCE // layout.element_size) if first.elementwise else _MOST_NUMBERS
+        for number in records:  # the numbers inside, in the order of memory, are a record's
+            steps = zip(layout.shape, layout.strides, strict=True)
+            inside = math.prod(length for length, step in steps if step < layout.strides[number])
+            multiple = max(multiple, at_once // math.gcd(at_once, inside))
+    return multiple
 
 
-def _reduces_inside(first: _Layout, second: _Layout, reduced: Sequence[int]) -> bool:
+def _pairs(first: Sequence[_Layout], second: Sequence[_Layout]) -> Iterator[tuple[_Layout, _Layout]]:
+    return zip(first, second, strict=True)
+
+
+def _counting_records(few: _Layout, many: _Layout, traced: tuple[int, int]) -> list[int]:
+    """Return the dimensions whose length grows with the number of records; ValueError if one grows otherwise."""
+    lengths = list(zip(few.shape, many.shape, strict=True))
+    grown = [number for number, (first, second) in enumerate(lengths) if first != second]
+    for number in grown:
+        _require_whole(*lengths[number], traced)
+    return grown
+
+
+def _require_whole(few: int, many: int, traced: tuple[int, int]) -> None:
+    if few * traced[1] != many * traced[0]:
+        raise ValueError(f"{few} and {many} are no numbers of whole records")
+
+
+def _inside(whole: _Layout, reduced: Sequence[int], records: Sequence[int]) -> bool:
     """Return whether the reduced dimensions are inside those that count records, in the order of memory.
 
     A sum over records is no record's: what the rules read of a record does not depend on it.
     """
-    records = _counting_records(first, second)
-    others = [number % len(first.shape) for number in reduced if number % len(first.shape) not in records]
-    steps = [first.strides[number] or math.inf for number in others if first.shape[number] > 1]
-    return not records or not steps or max(steps) < min(first.strides[number] for number in records)
-
-
-def _multiple_of_layout(first: _Layout, second: _Layout, at_once: int) -> int:
-    """Return the multiple for a result: the numbers inside the records, in the order of memory, are a record's.
-
-    Where a loop ends earlier because memory has gaps, these are the ones it ends with.
-    """
-    multiple, dimensions = 1, list(zip(first.shape, first.strides, strict=True))
-    for number in _counting_records(first, second):
-        inside = math.prod(length for length, step in dimensions if step < first.strides[number])
-        multiple = max(multiple, at_once // math.gcd(at_once, inside))
-    return multiple
-
-
-def _counting_records(first: _Layout, second: _Layout) -> list[int]:
-    """Return the dimensions whose length grows with the number of records; ValueError if one grows otherwise."""
-    lengths = list(zip(first.shape, second.shape, strict=True))
-    grown = [number for number, (before, after) in enumerate(lengths) if before != after]
-    for before, after in (lengths[number] for number in grown):
-        if before * TRACED[1] != after * TRACED[0]:
-            raise ValueError(f"{before} and {after} are no numbers of whole records")
-    return grown
+    others = [number % len(whole.shape) for number in reduced]
+    steps = [whole.strides[one] or math.inf for one in others if one not in records and whole.shape[one] > 1]
+    return not records or not steps or max(steps) < min(whole.strides[number] for number in records)
