@@ -4,11 +4,10 @@ A server that chooses the weights makes the last bits large: in a pair of hidden
 rounding decides the sign of the loss's gradient.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -139,7 +138,7 @@ def _contributions(
     count = len(places)
     groups = torch.full((len(y),), count, device=y.device)  # the last one is that of the other records
     groups[places.to(y.device)] = torch.arange(count, device=y.device)
-    request = dataclasses.replace(request, group=groups, num_groups=count + 1)
+    request = replace(request, group=groups, num_groups=count + 1)
     return clipped_sum(params, x, y, request)[0][:count].clone()
 
 

@@ -61,7 +61,6 @@ def passes(
         yield rows, some_x, some_y
 
 
-@functools.lru_cache(maxsize=4096)
 def cost(size: int, expected: float) -> float:
     """Return what passes of this size cost for a Poisson number of records, in records.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +86,8 @@ def reads_numbers(compute: Callable[[], object]) -> Counter[str]:
     def watched() -> Counter[str]:
         with profiler_legacy.profile() as seen:
             compute()
-        names = Counter(event.name.removeprefix("aten::") for event in seen.function_events)
-        return Counter({name: names[name] for name in _READING if name in names})
+        names = (event.name.removeprefix("aten::") for event in seen.function_events)
+        return Counter(name for name in names if name in _READING)
 
     with warnings.catch_warnings(), ThreadPoolExecutor(1) as own_thread:  # a user's profiler may be active in this one
         warnings.simplefilter("ignore")  # the newer profiler prints
@@ -169,7 +169,8 @@ def _multiple_for(few: tuple[_Operator, int], many: tuple[_Operator, int], trace
     (first, times), (second, times_of_many) = few, many
     if (times_of_many - times) % (traced[1] - traced[0]):
         raise ValueError("it is computed for parts of a pass")
-    layouts = [(one, _counting_records(one, other, traced)) for one, other in _pairs(first.results, second.results)]
+    pairs = zip(first.results, second.results, strict=True)
+    layouts = [(one, _counting_records(one, other, traced)) for one, other in pairs]
     if first.whole and second.whole:
         records = _counting_records(first.whole, second.whole, traced)
         if _inside(first.whole, first.reduced, records):
@@ -182,10 +183,6 @@ def _multiple_for(few: tuple[_Operator, int], many: tuple[_Operator, int], trace
             inside = math.prod(length for length, step in steps if step < layout.strides[number])
             multiple = max(multiple, at_once // math.gcd(at_once, inside))
     return multiple
-
-
-def _pairs(first: Sequence[_Layout], second: Sequence[_Layout]) -> Iterator[tuple[_Layout, _Layout]]:
-    return zip(first, second, strict=True)
 
 
 def _counting_records(few: _Layout, many: _Layout, traced: tuple[int, int]) -> list[int]:
