@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
-from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Unsupported
-from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of, evaluating
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 from dpfl_lightning.runtime.memory import keep_freed_memory
 
@@ -514,6 +514,24 @@ def test_frozen_parameters_and_subsets_are_left_out():
 
 def test_dropout_of_an_encoder_is_no_obstacle():
     assert clipped_sum_for(sentences(), None, torch.empty(0, 4).long(), LABELS)[1] == "fast: exact rules for all layers"
+
+
+def test_recurrent_layers_are_checked_without_dropout_in_training_mode():  # else cuDNN has no derivative
+    modes = set()
+
+    def read(net, x):
+        modes.add((net.training, net.read.training))
+        return net.read(x)[0]
+
+    net = Net(read, read=nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True)).eval()
+    net.read.train()
+    x = torch.randn(5, 7, 3)
+    with evaluating(net):
+        assert torch.equal(net(x), net(x))
+    for sums in (clipped_sum_for, vmap_or_loop):
+        sums(net, lambda params, x, y: functional_call(net, dict(params), (x,)).flatten(1).sum(1), x, LABELS[:5])
+    assert modes == {(False, True)}
+    assert net.read.dropout == 0.5
 
 
 @pytest.mark.parametrize("name", ["cnn", "residual", "viewing"])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfl_lightning.errors import require
@@ -167,19 +168,22 @@ class FastClippedSum:
         with self._watched(wanted) as watch:
             for rows, some_x, some_y in passes(x, y, self.size, self.padding, self.enter):
                 count = rows.stop - rows.start
-                grads = ChunkGradients(self._gradients(watch, params, some_x, some_y, count), request.order)
+                filled = count if y.device.type == "cpu" else len(some_y)  # a GPU adds by the number of rows
+                grads = ChunkGradients(self._gradients(watch, params, some_x, some_y, filled), request.order)
                 require_proved(len(y), self.size, grads.terms)
-                norms.append(grads.norms())
-                factors = clip_factors(norms[-1], request.clip_norm)
-                totals.add(grads, factors, None if group is None else group[rows])
+                norms.append(grads.norms()[:count])
+                factors = F.pad(clip_factors(norms[-1], request.clip_norm), (0, filled - count))
+                totals.add(grads, factors, None if group is None else F.pad(group[rows], (0, filled - count)))
         return totals.result(), torch.cat(norms)
 
     @torch.no_grad()
     def evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
+        filled = count if y.device.type == "cpu" else len(y)
         with self._watched(params) as watch:
-            grads = ChunkGradients(self._gradients(watch, params, self.enter(x), y, count), order=2)
-        return [grads.norms(), *(checksums(part) for form in grads.by_name.values() for part in form.parts)]
+            grads = ChunkGradients(self._gradients(watch, params, self.enter(x), y, filled), order=2)
+        found = [grads.norms(), *(checksums(part) for form in grads.by_name.values() for part in form.parts)]
+        return [one[:count] for one in found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
         return FastClippedSum(net, sample_loss, self.size, self.channels_last, self.sparse, self.padding)

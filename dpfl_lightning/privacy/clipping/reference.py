@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.kernels.float64_sums import kept, one_hot, summing_dtype
+from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
 from dpfl_lightning.privacy.clipping.state import tensors_restored
@@ -34,15 +34,24 @@ SUM_ROUNDING = 5e-4
 
 @contextmanager
 def evaluating(*nets: nn.Module) -> Iterator[None]:
-    """Switch the modules to evaluation mode (no dropout), and restore the mode of each module afterwards."""
-    training_modes = [(module, module.training) for net in nets for module in net.modules()]
+    """Switch the modules to evaluation mode (no dropout), and restore the mode of each module afterwards.
+
+    A recurrent layer stays in training mode without dropout: cuDNN has no derivative of one in evaluation mode.
+    """
+    modules = [module for net in nets for module in net.modules()]
+    training_modes = [(module, module.training) for module in modules]
+    recurrent = [(module, module.dropout) for module in modules if type(module) in (nn.RNN, nn.GRU, nn.LSTM)]
     for net in nets:
         net.eval()
+    for module, _ in recurrent:
+        module.training, module.dropout = True, 0.0
     try:
         yield
     finally:
         for module, training in training_modes:
             module.training = training
+        for module, dropout in recurrent:
+            module.dropout = dropout
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,20 +212,25 @@ class VmapClippedSum:
         wanted, norms = request.chosen(params), [torch.empty(0, device=y.device)]
         total = request.zeros(wanted)
         for rows, some_x, some_y in passes(x, y, self.size, self.padding):
-            grads = self._in_full(params, wanted, some_x, some_y)[: rows.stop - rows.start].to(total.dtype)
-            norms.append(torch.linalg.vector_norm(grads, ord=request.order, dim=1))
+            whole = self._measured(params, wanted, some_x, some_y, request.order)
+            grads, norm = (part[: rows.stop - rows.start] for part in whole)
+            norms.append(norm)
             factors = clip_factors(norms[-1], request.clip_norm)
             groups = torch.zeros_like(factors, dtype=torch.long) if request.group is None else request.group[rows]
             total += one_hot(factors, groups, request.num_groups) @ kept(grads, factors)
         return total, torch.cat(norms)
 
-    def _in_full(self, params: Params, wanted: Params, x: Inputs, y: Tensor) -> Tensor:
+    def _measured(self, params: Params, wanted: Params, x: Inputs, y: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
+        """Return gradients `[size, P]` and norms `[size]` of a whole pass: a GPU adds by the number of rows."""
         by_name = self._grads(params, x, y)
-        return torch.cat([by_name[name].reshape(len(y), -1) for name in wanted], dim=1)
+        grads = torch.cat([by_name[name].reshape(len(y), -1) for name in wanted], dim=1)
+        grads = grads.to(summing_dtype(grads))
+        return grads, row_norms(grads, order)
 
     def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
-        return [checksums(grads[:count]) for grads in self._grads(params, x, y).values()]
+        grads, norms = self._measured(params, params, x, y)
+        return [checksums(grads[:count]), norms[:count]]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
         return VmapClippedSum(sample_loss, self.size, self.padding)
