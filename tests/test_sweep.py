@@ -24,6 +24,7 @@ from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.fit import fit as train
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.costs import Cost
 from dpfl_lightning.search.final import begun_final, with_the_set
@@ -185,7 +186,7 @@ def test_trials_have_the_public_records_of_the_run(objective, write, refused):
             error = refused(write(changed(objective=objective, training=training, trials_with=more)))
             assert f"`sweep.trials_with.data.{key}` must be that of the run, " in error and repr(value) in error
     same = {"data.public_records": 90, "data.partition.name": "overlapping"}
-    assert check_trials_with(options_of(SMALL), same) is None
+    assert check_trials_with(options_of(SMALL), same, objective) is None
 
 
 @pytest.mark.e2e
@@ -214,7 +215,10 @@ def test_private_trials_are_composed_from_what_each_of_them_releases(search, tmp
     assert cost["epsilon"] == [account.epsilon for account in composed.accounts]
     assert cost["delta"] == [1e-3] * 5 and cost["runs"] == 3 and cost["composed"]
     assert all(budget < epsilon < 3 * budget for budget, epsilon in zip(BUDGETS, cost["epsilon"], strict=True))
-    assert "PRIVATE: 3 trials" in text and composed.weakest.words() == cost["guarantee"]
+    assert composed.weakest.words() == cost["guarantee"]
+    report = text[text.index("\nmine: 3 complete. ") :].splitlines()[1]
+    first = "mine: 3 complete. PRIVATE: all trials (3 runs) together cost a record of a client at most epsilon "
+    assert report.startswith(f"{first}{at_most(max(cost['epsilon']))} at delta 0.001 (client ")
     for number in range(3):
         for client in json.loads((folder / str(number) / "result.json").read_text())["clients"]:
             assert client["accuracy"] is None, "no held-out record of a client chooses"
@@ -328,7 +332,7 @@ def test_neither_clients_records_nor_the_test_set_choose():
     public = {row.numpy().tobytes() for row in load_data("digits").x[-90:]}
     for kind, options in (("set", {"training": {"epochs": 2}}), ("public", {}), ("private", {})):
         scorer = objective(SweepOptions(objective=kind, **options), run)
-        populations = [people for people, _ in scorer._parts] if kind == "set" else [scorer._people(run)]
+        populations = [people for people, _ in scorer._parts] if kind == "set" else [scorer.population]
         for people in populations:
             tested, trained = pixels(people, people.test), pixels(people, torch.cat(list(people.train_of)))
             assert tested and tested <= public and not trained & tested
@@ -392,11 +396,11 @@ def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tm
 
 def test_a_pruned_run_ends_at_once_and_was_charged_before(tmp_path):
     run = options_of({**SMALL, "rounds": 3})
-    costs: list[Cost] = []
+    costs: list[list[Cost]] = []
     train = objective(SweepOptions(objective="private"), run)
     with pytest.raises(Pruned, match="after 1 of 3 rounds"):
         train(run, tmp_path / "run", lambda step, accuracy: True, costs.append)
-    assert len(costs) == 1 and all(math.isfinite(epsilon) for epsilon in costs[0].epsilon)
+    assert len(costs) == 1 and all(math.isfinite(epsilon) for epsilon in costs[0][0].epsilon)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
 
 

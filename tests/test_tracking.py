@@ -454,7 +454,7 @@ def test_a_search_its_trials_and_the_run_of_all_seeds_have_rounded_times(store, 
     parent = search.begin("search", {**options, "sweep": {**sweep, "networks": 1}}, sweep)
     begun = datetime(2026, 1, 1, 10, 30)
     when = (begun, begun + timedelta(seconds=33))
-    search.trial(parent, "trial 0", {}, {"accuracy": 0.5}, {1: 0.5}, {}, when, "FINISHED")
+    search.trial(parent, "trial 0", {}, {"accuracy": 0.5}, {1: {"accuracy_so_far": 0.5}}, {}, when, "FINISHED")
     search.stopped(parent)
     seeds_run = seeds.begin("", tmp_path, options, [1.0, 4.0])
     seeds.stopped(seeds_run)

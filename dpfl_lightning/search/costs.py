@@ -155,18 +155,22 @@ def _bound(spent: float | None) -> float:
 # ---- reports
 
 
-def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what all trials that began cost each client together; None if no trial has a cost.
+def costs_of(begun: Sequence[Mapping[str, Any]]) -> list[Cost]:
+    """Return the costs of the runs of all trials that began, from their notes.
 
-    `begun` are the notes of the trials. A trial counts with everything it planned even if it was pruned, failed or
-    died, because its length depends on the trials' results.
+    A trial counts with everything it planned even if it was pruned, failed or died, because its length depends on the
+    trials' results.
     """
-    costs = [Cost.of(noted["cost"]) for noted in begun if "cost" in noted]
-    return summary(costs) if costs else None
+    return [Cost.of(stored) for noted in begun for stored in noted.get("costs", ())]
 
 
-def summary(costs: Sequence[Cost]) -> dict[str, Any]:
-    """Return each client's epsilon (None: no bound) and delta for all runs, and the guarantee of the weakest client."""
+def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
+    """Return each client's epsilon (None: no bound) and delta for all runs, and the guarantee of the weakest client.
+
+    None without a run.
+    """
+    if not costs:
+        return None
     promises = together(costs)
     worst = max(promises, key=lambda promise: promise.epsilon)
     return {
@@ -180,28 +184,35 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any]:
     }
 
 
-def cost_words(cost: Mapping[str, Any]) -> str:
-    """Describe the cost of private trials for their clients."""
+def headline(cost: Mapping[str, Any]) -> str:
+    """State what all private trials cost a record together, for the first line of a report."""
     numbers = list(map(_bound, cost["epsilon"]))
-    most, names = numbers.index(max(numbers)), cost["names"] or range(len(numbers))
-    how = "composed" if cost["composed"] else "budgets are added"
+    how, most = "composed" if cost["composed"] else "budgets are added", numbers.index(max(numbers))
     return (
-        f"PRIVATE: {cost['runs']} trials on the clients' records, each of them a separate release. Together with the "
-        f"choice made from them, they cost a record of a client at most epsilon {at_most(numbers[most])} at delta "
-        f"{at_most(max(cost['delta']))} (client {names[most]} has the largest epsilon; {how}). For this client: "
-        f"{cost['guarantee']} Scores on public records choose, at no cost. A later run on the same clients adds to "
-        "this cost; `not_covered` in result.json lists what it does not cover."
+        f"PRIVATE: all trials ({counted(cost['runs'], 'run')}) together cost a record of a client at most epsilon "
+        f"{at_most(numbers[most])} at delta {at_most(max(cost['delta']))} (client {_names(cost)[most]} has the largest "
+        f"epsilon; {how})."
     )
 
 
-def cost_text(cost: Mapping[str, Any]) -> str:
-    """Return `cost_words`, and a table if the clients are few."""
-    words, numbers = cost_words(cost), list(map(_bound, cost["epsilon"]))
-    if len(numbers) > _MOST_CLIENTS:
-        return words
-    names = cost["names"] or range(len(numbers))
-    rows = zip(names, map(at_most, numbers), map(at_most, cost["delta"]), strict=True)
-    return f"{words}\n{columns([['client', 'epsilon', 'delta'], *rows])}"
+def details(cost: Mapping[str, Any], choice: str) -> str:
+    """Describe the guarantee behind `headline`; `choice` states what it costs to choose the best trial."""
+    return (
+        f"Each run is a separate release. Guarantee of the client with the largest epsilon: {cost['guarantee']} "
+        f"{choice} A later run on the same clients adds to this cost; `not_covered` in result.json lists what it does "
+        "not cover."
+    )
+
+
+def table(cost: Mapping[str, Any]) -> list[str]:
+    """Return a table of the clients' epsilons and deltas if the clients are few."""
+    numbers = list(map(_bound, cost["epsilon"]))
+    rows = zip(_names(cost), map(at_most, numbers), map(at_most, cost["delta"]), strict=True)
+    return [] if len(numbers) > _MOST_CLIENTS else [columns([["client", "epsilon", "delta"], *rows])]
+
+
+def _names(cost: Mapping[str, Any]) -> Sequence[Any]:
+    return cost["names"] or range(len(cost["epsilon"]))
 
 
 def set_text(card: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dpfl_lightning.build import build_loop, so_far
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
-from dpfl_lightning.search.costs import Cost, planned_cost, summary
+from dpfl_lightning.search.costs import costs_of, planned_cost, together
 from dpfl_lightning.strategies.distillation.artefact import data_of_card
 
 
@@ -63,14 +63,14 @@ def with_the_trials(begun: Sequence[Mapping[str, Any]], trial: Options, final: O
 
     `trial` are the options of a trial. `chosen` says that the search can change the releases of a run.
     """
-    costs = [Cost.of(noted["cost"]) for noted in begun if "cost" in noted]
-    if not costs:
+    if not (costs := costs_of(begun)):
         return None
     if clients_of(trial) != clients_of(final):
         return "The trials had other clients (data, seed or clients.count differ): add a record's epsilons of both."
     own = planned_cost(build_loop(final))
     try:
-        cost = summary([*costs, dataclasses.replace(own, chosen=own.chosen or chosen)])
+        promises = together([*costs, dataclasses.replace(own, chosen=own.chosen or chosen)])
     except UserError as error:
         return f"The costs of the trials and of the run are not stated together: {error}"
-    return f"Together with the trials that chose it, for the weakest client: {cost['guarantee']}"
+    weakest = max(promises, key=lambda promise: promise.epsilon)
+    return f"Together with the trials that chose it, for the weakest client: {weakest.words()}"

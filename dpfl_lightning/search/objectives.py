@@ -1,12 +1,11 @@
-"""Objectives of a search: a trial trains fresh nets on a set, or is a federated run, and is scored on other records."""
+"""Objectives of a search: a trial trains new models on a set, or is a federated run, and is scored on other records."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,109 +13,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.server_training import Training, public_generator
-from dpfl_lightning.build import build_loop, build_net, build_population
+from dpfl_lightning.build import FederatedLoop, build_loop, build_module, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.client.local_clients import facts_of
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.client.dummy_data import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.search.costs import Cost, planned_cost
 from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.scores import Measured, Outcome, check_scores, reported
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
-#: receives a step and the accuracy in [0, 1] after it; returns whether the trial should end there
+#: receives a step and the first score after it; returns whether the trial should end there
 Report = Callable[[int, float], bool]
+#: receives the most that the runs of a private trial can cost, before the first of them
+Charge = Callable[[Sequence[Cost]], None]
 _FEWEST_FOLDS = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Accuracy of a trial in [0, 1] on records that trained no net, parameters of one net, and seconds of the trial."""
-
-    accuracy: float
-    num_params: int
-    seconds: float
 
 
 def objective(sweep: SweepOptions, options: Options, distilled: DistilledSet | None = None) -> Objective:
     """Return the objective of a search, on a set if it is given; raises UserError if it or the records do not fit."""
-    on_public = sweep.objective != "set" or distilled is None
-    must = "be null for a search that is scored on public records, because your own data have none"
-    own, advice = (
-        options.data.class_path,
-        "Or search on a set: --sweep.objective set --sweep.distilled runs/NAME.",
-    )
-    require(own is None or not on_public, "data.class_path", must, own, advice)
     if sweep.objective == "set":
         return ProxyObjective(sweep, options, distilled)
-    return FederatedObjective(options, private=sweep.objective == "private")
+    return FederatedObjective(sweep, options)
 
 
-# ---- nets trained on a set
+# ---- models trained on a set
 
 
 class ProxyObjective:
-    """Trains fresh nets on a distilled set or on public records, and scores them on public records or held-out parts.
+    """Trains new models on a distilled set or on public records, and scores them on public records or held-out parts.
 
-    `words` describes the objective, `digest` identifies the set, which the options do not determine, and `card` is the
+    `words` describes the objective, `digest` identifies the set, which the options do not determine, `card` is the
     card of the set, or empty.
 
     **Privacy** Post-processing of the set. Public records belong to no client.
     """
 
+    choice = ""
+
     def __init__(self, sweep: SweepOptions, options: Options, distilled: DistilledSet | None) -> None:
         public = _public_of(options, distilled)
-        self.card: Mapping[str, Any] = {}
+        self.card: Mapping[str, Any] = {} if distilled is None else distilled.card
         if distilled is None:
             assert public is not None  # for mypy: without a set there are public records
-            records, scored, self.digest = public, None, ""
+            records, scored, self.digest = public.public_records(), None, ""
         else:
-            records, scored, self.card = distilled.records, public, distilled.card
+            records, scored = distilled.records, None if public is None else public.public_records()
             content = distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes()
             self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-        _require_classes(records[1], options)
+        of_population = int(records[1].max()) + 1 if public is None else public.num_classes
+        num_classes = int(self.card.get("num_classes") or of_population)
         device = torch.device("cuda" if torch.cuda.is_available() and options.engine.device != "cpu" else "cpu")
-        num_classes = self.card.get("num_classes")
-        num_classes = int(records[1].max()) + 1 if num_classes is None else int(num_classes)
-        self._facts = Facts((len(records[1]),), num_classes, tuple(records[0].shape[1:]))
         parts = _parts(records, scored, num_classes, sweep.networks, options.seed)
         self._parts = [(people.to(device), (x.to(device), y.to(device))) for people, (x, y) in parts]
         self._training = call("sweep.training", {"training": _training}, "training", **sweep.training)
-        self._given = set(sweep.training)
+        self._given, self._scores = set(sweep.training), sweep.scores
         on = "public records" if distilled is None else "a distilled set"
         where = "held-out records" if scored is None else f"{len(scored[1]):,} public records"
-        nets = f"{sweep.networks} new model{'' if sweep.networks == 1 else 's'}"
-        self.words = f"each trial trains {nets} on {on} ({len(records[1]):,} records) and scores on {where}"
+        models = f"{sweep.networks} new model{'' if sweep.networks == 1 else 's'}"
+        self.words = f"each trial trains {models} on {on} ({len(records[1]):,} records) and scores on {where}"
 
     def check(self, options: Options) -> None:
-        """Raise UserError if nothing can be built from these options."""
-        build_net(options, self._facts)
+        """Raise UserError if nothing can be built from these options, or the model does not have the scores."""
+        population = self._parts[0][0]
+        module = build_module(options, population).to(population.y.device)
+        check_fits(module, population)
+        assert module.task is not None  # for mypy: `check_fits` sets it
+        check_scores(self._scores, module.task)
         self._training_of(options)
 
-    def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
+    def __call__(self, options: Options, folder: Path, report: Report, charge: Charge) -> Outcome:
         """Run a trial and return its outcome; raises `Pruned` if `report` ends it."""
-        begun, accuracies, training = time.perf_counter(), [], self._training_of(options)
+        begun, measured, training = time.perf_counter(), list[Measured](), self._training_of(options)
+        options = reported(self._scores, options)
 
-        def new_net(seed: int) -> torch.nn.Module:
-            return build_net(dataclasses.replace(options, seed=seed), self._facts)
+        def new_model(seed: int) -> ClientModule:
+            return build_module(dataclasses.replace(options, seed=seed), self._parts[0][0])
 
         for number, (population, records) in enumerate(self._parts):
-            scored = train_and_score(new_net, population, records, training, networks=1, seed=options.seed + number)
-            accuracies.append(scored.mean)
-            if report(number, fmean(accuracies)) and number + 1 < len(self._parts):
-                raise Pruned(f"after {number + 1} of {len(self._parts)} nets")
-        num_params = ClientModule(new_net(options.seed)).num_params
-        return Outcome(fmean(accuracies), num_params, time.perf_counter() - begun)
+            trained = train_and_score(new_model, population, records, training, 1, options.seed + number)
+            score = trained.scores[0]
+            measured.append(_measured(score.accuracy, score.loss, score.metrics))
+            done = number + 1 == len(self._parts)
+            values = [value for one in measured if (value := one.get(self._scores[0])) is not None]
+            if values and report(number, fmean(values)) and not done:
+                raise Pruned(f"after {number + 1} of {len(self._parts)} models")
+        return Outcome(measured, new_model(options.seed).num_params, time.perf_counter() - begun)
 
     def _training_of(self, options: Options) -> Training:
         """Return the training of the sweep. The clients' learning rate and batch size are its defaults."""
@@ -148,22 +139,25 @@ def _training(
     return Training(epochs, learning_rate, momentum, weight_decay, decayed, batch_size)
 
 
-def _public_of(options: Options, distilled: DistilledSet | None) -> tuple[Tensor, Tensor] | None:
-    """Return the run's public records, or None if it has none and needs none."""
-    count = options.data.public_records
+def _public_of(options: Options, distilled: DistilledSet | None) -> Population | None:
+    """Return the population with the run's public records, or None if it has none and needs none."""
+    count, own = options.data.public_records, options.data.class_path
     must = "be false with objective set: its models would be scored on records that clients hold"
     require(not options.data.use_public, "data.use_public", must, True)
     if distilled is None:
         advice = "Or search on a distilled set: --sweep.distilled runs/NAME."
+        must = "be null with objective set without a distilled set, because your own data have no public records"
+        others = f"{advice} Objectives public and private search on your own data."
+        require(own is None, "data.class_path", must, own, others)
         require(count > 0, "data.public_records", "be above 0 to search on public records", count, advice)
-        return build_population(options).public_records()
+        return build_population(options)
     _check_set(options, distilled)
     if not count:
         return None
-    records = build_population(options).public_records()
-    shape, got = tuple(records[0].shape[1:]), tuple(distilled.x.shape[1:])
+    population = build_population(options)
+    shape, got = tuple(population.input_shape), tuple(distilled.x.shape[1:])
     require(got == shape, "sweep.distilled", f"hold records of shape {shape}", got)
-    return records
+    return population
 
 
 def _check_set(options: Options, distilled: DistilledSet) -> None:
@@ -185,7 +179,7 @@ def _check_set(options: Options, distilled: DistilledSet) -> None:
 def _parts(
     records: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor] | None, num_classes: int, networks: int, seed: int
 ) -> list[tuple[Population, tuple[Tensor, Tensor]]]:
-    """Return, for each net, a population whose test set scores it, and the records on which it is trained."""
+    """Return, for each model, a population whose test set scores it, and the records on which it is trained."""
 
     def tested(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> tuple[Population, tuple[Tensor, Tensor]]:
         return Population.from_datasets([train], test=test, held_out=0, num_classes=num_classes), train
@@ -197,7 +191,11 @@ def _parts(
 
 
 def folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
-    """Return, for each net, which records are held out, `[n]` bool: a share of every class, different for each net."""
+    """Return, for each model, which records are held out, `[n]` bool: a share of every class, different for each one.
+
+    Records without one class each, such as those of a regression, are divided as if they had the same class.
+    """
+    y = y if y.ndim == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
     counts = torch.bincount(y)
     fewest = int(counts[counts > 0].min())
     advice = "Make more images of each class, or set data.public_records, on which models are then scored."
@@ -218,68 +216,85 @@ def folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
 class FederatedObjective:
     """Trains the federated run of a trial's options on the clients' records, or on public ones, with the loop of `fit`.
 
-    **Privacy** A private trial is planned, charged and noised like any run. It is scored on public records, so neither
-    the official test set nor a client's held-out records influence the choice.
+    Every seed of a trial has the same clients and records, so that the costs of all runs can be composed.
+
+    **Privacy** A private trial is planned, charged and noised like any run, with all its seeds before the first one.
+    It is scored on public records. Your own data without public records are scored as by `fit`, on the test set or the
+    clients' held-out records, which no guarantee covers: `choice` says so.
     """
 
-    def __init__(self, options: Options, private: bool) -> None:
-        self._private, self.digest = private, ""
-        self.card: Mapping[str, Any] = {}
-        count = options.data.public_records
-        must = "be above 0, because trials are scored on public records" if private else "be at least 6"
-        require(count >= (1 if private else 6), "data.public_records", must, count)
-        self.words = f"each trial is a run on {count - count // 6:,} public records, scored on {count // 6:,} others"
-        if private:
+    def __init__(self, sweep: SweepOptions, options: Options) -> None:
+        self._private, self._scores, self._seeds = sweep.objective == "private", sweep.scores, sweep.seeds
+        self.digest, self.card = "", dict[str, Any]()
+        if self._private:
             _check_private(options)
-            self.words = (
-                "each trial is a run on the clients' PRIVATE records, charged to them in full, and scored on "
-                f"{count:,} public records"
-            )
-        self._population: Population | None = None
-        _require_classes(self._people(options).y, options)
+        self.population, scored, self.choice = _scored_people(options, self._private)
+        on = f"{sum(self.population.num_records):,} public records"
+        on = "the clients' PRIVATE records, charged to them in full" if self._private else on
+        runs = "a run" if self._seeds == 1 else f"{self._seeds} runs, one for each seed,"
+        self.words = f"each trial is {runs} on {on}, and is scored on {scored}"
 
     def check(self, options: Options) -> None:
-        """Raise UserError if nothing can be built from these options."""
-        build_net(options, facts_of(self._people(options)))
-        strategies.build(options.strategies)
+        """Raise UserError if nothing can be built from these options, or the model does not have the scores."""
+        task = self._loop(options).module.task
+        assert task is not None  # for mypy: the loop sets it
+        check_scores(self._scores, task)
+        build_module(reported(self._scores, options), self.population)
 
-    def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        """Run a trial and return its outcome; raises `Pruned` if `report` ends it.
-
-        `charge` receives the most that a private trial can cost, before it starts.
-        """
-        watcher, begun = _Reporting(report), time.perf_counter()
-        trial_options = dataclasses.replace(options, output_dir=str(folder))
-        loop = build_loop(trial_options, [watcher], self._people(trial_options))
+    def __call__(self, options: Options, folder: Path, report: Report, charge: Charge) -> Outcome:
+        """Run a trial and return its outcome; raises `Pruned` if `report` ends it."""
+        begun, options = time.perf_counter(), reported(self._scores, options)
+        seeds = range(options.seed, options.seed + self._seeds)
+        folders = [folder] if self._seeds == 1 else [folder / f"seed_{seed}" for seed in seeds]
+        watchers = [_Reporting(report, self._scores[0], number * options.rounds) for number in range(self._seeds)]
+        loops = [
+            self._loop(dataclasses.replace(options, seed=seed, output_dir=str(one)), watcher)
+            for seed, one, watcher in zip(seeds, folders, watchers, strict=True)
+        ]
         if self._private:
-            charge(planned_cost(loop))
-        result = loop.run()
-        if watcher.ended:
-            raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
-        if result.test_accuracy is None:
-            raise UserError(f"`data` must have records for evaluation, got none of {options.data.name!r}.")
-        seconds = result.wall_seconds if self._private else time.perf_counter() - begun
-        return Outcome(result.test_accuracy, loop.module.num_params, seconds)
+            charge(list(map(planned_cost, loops)))
+        num_params, results = loops[0].module.num_params, []
+        for number, watcher in enumerate(watchers):
+            results.append(loops.pop(0).run())
+            done = results[-1].rounds + number * options.rounds
+            if watcher.asked and done < options.rounds * self._seeds:
+                raise Pruned(f"after {done} of {options.rounds * self._seeds} rounds")
+        own = sum(result.wall_seconds for result in results)  # rounded, as those of a private run must be
+        measured = [_measured(one.test_accuracy, one.test_loss, one.test_metrics) for one in results]
+        return Outcome(measured, num_params, own if self._private else time.perf_counter() - begun)
 
-    def _people(self, options: Options) -> Population:
-        """Return the population that trains and scores. It is the same in all trials, which have the same data."""
-        if self._population is None:
-            data = dataclasses.replace(options.data, use_public=not self._private)
-            self._population = build_population(dataclasses.replace(options, data=data))
-            if self._private:
-                nothing = [rows[:0] for rows in self._population.train_of]
-                self._population = dataclasses.replace(
-                    self._population, test=self._population.public, held_out_of=nothing
-                )
-        return self._population
+    def _loop(self, options: Options, *more: Callback) -> FederatedLoop:
+        return build_loop(options, more, self.population)
+
+
+def _scored_people(options: Options, private: bool) -> tuple[Population, str, str]:
+    """Return the clients of every trial, which records score it, and what that means for the choice of the best one.
+
+    The run scores on these records, which are a test set or held out by clients. UserError if there are none.
+    """
+    own, count = options.data.class_path is not None, options.data.public_records
+    must = "be above 0, because trials are scored on public records" if private else "be at least 6"
+    require(own or count >= (1 if private else 6), "data.public_records", must, count)
+    data = dataclasses.replace(options.data, use_public=not own and not private)
+    population = build_population(dataclasses.replace(options, data=data))
+    if private and population.public is not None:
+        nothing = [rows[:0] for rows in population.train_of]
+        scored = dataclasses.replace(population, test=population.public, held_out_of=nothing)
+        on = f"{len(population.public):,} public records"
+        return scored, on, "Scores on public records choose, at no cost."
+    held_out = sum(population.num_held_out)
+    on = f"{held_out:,} held-out records" if population.test is None else f"{len(population.test):,} test records"
+    advice = "Name a test set, such as data.init_args.test, or hold out records of the clients (held_out: 0.2)."
+    require(population.test is not None or held_out > 0, "data", "have records that score trials", "none", advice)
+    choice = f"Scores on {on} choose: no guarantee covers this, and the score of the best trial on them is optimistic."
+    return population, on, choice
 
 
 Objective = ProxyObjective | FederatedObjective
 
 
-def _require_classes(y: Tensor, options: Options) -> None:
-    must = "have classes, because accuracy is the score"
-    require(not y.is_floating_point(), "data.name", must, options.data.name)
+def _measured(accuracy: float | None, loss: float | None, metrics: Measured) -> Measured:
+    return {"accuracy": accuracy, "loss": loss, **metrics}
 
 
 def _check_private(options: Options) -> None:
@@ -298,15 +313,15 @@ def _check_private(options: Options) -> None:
 
 
 class _Reporting(Strategy, Callback):
-    """Reports each evaluation, and stops the run if other trials do better."""
+    """Reports a score at each evaluation, `before` rounds after the trial began, and stops the run if asked to."""
 
-    def __init__(self, report: Report) -> None:
-        self._report, self.ended = report, False
+    def __init__(self, report: Report, name: str, before: int) -> None:
+        self._report, self._name, self._before, self.asked = report, name, before, False
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        if report.test_accuracy is not None:
-            asked = self._report(report.round, report.test_accuracy)
-            self.ended = asked and report.round < report.rounds
+        scores = _measured(report.test_accuracy, report.test_loss, report.test_metrics)
+        if (value := scores.get(self._name)) is not None:
+            self.asked = self._report(self._before + report.round, value)
 
     def stop(self, view: View) -> str | None:
-        return "other trials do better" if self.ended else None
+        return "other trials do better" if self.asked else None

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require
 from dpfl_lightning.search.space import NEVER, below
 
-#: score of a trial -> whether larger is better
-SCORES = {"accuracy": True, "num_params": False, "seconds": False}
+#: scores that are known only when a trial ends
+AT_THE_END = ("num_params", "seconds")
 #: sections of a run that apply to models trained on a set
 _ON_A_SET = ("model", "clients", "data", "engine")
 #: options that apply to models trained on a set only
@@ -31,7 +31,8 @@ class SweepOptions:
             when: {key: value} searches this key only if a key above it has that value.
         objective: set (the server trains new models on a set), public (the run on its public records, which are
             distributed to its clients) or private (the run on its clients' records, a release of its own in every
-            trial, scored on public records; the report composes all of them).
+            trial, scored on public records; the report composes all of them). Your own data (data.class_path) are
+            public if trials_with names them; private trials on your own data are scored as by fit.
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records. Models are scored on public records on which they were not trained; if there are none, on held-out
             images of the set.
@@ -45,13 +46,17 @@ class SweepOptions:
         networks: (objective set) number of models per trial, from different initialisations, >= 1.
         training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
+        seeds: (objective public or private) number of runs per trial, >= 1: with the run's seed and the next ones, on
+            the same records. Scores are means over them.
         trials_with: dotted key -> value that applies to trials only, such as fewer rounds; best.yaml does not contain
-            it. It cannot make other records public.
-        scores: scores of a trial: accuracy (high), num_params (low), seconds (low). The first one selects best.yaml.
-            Several scores give a Pareto front.
+            it. It cannot make other records public, except your own: {data.init_args.df: public.csv} with objective
+            public.
+        scores: scores of a trial: accuracy, loss, any metric of evaluation.metrics (auroc is maximised, mae is
+            minimised), num_params (low), seconds (low). The first one selects best.yaml. Several scores give a Pareto
+            front.
         trials: number of trials of the study, over all workers and restarts, >= 1.
         sampler: {name, options}. The default of its option seed is the run's seed.
-        pruner: {name, options}; only with the single score accuracy.
+        pruner: {name, options}; only with a single score that is known during a trial.
         storage: URL of the database that the workers share; null is study.db (SQLite) in output_dir.
         heartbeat_seconds: interval in seconds between the heartbeats of a trial, >= 1. After three intervals without a
             heartbeat, another worker repeats the trial.
@@ -67,6 +72,7 @@ class SweepOptions:
     set_with: dict = field(default_factory=dict)
     networks: AtLeastOne = 1
     training: dict = field(default_factory=dict)
+    seeds: AtLeastOne = 1
     trials_with: dict = field(default_factory=dict)
     scores: Annotated[tuple[str, ...], Bound("name at least one score", bool)] = ("accuracy",)
     trials: AtLeastOne = 30
@@ -80,22 +86,22 @@ def check(sweep: SweepOptions) -> None:
     """Raise UserError if no key is searched, or an option contradicts another one."""
     check_names("sweep.name", [] if sweep.name is None else [sweep.name])
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
-    for score in sweep.scores:
-        require(score in SCORES, "sweep.scores", f"be of {', '.join(SCORES)}", score, nearest(score, SCORES))
     fits = len(set(sweep.scores)) == len(sweep.scores)
     require(fits, "sweep.scores", "be different scores", sweep.scores)
     pruner = sweep.pruner["name"]
     must = "be none if trials have several scores, because unfinished trials cannot be ranked by several scores"
     single = len(sweep.scores) == 1 or pruner == "none"
     require(single, "sweep.pruner.name", must, pruner, "Use one score, or no pruner.")
-    must = "be none unless accuracy is the score, because no other score is known during a trial"
-    require(sweep.scores[0] == "accuracy" or pruner == "none", "sweep.pruner.name", must, pruner)
+    must = f"be none with the score {sweep.scores[0]}, which is known only at the end of a trial"
+    require(sweep.scores[0] not in AT_THE_END or pruner == "none", "sweep.pruner.name", must, pruner)
     if sweep.objective != "set":
         for key in _ONLY_SET:
             value = getattr(sweep, key)
             must = f"be left out with objective {sweep.objective}, because it is only for objective set"
             require(value == getattr(SweepOptions(), key), f"sweep.{key}", must, value)
         return
+    must = "be left out with objective set, whose models are repeated by sweep.networks"
+    require(sweep.seeds == 1, "sweep.seeds", must, sweep.seeds)
     _check_share(sweep)
     for name in ("learning_rate", "batch_size"):
         searched = f"clients.{name}" in sweep.space or f"clients.{name}" in sweep.trials_with

@@ -7,7 +7,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from dpfl_lightning.runtime.text import shown
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search import report
 from dpfl_lightning.search.budget import Noted, SharedBudget
-from dpfl_lightning.search.costs import Cost, cost_text, cost_words, set_text, total_cost
+from dpfl_lightning.search.costs import Cost, costs_of, details, headline, set_text, summary, table
 from dpfl_lightning.search.final import begun_final, with_the_set, with_the_trials
 from dpfl_lightning.search.objectives import Objective, objective
-from dpfl_lightning.search.options import SCORES, SweepOptions, check
+from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.search.samplers import INDEPENDENT, pruner, sampler
+from dpfl_lightning.search.scores import directions, reported
 from dpfl_lightning.search.space import changes_releases, check_trials_with, check_values, options_of, parse, probes
 from dpfl_lightning.search.storage import study_names, without_password
 from dpfl_lightning.search.study import Running, Study, Trial
@@ -54,11 +55,12 @@ class Search:
         self, sweep: SweepOptions, options: Options, train: Train, workers: int = 1, helping: bool = False
     ) -> None:
         check(sweep)
+        self.directions = directions(sweep.scores)
         self.folder = Path(options.output_dir or f"runs/{sweep.name}")
         self.sweep, self.options, self._train = sweep, dataclasses.replace(options, output_dir=None), train
         self.dimensions = parse(sweep.space, sweep.objective)
         check_values(self.options, self.dimensions, sweep.trials_with)
-        check_trials_with(self.options, sweep.trials_with)
+        check_trials_with(self.options, sweep.trials_with, sweep.objective)
         sampler(sweep, self.dimensions, None, 0), pruner(sweep)  # raises before anything is charged or written
         self._of_trials = self._divided_cores(workers)
         if not (url := sweep.storage):
@@ -179,12 +181,14 @@ class Search:
         print(f"Study {sweep.name}: {self.study.wanted} trials, {', '.join(self.dimensions)}")
         print(f"{self.objective.words[0].upper()}{self.objective.words[1:]}.")
         pruner = "" if sweep.pruner["name"] == "none" else f", pruner {sweep.pruner['name']}"
-        print(f"Judged by {', '.join(sweep.scores)}; sampler {sweep.sampler['name']}{pruner}.")
+        scores = ", ".join(f"{name} ({'highest' if up else 'lowest'})" for name, up in self.directions.items())
+        print(f"Judged by {scores}; sampler {sweep.sampler['name']}{pruner}.")
         print(f"Storage: {self._url}")
         if trials:
             print(f"Resuming a study that has {report.counted(trials)}.")
         if sweep.objective == "private":
-            how = "Every trial is a separate release with the whole budget; at the end, all of them are composed."
+            how = "Every run of a trial is a separate release with the whole budget; at the end, all are composed. "
+            how += self.objective.choice
             if self._chosen_by_sampler:
                 how += (
                     f" Results choose the releases of later trials with sampler {sweep.sampler['name']}: their budgets "
@@ -212,19 +216,18 @@ class Search:
     def _trial(self, running: Running) -> tuple[float, ...]:
         running.note("host", socket.gethostname())
 
-        def charge(cost: Cost) -> None:
-            earlier = any(
-                noted["cost"]["chosen"] for noted in self.study.begun() if "cost" in noted
-            )  # one may be repeated
-            cost = dataclasses.replace(cost, chosen=cost.chosen or earlier or self._chosen_by_sampler)
-            running.note("cost", cost.as_dict())
+        def charge(costs: Sequence[Cost]) -> None:
+            earlier = any(cost.chosen for cost in costs_of(self.study.begun()))  # one may be repeated
+            chosen = earlier or self._chosen_by_sampler
+            costs = [dataclasses.replace(cost, chosen=cost.chosen or chosen) for cost in costs]
+            running.note("costs", [cost.as_dict() for cost in costs])
 
         # Several studies may share a folder, and each of them numbers its trials from 0.
         folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
         outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
-        for name, value in dataclasses.asdict(outcome).items():
+        for name, value in outcome.notes().items():
             running.note(name, value)
-        return tuple(getattr(outcome, score) for score in self.sweep.scores)
+        return tuple(map(outcome.mean, self.sweep.scores))
 
     def _on_end(self, trial: Trial) -> None:
         trials, best = self.study.trials(), self.study.best()
@@ -239,8 +242,8 @@ class Search:
             self.parent,
             f"trial {trial.number}",
             trial.found,
-            {**{key: trial.facts[key] for key in SCORES if key in trial.facts}, **trial.scores},
-            trial.steps,
+            {**{name: value for name, value in trial.facts.items() if isinstance(value, int | float)}, **trial.scores},
+            {step: {f"{self.sweep.scores[0]}_so_far": value} for step, value in trial.steps.items()},
             {**tags, **{name: str(trial.facts[name]) for name in ("host", "error") if name in trial.facts}},
             (trial.begun, trial.ended),
             "FAILED" if trial.state == "failed" else "FINISHED",
@@ -254,19 +257,19 @@ class Search:
         With `final`, also train the configuration of the best trial on the clients.
         """
         trials, front = self.study.trials(), self.study.best()
-        lines = [f"{self.sweep.name}: {report.counted(trials)}.", *report.reasons(trials)]
-        if front:
-            lines.append(report.table(trials, front, {score: SCORES[score] for score in self.sweep.scores}))
-        cost = total_cost(self.study.begun())
+        cost = summary(costs_of(self.study.begun()))
+        private = [] if cost is None else [headline(cost), details(cost, self.objective.choice)]
+        lines = [" ".join([f"{self.sweep.name}: {report.counted(trials)}.", *private[:1]]), *report.reasons(trials)]
+        lines += [self.study.table()] if front else []
         of_set = [set_text(self.objective.card)] if self.objective.card else []
         of_set += [self.budget.words()] if self.budget is not None else []
-        lines += [*([] if cost is None else [cost_text(cost)]), *of_set]
+        lines += [*private[1:], *([] if cost is None else table(cost)), *of_set]
         result: dict[str, Any] = {
             "study": self.sweep.name,
             "objective": self.sweep.objective,
             "best": [one.number for one in front],
             "cost": cost,
-            "guarantee": [*([] if cost is None else [cost_words(cost)]), *of_set],
+            "guarantee": [*([" ".join(private)] if private else []), *of_set],
             "trials": [report.as_dict(one) for one in trials],
         }
         print(shown("\n" + "\n".join(lines)))
@@ -291,7 +294,7 @@ class Search:
 
     def _best(self, trial: Trial) -> Options:
         """Return the configuration of the best trial for a run on the clients, with the budget that is left for it."""
-        best = options_of(self.options, self.dimensions, trial.found)
+        best = reported(self.sweep.scores, options_of(self.options, self.dimensions, trial.found))
         if self.budget is None:
             return best
         best = self.budget.rest.of(best)

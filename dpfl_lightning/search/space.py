@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpfl_lightning.config.load import with_values
-from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.options import OWN_DATA, Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, nearest, require
 
@@ -31,7 +31,7 @@ _WHY = {
     "private": "The cost of every trial must be known before the first one.",
 }
 #: options of `data` that determine which records are public; partition and seed do not
-_PUBLIC = ("name", "folder", "public_records", "use_public")
+_PUBLIC = ("name", "folder", "public_records", "use_public", *OWN_DATA)
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,20 @@ def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Ma
                 raise UserError(f"`sweep.space.{dimension.key}` must be values that a run can have: {error}") from None
 
 
-def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
+def check_trials_with(options: Options, more: Mapping[str, Any], objective: str) -> None:
     """Raise UserError unless trials, which have the values `more`, have the same public records as the run.
+
+    The user's own data have none, so that a public search names them: as other data of the trials.
 
     **Privacy** Searching on public records is free only because no client of the later run holds them.
     """
     run_data, trial_data = options.data, options_of(options, {}, {}, more).data
+    if run_data.class_path is not None and objective == "public":
+        other = (trial_data.class_path, trial_data.init_args) != (run_data.class_path, run_data.init_args)
+        must = "name public data of your own with objective public, such as {data.init_args.df: public.csv}"
+        advice = "Or search on the clients' records, at a cost: --sweep.objective private."
+        require(trial_data.class_path is not None and other, "sweep.trials_with", must, dict(more), advice)
+        return
     for name in _PUBLIC:
         expected, got = getattr(run_data, name), getattr(trial_data, name)
         advice = f"Clients of the run hold records that would be public only in trials: set data.{name} for both."

@@ -15,7 +15,8 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.search.options import SCORES, SweepOptions
+from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.scores import directions
 
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats and samplers
 
@@ -35,8 +36,9 @@ def opened(sweep: SweepOptions, url: str, given_up: GivenUp) -> tuple[optuna.Stu
     try:
         storage = _with_tables(url, options, sweep.heartbeat_seconds, given_up)
         _one_at_a_time(storage.engine)
-        directions = [StudyDirection.MAXIMIZE if SCORES[score] else StudyDirection.MINIMIZE for score in sweep.scores]
-        study = optuna.create_study(storage=storage, study_name=sweep.name, directions=directions, load_if_exists=True)
+        known = {True: StudyDirection.MAXIMIZE, False: StudyDirection.MINIMIZE}
+        wanted = [known[higher] for higher in directions(sweep.scores).values()]
+        study = optuna.create_study(storage=storage, study_name=sweep.name, directions=wanted, load_if_exists=True)
         return study, storage
     except _FAILS as error:
         raise UserError(

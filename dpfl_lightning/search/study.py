@@ -9,13 +9,14 @@ from datetime import datetime
 from typing import Any
 
 import optuna
-from optuna.storages import RetryHeartbeatStaleTrialCallback
+from optuna.storages import RetryHeartbeatStaleTrialCallback as Retry
 from optuna.trial import FrozenTrial, TrialState
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.stopping import words_and_status
-from dpfl_lightning.search.options import SCORES, SweepOptions
+from dpfl_lightning.search.options import AT_THE_END, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler
+from dpfl_lightning.search.scores import directions
 from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened
 
@@ -47,8 +48,8 @@ class Trial:
     reason: str = ""  # why it failed or was pruned
     begun: datetime | None = None
     ended: datetime | None = None
-    steps: Mapping[int, float] = field(default_factory=dict)  # step -> accuracy at that step
-    facts: Mapping[str, Any] = field(default_factory=dict)  # notes: num_params, seconds, host, cost, error
+    steps: Mapping[int, float] = field(default_factory=dict)  # step -> first score after that step
+    facts: Mapping[str, Any] = field(default_factory=dict)  # notes: all scores, their spread (NAME_std), host, error
     again: bool = False  # whether another trial repeats it
 
 
@@ -57,6 +58,7 @@ class Running:
 
     def __init__(self, trial: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
         self._trial, self._single, self.number = trial, single, trial.number
+        self.note = trial.set_user_attr  # stores a fact about the trial, which outlives the worker
         self.found = drawn(dimensions, self._draw)
 
     def _draw(self, dimension: Dimension) -> Any:
@@ -68,17 +70,12 @@ class Running:
             return self._trial.suggest_int(key, int(low), int(high), step=step, log=dimension.log)
         return self._trial.suggest_float(key, low, high, step=dimension.step, log=dimension.log)
 
-    def report(self, step: int, accuracy: float) -> bool:
-        """Report an accuracy, and return whether the trial should end because other trials did better at this step."""
-        if not self._single:  # optuna has no intermediate values for several scores
-            self.note(f"accuracy_{step}", accuracy)
+    def report(self, step: int, score: float) -> bool:
+        """Report the first score, and return whether the trial should end because others did better at this step."""
+        if not self._single:  # Optuna has no intermediate values for several scores
             return False
-        self._trial.report(accuracy, step)
+        self._trial.report(score, step)
         return self._trial.should_prune()
-
-    def note(self, name: str, value: Any) -> None:
-        """Store a fact about the trial, which outlives the worker."""
-        self._trial.set_user_attr(name, value)
 
 
 class Study:
@@ -132,7 +129,7 @@ class Study:
         self._on_end = on_end
         vouched: set[int] = set()
         while True:
-            while self._left() > 0:
+            while self._left() > 0 or self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
                 self._one_trial(act)
             running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
             if not running:
@@ -157,7 +154,8 @@ class Study:
 
     def _scores(self, trial: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = trial.number
-        if self._left(trial.number) < 0:  # two workers took the last trial at once: this one does not run
+        repeats = Retry.retried_trial_number(self._study.trials[trial.number]) is not None
+        if not repeats and self._left(trial.number) < 0:  # two workers took the last trial at once: this one is not run
             trial.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
@@ -168,7 +166,7 @@ class Study:
             trial.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
         except KeyboardInterrupt as error:  # not a failure of the trial, so it is queued again
-            RetryHeartbeatStaleTrialCallback()(self._study, self._study.trials[trial.number])
+            Retry()(self._study, self._study.trials[trial.number])
             trial.set_user_attr("reason", words_and_status(error)[0])
             raise
         except Exception as error:
@@ -184,19 +182,19 @@ class Study:
     def _given_up(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Queue a trial again whose worker was silent for too long."""
         self._on_end(self._trial(trial, {trial.number}))
-        RetryHeartbeatStaleTrialCallback(_MOST_RETRIES)(study, trial)
+        Retry(_MOST_RETRIES)(study, trial)
 
     def _known(self) -> list[FrozenTrial]:
         """Return all trials except those that a worker took in excess."""
         return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """Return how many trials up to number `last` must begin. A repeated trial counts once, a waiting one never."""
-        trials = [trial for trial in self._known() if trial.number <= last]
-        again = _repeated(trials)
-        once = [trial for trial in trials if trial.number not in again]
-        begun = [trial for trial in once if trial.state != TrialState.WAITING]
-        return self.wanted - len(begun) + sum(map(_lost, once))
+        """Return how many trials up to number `last` must still begin. A repeated trial counts once.
+
+        Optuna's `MaxTrialsCallback` counts after a trial: several workers would begin, and charge, too many.
+        """
+        begun = [trial for trial in self._known() if trial.number <= last and trial.state != TrialState.WAITING]
+        return self.wanted - sum(Retry.retried_trial_number(trial) is None for trial in begun)
 
     # -- results
 
@@ -214,16 +212,30 @@ class Study:
         """Return the best trial, or the Pareto front of several scores ordered by the first score; may be empty."""
         if not self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             return []
-        if len(self._sweep.scores) == 1:
-            return [self._trial(self._study.best_trial)]
-        first = self._sweep.scores[0]
-        front = [self._trial(trial) for trial in self._study.best_trials]
-        return sorted(front, key=lambda one: one.scores[first], reverse=SCORES[first])
+        first, higher = next(iter(directions(self._sweep.scores).items()))
+        front = sorted(map(self._trial, self._study.best_trials), key=lambda one: one.scores[first], reverse=higher)
+        return front[:1] if len(self._sweep.scores) == 1 else front  # of one score, several may share the best value
+
+    def table(self, most: int = 10) -> str:
+        """Return the best complete trials, or the whole Pareto front, as a table ordered by the first score."""
+        scores = directions(self._sweep.scores)
+        first, higher = next(iter(scores.items()))
+        frame = self._study.trials_dataframe(("number", "state", "user_attrs", "params"))
+        frame = frame[frame["state"] == "COMPLETE"]
+        frame.columns = [name.removeprefix("user_attrs_").removeprefix("params_") for name in frame.columns]
+        complete, frame = len(frame), frame.sort_values(first, ascending=not higher)
+        title = f"The best {min(most, complete)} of {complete} complete trials"
+        if len(scores) > 1:
+            front = [one.number for one in self.best()]
+            title = f"Pareto front of {', '.join(scores)}: {len(front)} of {complete} trials"
+            frame, most = frame[frame["number"].isin(front)], len(front)
+        shown = [part for name in dict.fromkeys([*scores, *AT_THE_END]) for part in (name, f"{name}_std")]
+        frame = frame[["number", *(name for name in [*shown, *self._dimensions] if name in frame)]].head(most)
+        return f"{title}:\n{frame.to_string(index=False, na_rep='-', float_format='{:.4g}'.format)}"
 
     def _trial(self, trial: FrozenTrial, again: Sequence[int] | set[int] = ()) -> Trial:
         states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
         facts = dict(trial.user_attrs)
-        noted = {int(name[9:]): facts.pop(name) for name in list(facts) if name.startswith("accuracy_")}
         died = "its worker died" if trial.state == TrialState.FAIL else ""
         return Trial(
             trial.number,
@@ -233,7 +245,7 @@ class Study:
             facts.pop("reason", died),
             trial.datetime_start,
             trial.datetime_complete,
-            trial.intermediate_values or noted,
+            trial.intermediate_values,
             facts,
             trial.number in again,
         )
@@ -249,10 +261,4 @@ class Study:
 
 
 def _repeated(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {number for trial in trials for number in RetryHeartbeatStaleTrialCallback.retry_history(trial)}
-
-
-def _lost(trial: FrozenTrial) -> bool:
-    """Return whether the worker died, and no worker queued the trial again."""
-    retries = len(RetryHeartbeatStaleTrialCallback.retry_history(trial))
-    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and retries < _MOST_RETRIES
+    return {number for trial in trials for number in Retry.retry_history(trial)}

@@ -1,4 +1,4 @@
-"""Scores a set: fresh nets are trained on it and scored on other records."""
+"""Scores a set: new models are trained on it and scored on other records."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,21 +14,26 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Score
 from dpfl_lightning.privacy.noise import Streams
 
 NewNet = Callable[[int], nn.Module]
 
-#: training of a net on a small set, as in the condensation paper, and training on all records
+#: training of a model on a small set, as in the condensation paper, and training on all records
 ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
 ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=True)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Accuracies in [0, 1] of fresh nets on the test set after training on one set."""
+    """Scores of new models on the test set after training on one set."""
 
-    accuracies: tuple[float, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def accuracies(self) -> tuple[float, ...]:
+        """In [0, 1], of each model."""
+        return tuple(float(score.accuracy or 0.0) for score in self.scores)
 
     @property
     def mean(self) -> float:
@@ -36,7 +41,7 @@ class Trained:
 
     @property
     def std(self) -> float:
-        """Population standard deviation over nets."""
+        """Population standard deviation of accuracies over models."""
         return pstdev(self.accuracies)
 
 
@@ -48,23 +53,26 @@ def train_and_score(
     networks: int = 3,
     seed: int = 0,
 ) -> Trained:
-    """Train `networks` fresh nets on `records` (x `[n, *X]`, y `[n]`) and score them on the population's test set.
+    """Train `networks` new models on `records` (x `[n, *X]`, y `[n]`) and score them on the population's test set.
 
-    Initialisation and order of each net depend only on its number and on `seed`.
+    Initialisation and order of each model depend only on its number and on `seed`.
     """
     require(population.test is not None, "test", "be given for a comparison", None)
     on_test, device = one_client(population), population.y.device
-    module = ClientModule(new_net(seed)).to(device)
+    module = _module(new_net(seed)).to(device)
     engine = SerialEngine()
     engine.setup(module, on_test, Streams(), "poisson")  # no noise is drawn
-    accuracies = []
+    scores = []
     for number in range(networks):
         begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
-        start = ClientModule(new_net(begin)).flat.to(device)
+        start = _module(new_net(begin)).flat.to(device)
         model = trained_on(module, start, records, how, order)
-        score = evaluate(module, on_test, ClientModels(model[None], (0,)), engine).test
-        accuracies.append(float(score.accuracy or 0.0))
-    return Trained(tuple(accuracies))
+        scores.append(evaluate(module, on_test, ClientModels(model[None], (0,)), engine).test)
+    return Trained(tuple(scores))
+
+
+def _module(net: nn.Module) -> ClientModule:
+    return net if isinstance(net, ClientModule) else ClientModule(net)
 
 
 def one_client(population: Population, rows: Tensor | None = None) -> Population:

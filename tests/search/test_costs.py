@@ -10,7 +10,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, NonPrivateEvent
-from dpfl_lightning.search.costs import Cost, cost_text, set_text, together, total_cost
+from dpfl_lightning.search.costs import Cost, costs_of, details, headline, set_text, summary, together
 
 PLD = get_accountant("pld")
 
@@ -31,13 +31,14 @@ def epsilon(*costs: Cost) -> float:
     return promise.epsilon
 
 
-def notes(*costs: Cost) -> list[dict]:
-    """As a study returns them."""
-    return [{"cost": json.loads(json.dumps(one.as_dict()))} for one in costs]
+def total_cost(*costs: Cost) -> dict:
+    """As a study stores them, with a trial that has not begun its runs."""
+    notes = [{"costs": [json.loads(json.dumps(one.as_dict()))]} for one in costs]
+    return summary(costs_of([*notes, {}]))
 
 
 def test_twenty_full_batch_trials_of_epsilon_1_cost_5_41_and_not_20():
-    total = total_cost(notes(*[trial()] * 20))
+    total = total_cost(*[trial()] * 20)
     assert total["epsilon"] == [pytest.approx(5.41, abs=0.005)] and total["delta"] == [1e-5]
     words = "full batches, accounted by exact Gaussian differential privacy."
     assert total["guarantee"].endswith(f", 1e-05)-differential privacy per record (add or remove one record), {words}")
@@ -56,7 +57,7 @@ def test_releases_that_results_chose_are_added_to_what_is_composed():
     assert promise.epsilon == pytest.approx(epsilon(*fixed) + 2, abs=2e-6) and promise.epsilon >= epsilon(*fixed) + 2
     assert promise.delta == pytest.approx(3e-5)
     assert "and addition of the budgets of 2 runs (results of earlier runs chose its releases" in promise.accountant
-    assert epsilon(*chosen) == 2 and not total_cost(notes(*chosen))["composed"]
+    assert epsilon(*chosen) == 2 and not total_cost(*chosen)["composed"]
 
 
 def test_runs_of_another_accountant_are_added_and_of_another_adjacency_refused():
@@ -78,18 +79,20 @@ def test_a_trial_that_died_counts_with_everything_it_planned_and_caveats_are_nam
     caveats = [Caveat("a record may live at several clients"), Caveat("another")]
     died, complete = (Cost((1.0, 1.0), (1e-5, 1e-4), ((event, *caveats), (event,)), names=("oslo", "rome"))
                       for event in (GaussianEvent(1.0, 9.0), GaussianEvent(1.0, 3.0, 2)))  # fmt: skip
-    total = total_cost([*notes(died), {}, *notes(complete)])
+    total = total_cost(died, complete)
     events = [GaussianEvent(1.0, 9.0), GaussianEvent(1.0, 3.0, 2)]
     assert total["epsilon"] == [PLD.epsilon(events, delta) for delta in (1e-5, 1e-4)] and total["runs"] == 2
     assert total["names"] == ["oslo", "rome"] and total["guarantee"].count("Caveat: ") == 2
-    assert total_cost([{}]) is None
+    assert summary(costs_of([{}])) is None
 
 
 def test_the_headline_holds_for_every_client():
     total = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "names": [], "runs": 2, "composed": True}
-    words = cost_text({**total, "guarantee": "(4, 2.4644e-05)-differential privacy."})
-    assert "PRIVATE: 2 trials" in words and "2.4644e-05" in words
+    words = headline(total)
+    assert words.startswith("PRIVATE: all trials (2 runs) together")
     assert "at most epsilon 4 at delta 0.002 (client 1 has the largest epsilon; composed)" in words
+    text = details({**total, "guarantee": "(4, 2.4644e-05)-differential privacy."}, "Nothing is free.")
+    assert "2.4644e-05" in text and "Nothing is free." in text
 
 
 def test_the_cost_of_a_set_is_named_with_its_guarantee():

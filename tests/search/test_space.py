@@ -117,10 +117,10 @@ def test_drawn_values_come_into_the_options_after_those_of_trials():
     ("changed", "words"),
     [
         ({"space": {}}, ["sweep.space", "at least one"]),
-        ({"scores": ("acuracy",)}, ["sweep.scores", "Did you mean `accuracy`"]),
         ({"scores": ("accuracy", "accuracy")}, ["sweep.scores", "different"]),
         ({"scores": ("accuracy", "num_params"), "pruner": {"name": "median"}}, ["sweep.pruner.name", "several scores"]),
-        ({"scores": ("seconds",), "pruner": {"name": "median"}}, ["sweep.pruner.name", "accuracy"]),
+        ({"scores": ("seconds",), "pruner": {"name": "median"}}, ["sweep.pruner.name", "seconds", "end of a trial"]),
+        ({"seeds": 2}, ["sweep.seeds", "sweep.networks"]),
         ({"objective": "public", "distilled": "runs/x"}, ["sweep.distilled", "objective public"]),
     ],
 )

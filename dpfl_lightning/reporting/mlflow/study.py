@@ -40,19 +40,19 @@ class StudyTracking:
         name: str,
         params: Mapping[str, Any],
         values: Mapping[str, float],
-        steps: Mapping[int, float],
+        steps: Mapping[int, Mapping[str, float]],
         tags: Mapping[str, str],
         when: tuple[datetime | None, datetime | None],
         status: str,
     ) -> None:
-        """Log a finished trial: drawn values, scores, accuracy after each step, start and end time, and status."""
+        """Log a finished trial: drawn values, scores, values after each step, start and end time, and status."""
         begun, ended = (None if time is None else time.timestamp() for time in when)
         seconds = 0.0 if begun is None or ended is None else ended - begun
 
         def log() -> None:
             trial_tags = {**tags, "mlflow.parentRunId": parent, "mlflow.source.name": "dpfl_lightning"}
             run = self.store.begin(name, trial_tags, flattened(params), begun=begun)
-            curve = [metric for step, one in steps.items() for metric in metrics({"accuracy_so_far": one}, step)]
+            curve = [metric for step, one in steps.items() for metric in metrics(one, step)]
             self.store.log_metrics(run, [*metrics(values, 0), *curve])
             self.store.end(run, status, seconds)
 

@@ -107,7 +107,8 @@ def _scores(sweep: SweepOptions, options: Options, made: DistilledSet | None) ->
     """Return the accuracy of each candidate on records of the set, or public ones, that did not train it."""
     score = objective(sweep, options, made)
     trials = (with_values(options, values, "by the study") for values in CANDIDATES)
-    return [score(trial, Path(), lambda step, accuracy: False, lambda cost: None).accuracy for trial in trials]
+    outcomes = (score(trial, Path(), lambda step, value: False, lambda costs: None) for trial in trials)
+    return [outcome.mean("accuracy") for outcome in outcomes]
 
 
 def _final(

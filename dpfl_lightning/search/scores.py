@@ -1,0 +1,87 @@
+"""Scores of a trial: what a run measures, its metrics, its size and its time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.federated.client.metrics import METRICS, higher_is_better
+from dpfl_lightning.models.tasks import TASKS, Task
+from dpfl_lightning.search.options import AT_THE_END
+
+Measured = Mapping[str, float | None]  # name -> value on the records that score; None where they do not define it
+
+_HIGHER = {"accuracy": True, "loss": False, "num_params": False, "seconds": False}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial measured for each seed (or model), the parameters of one model, and the seconds of the trial.
+
+    The records that score it trained no model of the trial.
+    """
+
+    measured: Sequence[Measured]
+    num_params: int
+    seconds: float
+
+    def mean(self, name: str) -> float:
+        """Return a score, the mean over seeds. Raises UserError if the records do not define it for each seed."""
+        if name in AT_THE_END:
+            return float(getattr(self, name))
+        values = self._known(name)
+        advice = "It may need records of several classes, and finite outputs."
+        require(len(values) == len(self.measured), "sweep.scores", "be defined on the records that score", name, advice)
+        return fmean(values)
+
+    def notes(self) -> dict[str, float]:
+        """Return all scores by name, and as NAME_std the standard deviation of a score over several seeds."""
+        notes = {"num_params": self.num_params, "seconds": self.seconds}
+        for name in self.measured[0]:
+            if len(values := self._known(name)) == len(self.measured) and all(map(math.isfinite, values)):
+                spread = {f"{name}_std": stdev(values)} if len(values) > 1 else {}
+                notes |= {name: fmean(values), **spread}
+        return notes
+
+    def _known(self, name: str) -> list[float]:
+        return [value for one in self.measured if (value := one.get(name)) is not None]
+
+
+def directions(scores: Sequence[str]) -> dict[str, bool]:
+    """Return whether a larger value of each score is better. Raises UserError if a score or its direction is unknown.
+
+    >>> directions(["auroc", "mae"])
+    {'auroc': True, 'mae': False}
+    """
+    known, better = [*_HIGHER, *METRICS], {}
+    for name in scores:
+        require(name in known, "sweep.scores", f"be of {', '.join(known)}", name, nearest(name, known))
+        higher = _HIGHER[name] if name in _HIGHER else higher_is_better(name)
+        advice = "Set `higher_is_better` of its torchmetrics class to True or False."
+        require(higher is not None, "sweep.scores", "be metrics whose better direction is known", name, advice)
+        better[name] = bool(higher)
+    return better
+
+
+def reported(scores: Sequence[str], options: Options) -> Options:
+    """Return the options of a run that evaluates these scores, beside the metrics that it has."""
+    metrics = options.evaluation.metrics
+    missing = [name for name in scores if name in METRICS and name not in metrics]
+    if not missing:
+        return options
+    usual = metrics or TASKS[METRICS[missing[0]].tasks[0]].metrics
+    every = tuple(dict.fromkeys([*usual, *missing]))
+    return dataclasses.replace(options, evaluation=dataclasses.replace(options.evaluation, metrics=every))
+
+
+def check_scores(scores: Sequence[str], task: Task) -> None:
+    """Raise UserError unless a model of the task has these scores."""
+    metrics = [name for name, metric in METRICS.items() if task.name in metric.tasks]
+    known = [*(["accuracy"] if task.right else []), "loss", *metrics, *AT_THE_END]
+    for name in scores:
+        require(name in known, "sweep.scores", f"be scores of task {task.name} ({', '.join(known)})", name)
