@@ -99,12 +99,16 @@ def warn_user(message: str) -> None:
     warnings.warn(message, UserNotice, stacklevel=level)
 
 
-def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:
-    """Show a `UserNotice` as one line, and other warnings by `otherwise`; show nothing on local ranks other than 0."""
+def _show(
+    shown: set[str], otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object
+) -> None:
+    """Show a `UserNotice` once as one line, and other warnings by `otherwise`; nothing on local ranks other than 0."""
     if launched().local_rank > 0:
         return
     if isinstance(message, UserNotice):
-        print(f"warning: {message}", file=sys.stderr)
+        if str(message) not in shown:  # the runs of a search or of several seeds warn of the same
+            print(f"warning: {message}", file=sys.stderr)
+        shown.add(str(message))
     else:
         otherwise(message, *where, **more)
 
@@ -119,7 +123,7 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
     @functools.wraps(main)
     def wrapped(argv: Sequence[str] | None = None) -> int:
-        warnings.showwarning = functools.partial(_show, warnings.showwarning)
+        warnings.showwarning = functools.partial(_show, set(), warnings.showwarning)
         silent = launched().local_rank > 0
         words, status = "", 0
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext(), terminable():

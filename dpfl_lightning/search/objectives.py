@@ -27,7 +27,7 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.search.costs import Cost, planned_cost
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.scores import Measured, Outcome, check_scores, reported
+from dpfl_lightning.search.scores import Measured, Outcome, check_scores, measured, reported
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
@@ -93,7 +93,7 @@ class ProxyObjective:
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Charge) -> Outcome:
         """Run a trial and return its outcome; raises `Pruned` if `report` ends it."""
-        begun, measured, training = time.perf_counter(), list[Measured](), self._training_of(options)
+        begun, found, training = time.perf_counter(), list[Measured](), self._training_of(options)
         options = reported(self._scores, options)
 
         def new_model(seed: int) -> ClientModule:
@@ -102,12 +102,12 @@ class ProxyObjective:
         for number, (population, records) in enumerate(self._parts):
             trained = train_and_score(new_model, population, records, training, 1, options.seed + number)
             score = trained.scores[0]
-            measured.append(_measured(score.accuracy, score.loss, score.metrics))
+            found.append(measured(score.accuracy, score.loss, score.metrics))
             done = number + 1 == len(self._parts)
-            values = [value for one in measured if (value := one.get(self._scores[0])) is not None]
+            values = [value for one in found if (value := one.get(self._scores[0])) is not None]
             if values and report(number, fmean(values)) and not done:
                 raise Pruned(f"after {number + 1} of {len(self._parts)} models")
-        return Outcome(measured, new_model(options.seed).num_params, time.perf_counter() - begun)
+        return Outcome(found, new_model(options.seed).num_params, time.perf_counter() - begun)
 
     def _training_of(self, options: Options) -> Training:
         """Return the training of the sweep. The clients' learning rate and batch size are its defaults."""
@@ -260,8 +260,8 @@ class FederatedObjective:
             if watcher.asked and done < options.rounds * self._seeds:
                 raise Pruned(f"after {done} of {options.rounds * self._seeds} rounds")
         own = sum(result.wall_seconds for result in results)  # rounded, as those of a private run must be
-        measured = [_measured(one.test_accuracy, one.test_loss, one.test_metrics) for one in results]
-        return Outcome(measured, num_params, own if self._private else time.perf_counter() - begun)
+        found = [measured(one.test_accuracy, one.test_loss, one.test_metrics) for one in results]
+        return Outcome(found, num_params, own if self._private else time.perf_counter() - begun)
 
     def _loop(self, options: Options, *more: Callback) -> FederatedLoop:
         return build_loop(options, more, self.population)
@@ -293,10 +293,6 @@ def _scored_people(options: Options, private: bool) -> tuple[Population, str, st
 Objective = ProxyObjective | FederatedObjective
 
 
-def _measured(accuracy: float | None, loss: float | None, metrics: Measured) -> Measured:
-    return {"accuracy": accuracy, "loss": loss, **metrics}
-
-
 def _check_private(options: Options) -> None:
     """Raise UserError if the cost of private trials would be unbounded, or if an option conflicts with them."""
     privacy = options.privacy
@@ -319,7 +315,7 @@ class _Reporting(Strategy, Callback):
         self._report, self._name, self._before, self.asked = report, name, before, False
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        scores = _measured(report.test_accuracy, report.test_loss, report.test_metrics)
+        scores = measured(report.test_accuracy, report.test_loss, report.test_metrics)
         if (value := scores.get(self._name)) is not None:
             self.asked = self._report(self._before + report.round, value)
 

@@ -74,11 +74,18 @@ def scores_text(trial: Trial, most: int | None = None) -> str:
     texts = []
     for name, value in [*trial.scores.items()][:most]:
         spread = trial.facts.get(f"{name}_std")
-        texts.append(_shown(name, value) + ("" if spread is None else f" \N{PLUS-MINUS SIGN} {_number(name, spread)}"))
+        texts.append(
+            score_text(name, value) + ("" if spread is None else f" \N{PLUS-MINUS SIGN} {_number(name, spread)}")
+        )
     return ", ".join(texts)
 
 
-def _shown(name: str, value: float) -> str:
+def score_text(name: str, value: float) -> str:
+    """Format one score.
+
+    >>> score_text("accuracy", 0.5), score_text("mae", 0.123456), score_text("num_params", 1234)
+    ('accuracy 50.00%', 'mae 0.1235', '1,234 parameters')
+    """
     if name == "num_params":
         return f"{value:,.0f} parameters"
     return duration(value) if name == "seconds" else f"{name} {_number(name, value)}"

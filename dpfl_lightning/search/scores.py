@@ -19,6 +19,11 @@ Measured = Mapping[str, float | None]  # name -> value on the records that score
 _HIGHER = {"accuracy": True, "loss": False, "num_params": False, "seconds": False}
 
 
+def measured(accuracy: float | None, loss: float | None, metrics: Measured) -> Measured:
+    """Return the scores of a model by name."""
+    return {"accuracy": accuracy, "loss": loss, **metrics}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a trial measured for each seed (or model), the parameters of one model, and the seconds of the trial.

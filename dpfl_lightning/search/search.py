@@ -27,7 +27,7 @@ from dpfl_lightning.search.final import begun_final, with_the_set, with_the_tria
 from dpfl_lightning.search.objectives import Objective, objective
 from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.search.samplers import INDEPENDENT, pruner, sampler
-from dpfl_lightning.search.scores import directions, reported
+from dpfl_lightning.search.scores import directions, measured, reported
 from dpfl_lightning.search.space import changes_releases, check_trials_with, check_values, options_of, parse, probes
 from dpfl_lightning.search.storage import study_names, without_password
 from dpfl_lightning.search.study import Running, Study, Trial
@@ -143,6 +143,7 @@ class Search:
                 except UserError as error:
                     errors.append(error)
             if len(errors) == len(candidates):
+                objective.check(self._in_trials({}))  # raises if the values are not what is wrong
                 raise UserError(f"`sweep.space.{dimension.key}` must be values that a run can have: {errors[0]}")
 
     def _identity(self) -> dict[str, Any]:
@@ -320,13 +321,14 @@ class Search:
         if result is None:
             more = [] if self.budget is None else [Noted(self.budget.words())]
             result = self._train(final, resume=begun, more=more).as_dict()
-        if result["test_accuracy"] is not None:
-            score = "test accuracy" if result["test_set"] else "mean accuracy over clients on held-out records"
-            print(shown(f"Final {score} {result['test_accuracy']:.2%}. {result['guarantee']}"))
+        scores = measured(result["test_accuracy"], result["test_loss"], result["test_metrics"])
+        of_run = [report.score_text(name, value) for name in self.directions if (value := scores.get(name)) is not None]
+        on = "the test set" if result["test_set"] else "held-out records (mean over clients)"
+        print(shown(f"Final {', '.join(of_run) or 'run'} on {on}. {result['guarantee']}"))
         chosen = self._changes_releases
         of_set = with_the_set(self._source, self.objective.card, final, chosen)
         of_trials = with_the_trials(self.study.begun(), self._in_trials({}), final, chosen)
         for words in filter(None, (of_set, of_trials)):
             print(shown(words))
-        summary = {name: result[name] for name in ("test_accuracy", "guarantee")}
+        summary = {name: result[name] for name in ("test_accuracy", "test_loss", "test_metrics", "guarantee")}
         return {**summary, "with_the_set": of_set, "with_the_trials": of_trials}
