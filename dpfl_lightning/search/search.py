@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import socket
 import sys
@@ -28,7 +29,7 @@ from dpfl_lightning.search.objectives import Objective, objective
 from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.search.samplers import INDEPENDENT, pruner, sampler
 from dpfl_lightning.search.scores import directions, measured, reported
-from dpfl_lightning.search.space import changes_releases, check_trials_with, check_values, options_of, parse, probes
+from dpfl_lightning.search.space import changes_releases, check_trials_with, options_of, parse, probes
 from dpfl_lightning.search.storage import study_names, without_password
 from dpfl_lightning.search.study import Running, Study, Trial
 from dpfl_lightning.strategies.distillation.artefact import CARD, DistilledSet
@@ -36,7 +37,7 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, DistilledSet
 Train = Callable[..., Any]  # `fit`, which is above this room
 
 #: options that change how and how long a search runs, but not the meaning of its trials
-_FREE = ("name", "trials", "sampler", "pruner", "storage", "heartbeat_seconds", "distilled")
+_FREE = ("name", "trials", "pruner", "storage", "heartbeat_seconds", "distilled")
 #: options that MLflow shows also where they are the default
 _COMPARED = ("name", "objective", "space", "scores", "trials", "sampler")
 
@@ -59,7 +60,6 @@ class Search:
         self.folder = Path(options.output_dir or f"runs/{sweep.name}")
         self.sweep, self.options, self._train = sweep, dataclasses.replace(options, output_dir=None), train
         self.dimensions = parse(sweep.space, sweep.objective)
-        check_values(self.options, self.dimensions, sweep.trials_with)
         check_trials_with(self.options, sweep.trials_with, sweep.objective)
         sampler(sweep, self.dimensions, None, 0), pruner(sweep)  # raises before anything is charged or written
         self._of_trials = self._divided_cores(workers)
@@ -137,9 +137,9 @@ class Search:
         """Raise UserError if no value of some key can be built. Combinations that cannot be built fail as trials."""
         for dimension, candidates in probes(self.dimensions):
             errors = []
-            for one in candidates:
+            for trial in map(self._in_trials, candidates):  # raises if a value is none of its key
                 try:
-                    objective.check(self._in_trials(one))
+                    objective.check(trial)
                 except UserError as error:
                     errors.append(error)
             if len(errors) == len(candidates):
@@ -215,19 +215,18 @@ class Search:
         self.study.work(self._trial, self._on_end)
 
     def _trial(self, running: Running) -> tuple[float, ...]:
-        running.note("host", socket.gethostname())
+        running.set_user_attr("host", socket.gethostname())
 
         def charge(costs: Sequence[Cost]) -> None:
-            earlier = any(cost.chosen for cost in costs_of(self.study.begun()))  # one may be repeated
-            chosen = earlier or self._chosen_by_sampler
-            costs = [dataclasses.replace(cost, chosen=cost.chosen or chosen) for cost in costs]
-            running.note("costs", [cost.as_dict() for cost in costs])
+            costs = [dataclasses.replace(cost, chosen=cost.chosen or self._chosen_by_sampler) for cost in costs]
+            running.set_user_attr("costs", [cost.as_dict() for cost in costs])
 
         # Several studies may share a folder, and each of them numbers its trials from 0.
         folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
-        outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
+        report = functools.partial(self.study.report, running)
+        outcome = self.objective(self._in_trials(running.params), folder, report, charge)
         for name, value in outcome.notes().items():
-            running.note(name, value)
+            running.set_user_attr(name, value)
         return tuple(map(outcome.mean, self.sweep.scores))
 
     def _on_end(self, trial: Trial) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from dpfl_lightning.config.load import with_values
 from dpfl_lightning.config.options import OWN_DATA, Options
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import nearest, require
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -148,16 +148,6 @@ def _needed(dimension: Dimension, dimensions: Mapping[str, Dimension]) -> dict[s
     for other, value in dimension.when.items():
         values |= {**_needed(dimensions[other], dimensions), other: value}
     return values
-
-
-def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Mapping[str, Any]) -> None:
-    """Raise UserError unless every value is valid for a run, apart from its combinations."""
-    for dimension, candidates in probes(dimensions):
-        for one in candidates:
-            try:
-                options_of(options, dimensions, one, more)
-            except UserError as error:
-                raise UserError(f"`sweep.space.{dimension.key}` must be values that a run can have: {error}") from None
 
 
 def check_trials_with(options: Options, more: Mapping[str, Any], objective: str) -> None:

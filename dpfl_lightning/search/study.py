@@ -22,8 +22,9 @@ from dpfl_lightning.search.storage import agreed, in_one_line, opened
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the command reports each trial itself
 
+Running = optuna.Trial
+
 _MLFLOW = "mlflow_run"
-_SEED = "seed"  # attribute with the sampler's seed when the study began
 _MOST_RETRIES = 3  # retries of a trial whose worker died, because the trial itself may kill its worker
 _POLL_SECONDS = 1.0
 _SURPLUS = "surplus"
@@ -53,39 +54,14 @@ class Trial:
     again: bool = False  # whether another trial repeats it
 
 
-class Running:
-    """A running trial: its number, its drawn values `found`, and its reports."""
-
-    def __init__(self, trial: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
-        self._trial, self._single, self.number = trial, single, trial.number
-        self.note = trial.set_user_attr  # stores a fact about the trial, which outlives the worker
-        self.found = drawn(dimensions, self._draw)
-
-    def _draw(self, dimension: Dimension) -> Any:
-        key, low, high = dimension.key, dimension.low, dimension.high
-        if dimension.choices is not None:
-            return self._trial.suggest_categorical(key, list(dimension.choices))
-        if dimension.whole:
-            step = int(dimension.step or 1)
-            return self._trial.suggest_int(key, int(low), int(high), step=step, log=dimension.log)
-        return self._trial.suggest_float(key, low, high, step=dimension.step, log=dimension.log)
-
-    def report(self, step: int, score: float) -> bool:
-        """Report the first score, and return whether the trial should end because others did better at this step."""
-        if not self._single:  # Optuna has no intermediate values for several scores
-            return False
-        self._trial.report(score, step)
-        return self._trial.should_prune()
-
-
 class Study:
     """The trials of one search, which all its workers share through a database.
 
     Args:
         identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
-        seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study uses it; other
-            workers, and workers that resume, draw with other seeds to avoid repeating trials. For a grid or a sequence
-            (qmc), they continue the order with which the study began.
+        seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study draws with it;
+            others draw with other seeds to avoid repeating trials. For a grid or a sequence (qmc), all workers continue
+            the order that follows from it.
         first: whether this is the first worker on this machine.
     """
 
@@ -102,19 +78,12 @@ class Study:
         self._now = -1  # number of the trial that runs here
         sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
         self._study, self._storage = opened(sweep, url, self._given_up)
-        seed = seed if sweep.sampler.get("seed") is None else sweep.sampler["seed"]
         new = agreed(self._study, identity)
-        if new:
-            self._study.set_user_attr(_SEED, seed)
-        shared = self._study.user_attrs.get(_SEED, seed)
-        self._study.sampler = sampler(sweep, dimensions, seed if new and first else None, shared)
+        seed = seed if sweep.sampler.get("seed") is None else sweep.sampler["seed"]
+        self._study.sampler = sampler(sweep, dimensions, seed if new and first else None, seed)
         self._study.pruner = pruner(sweep)
         self.wanted = sweep.trials
         if sweep.sampler["name"] == "grid":
-            outside = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
-            advice = "Choose another sweep.name, or resume with another sampler."
-            must = f"not be grid in a study with {outside} trials that another sampler drew"
-            require(not outside, "sweep.sampler.name", must, "grid", advice)  # the search would end too early
             self.wanted = min(sweep.trials, math.prod(len(dimension.grid()) for dimension in dimensions.values()))
         self._on_end: Callable[[Trial], None] = lambda trial: None
 
@@ -123,7 +92,8 @@ class Study:
     def work(self, act: Callable[[Running], Sequence[float]], on_end: Callable[[Trial], None]) -> None:
         """Run trials until the study has all of them, including trials that other workers leave unfinished.
 
-        `act` runs a trial and returns its scores; it raises `Pruned` if the trial ends early, and may raise any error.
+        `act` runs a trial with its drawn `params`, stores facts about it with `set_user_attr`, and returns its scores;
+        it raises `Pruned` if the trial ends early, and may raise any error.
         `on_end` is called with each trial that ended here, or whose worker was found to have died.
         """
         self._on_end = on_end
@@ -141,6 +111,13 @@ class Study:
             time.sleep(_POLL_SECONDS)
             optuna.storages.fail_stale_trials(self._study)
 
+    def report(self, running: Running, step: int, score: float) -> bool:
+        """Report the first score of a running trial, and return whether others did better at this step."""
+        if len(self._sweep.scores) > 1:  # Optuna has no intermediate values for several scores
+            return False
+        running.report(score, step)
+        return running.should_prune()
+
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
             self._study.optimize(
@@ -152,14 +129,15 @@ class Study:
             if self._now not in {trial.number for trial in failed}:
                 raise
 
-    def _scores(self, trial: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
+    def _scores(self, trial: Running, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = trial.number
         repeats = Retry.retried_trial_number(self._study.trials[trial.number]) is not None
         if not repeats and self._left(trial.number) < 0:  # two workers took the last trial at once: this one is not run
             trial.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
-            scores = tuple(act(Running(trial, self._dimensions, len(self._sweep.scores) == 1)))
+            drawn(self._dimensions, lambda dimension: _draw(trial, dimension))
+            scores = tuple(act(trial))
             require(all(map(math.isfinite, scores)), "scores", "be finite", scores, "Did training diverge?")
             return scores
         except Pruned as error:
@@ -258,6 +236,15 @@ class Study:
     @mlflow_run.setter
     def mlflow_run(self, run_id: str) -> None:
         self._study.set_user_attr(_MLFLOW, run_id)
+
+
+def _draw(trial: Running, dimension: Dimension) -> Any:
+    key, low, high = dimension.key, dimension.low, dimension.high
+    if dimension.choices is not None:
+        return trial.suggest_categorical(key, list(dimension.choices))
+    if dimension.whole:
+        return trial.suggest_int(key, int(low), int(high), step=int(dimension.step or 1), log=dimension.log)
+    return trial.suggest_float(key, low, high, step=dimension.step, log=dimension.log)
 
 
 def _repeated(trials: Sequence[FrozenTrial]) -> set[int]:

@@ -5,7 +5,7 @@ import pytest
 from dpfl_lightning.config.options import ClientOptions, Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.search.options import SweepOptions, check
-from dpfl_lightning.search.space import check_values, drawn, options_of, parse
+from dpfl_lightning.search.space import drawn, options_of, parse, probes
 
 RUN = Options(privacy=None, model={"name": "convnet", "width": 16})
 SPACE = {"model.width": {"choices": [8, 16]}}
@@ -66,9 +66,10 @@ def test_a_space_that_makes_no_sense_is_refused(space, objective, words):
 )
 def test_values_that_no_run_could_have_are_refused(space, words):
     run = options_of(RUN, {}, {}, {"privacy": {"epsilon": 1.0}})
+    dimensions = parse(space, "public")
     with pytest.raises(UserError) as error:
-        check_values(run, parse(space, "public"), {})
-    check_words(error, ["sweep.space.", *words])
+        [options_of(run, dimensions, one) for _, candidates in probes(dimensions) for one in candidates]
+    check_words(error, words)
 
 
 def test_a_key_below_another_is_asked_for_where_that_is_something():

@@ -35,7 +35,7 @@ def url(tmp_path) -> str:
 
 
 def width(running) -> tuple[float, ...]:
-    return (running.found["model.width"] / 1000,)
+    return (running.params["model.width"] / 1000,)
 
 
 def work(study: Study, act=width) -> list:
@@ -88,11 +88,12 @@ def test_a_trial_that_fails_is_kept_with_its_reason_and_the_study_continues(url)
 
 def test_pruned_trials_count_and_have_a_reason(url):
     def act(running):
-        if running.report(1, 1.0 - running.number / 10) and running.number == 3:
+        if one.report(running, 1, 1.0 - running.number / 10) and running.number == 3:
             raise Pruned("after 1 of 2 nets")
         return width(running)
 
-    last = work(study(url, pruner={"name": "median", "startup_trials": 1}), act)[3]
+    one = study(url, pruner={"name": "median", "startup_trials": 1})
+    last = work(one, act)[3]
     assert (last.state, last.reason, last.steps) == ("pruned", "after 1 of 2 nets", {1: 0.7})
 
 
@@ -100,7 +101,7 @@ def test_several_scores_have_a_front(url):
     values = [(0.5, 100), (0.9, 300), (0.8, 300), (0.6, 200)]
 
     def act(running):
-        assert running.report(2, 0.25) is False
+        assert several.report(running, 2, 0.25) is False
         return values[running.number]
 
     several = study(url, scores=("accuracy", "num_params"))
@@ -109,13 +110,12 @@ def test_several_scores_have_a_front(url):
     assert several.best()[0].scores == {"accuracy": 0.9, "num_params": 300}
 
 
-@pytest.mark.parametrize("more", [{}, {"seed": 5}, {"seed": None}])
-def test_workers_and_resumed_studies_share_one_grid_that_ends(url, more):
+def test_workers_and_resumed_studies_share_one_grid_that_ends(url):
     space = {"model.width": {"low": 8, "high": 28, "step": 4}, "model.norm": {"choices": ["none", "group"]}}
     grid = {"space": space, "seed": 1}
     work(study(url, trials=4, sampler={"name": "grid"}, **grid))
     work(study(url, trials=8, first=False, sampler={"name": "grid"}, **grid))
-    last = study(url, trials=50, sampler={"name": "grid", **more}, **grid)
+    last = study(url, trials=50, sampler={"name": "grid"}, **grid)
     assert last.wanted == 12
     work(last)
     assert len({tuple(trial.found.values()) for trial in last.trials()}) == len(last.trials()) == 12
@@ -140,13 +140,14 @@ def test_workers_at_the_start_of_a_sequence_draw_differently(url):
 def test_every_sampler_draws_and_every_pruner_answers(tmp_path):
     def act(running):
         for step in range(3):
-            running.report(step + 1, 0.5)
+            one.report(running, step + 1, 0.5)
         return width(running)
 
     samplers = [{"sampler": {"name": name}} for name in ("tpe", "random", "qmc", "gp", "nsga2")]
     pruners = ({"name": "percentile", "percentile": 50.0}, {"name": "halving"}, {"name": "hyperband"})
     for number, options in enumerate([*samplers, *({"pruner": pruner} for pruner in pruners)]):
-        assert len(work(study(f"sqlite:///{tmp_path}/{number}.db", **options), act)) == 4, options
+        one = study(f"sqlite:///{tmp_path}/{number}.db", **options)
+        assert len(work(one, act)) == 4, options
 
 
 WHEN = {"model.norm": {"choices": ["none"]}, "model.width": {"choices": [8], "when": {"model.norm": "none"}}}
@@ -279,7 +280,7 @@ DYING = """
 import sys, time
 from test_study import study, work
 def act(running):
-    print(running.found["model.width"], flush=True)
+    print(running.params["model.width"], flush=True)
     time.sleep(600)
 work(study(sys.argv[1], trials=2), act)
 """
