@@ -25,10 +25,6 @@ from dpfl_lightning.runtime.text import columns as _columns
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `plan` with command-line arguments, and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if any(word.partition("=")[0] == "--ledger" for word in words):
-        from dpfl_lightning.privacy.ledger.verify import main as report_ledger
-
-        return report_ledger(words)
     keys = {word[2:].partition("=")[0].partition(".")[0] for word in words if word.startswith("--")}
     if keys & {"config", *vars(Options())} - {*inspect.signature(plan).parameters}:
         return _plan_run(words)
@@ -55,17 +51,14 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `plan` by name, and `json`."""
     parser = CommandParser(
         "plan",
-        "Compute noise from epsilon, or epsilon from noise, before training: for one client, for every client of a run "
-        "(--config, or any of its keys), or from the ledgers of runs (--ledger).",
+        "Compute noise from epsilon, or epsilon from noise, before training: for one client, or for every client of a "
+        "run (--config, or any of its keys).",
         "[--KEY VALUE ...] [--json]",
-        ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
+        ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits"),
     )
     _flags(parser)
     parser.add_argument(
         "--config", metavar="FILE", help="plan every client of this run; --config FILE --help lists its keys"
-    )
-    parser.add_argument(
-        "--ledger", metavar="FILE", help="verify and recompose ledgers; --ledger FILE --help lists the flags"
     )
     group, texts = parser.add_argument_group("one client"), described(inspect.getdoc(plan) or "")
     parameters = inspect.signature(plan).parameters
@@ -75,7 +68,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
         text += " (required)" if required else f" (default {inline(parameter.default)})"
         group.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS, help=text.replace("%", "%%"))
     options, unknown = parser.parse_known_args(words)
-    given = {key: value for key, value in vars(options).items() if key not in ("config", "ledger")}
+    given = {key: value for key, value in vars(options).items() if key != "config"}
     if unknown:
         wrong = unknown[0].partition("=")[0].removeprefix("--")
         near = nearest(wrong, [*parameters, *vars(options)])

@@ -419,10 +419,14 @@ def test_a_noise_key_is_checked_in_python_too(key):
         PrivacyOptions(epsilon=1.0, noise_key=key)
 
 
-def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path):
-    keys, folder = tmp_path / "keys", tmp_path / "run"
-    with pytest.raises(UserError):
-        make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3, signing_keys=str(keys)), output_dir=folder).run()
+def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path, monkeypatch):
+    def refused(*_):
+        raise UserError("late")
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="late"):
+        patched.setattr("dpfl_lightning.federated.client.local_clients.Ledger", refused)
+        make_loop(output_dir=folder).run()
     assert not folder.exists()
     assert make_loop(rounds=1, output_dir=folder).run().finished
 
