@@ -7,7 +7,6 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
-from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
@@ -20,7 +19,6 @@ from dpfl_lightning.privacy.accounting.events import (
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.runtime.files import cache_folder
 from dpfl_lightning.runtime.text import at_most, slow_notice
 
 
@@ -182,8 +180,7 @@ def plan(
         lines.append(Planned("train", event(batch_size / num_records, noise_multiplier, steps), takes_part - full))
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
-        cache = CalibrationCache(cache_folder("calibration"))
-        schedule = calibrate([schedule], chosen_accountant, slow_notice("solving the noise multiplier"), cache)[0]
+        schedule = calibrate([schedule], chosen_accountant, slow_notice("solving the noise multiplier"))[0]
     return client_plans([schedule], chosen_accountant, [(num_records, batch_size)])[0]
 
 
