@@ -11,7 +11,7 @@ from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import noised_event
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, once_each
 from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
 from dpfl_lightning.runtime.text import slow_notice
@@ -102,11 +102,10 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
     """All clients train in all rounds, reserved ones included. Noise that is not given remains to be solved."""
     reserve = privacy.reserve_rounds if privacy is not None else 0
+    mechanism = privacy.mechanism if privacy is not None else "gaussian"
 
     def schedule(client: ClientSettings) -> ClientSchedule:
-        event: NoisedEvent = GaussianEvent(client.sample_rate, client.noise_multiplier, client.steps)
-        if privacy is not None and privacy.mechanism == "laplace":
-            event = LaplaceEvent(client.noise_multiplier, client.steps)
+        event = noised_event(mechanism, client.sample_rate, client.noise_multiplier, client.steps)
         return ClientSchedule(client.epsilon, client.delta, (Planned("train", event, rounds + reserve),))
 
     return RunSchedule(tuple(once_each(schedule, settings)), rounds, reserve)

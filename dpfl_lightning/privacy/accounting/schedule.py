@@ -13,7 +13,7 @@ from scipy.optimize import elementwise
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.runtime.text import at_most
 
@@ -101,7 +101,7 @@ def affordable_counts(
     for start in range(0, len(offers), accountant.chunk_size):
         chunk = offers[start : start + accountant.chunk_size]
         for (event, target, delta, before), count in zip(chunk, _largest_counts(chunk, accountant, most), strict=True):
-            while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
+            while count and accountant.epsilon([*before, event.repeated(count)], delta) > target:
                 count -= 1  # `search` is approximate, `epsilon` is authoritative
             counts.append(count)
         if on_progress is not None:
@@ -114,7 +114,7 @@ def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) 
     fitting = [most if math.isinf(target) else 0 for _, target, _, _ in offers]
     too_many, asked = [most + 1] * len(offers), [most] * len(offers)
     while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
-        queries = [([*offers[i][3], repeated(offers[i][0], asked[i])], offers[i][2]) for i in undecided]
+        queries = [([*offers[i][3], offers[i][0].repeated(asked[i])], offers[i][2]) for i in undecided]
         for i, epsilon in zip(undecided, accountant.search(queries), strict=True):
             if epsilon <= offers[i][1]:
                 fitting[i] = asked[i]
