@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from dpfl_lightning.errors import UserError, require
 
@@ -28,7 +28,7 @@ class GaussianEvent:
     noise_multiplier: float | None
     steps: int = 1
 
-    def repeated(self, times: int) -> "GaussianEvent":
+    def repeated(self, times: int) -> Self:
         return dataclasses.replace(self, steps=self.steps * times)
 
     def step_words(self) -> str:
@@ -55,7 +55,7 @@ class LaplaceEvent:
     noise_multiplier: float | None
     steps: int = 1
 
-    def repeated(self, times: int) -> "LaplaceEvent":
+    def repeated(self, times: int) -> Self:
         return dataclasses.replace(self, steps=self.steps * times)
 
     def step_words(self) -> str:
@@ -82,7 +82,7 @@ class SelectionEvent:
     epsilon: float
     count: int = 1
 
-    def repeated(self, times: int) -> "SelectionEvent":
+    def repeated(self, times: int) -> Self:
         return dataclasses.replace(self, count=self.count * times)
 
     def cells(self) -> list[str]:
@@ -92,30 +92,31 @@ class SelectionEvent:
 
 
 @dataclass(frozen=True)
-class Caveat:
-    """A limitation that costs nothing and protects nothing. Every guarantee that composes it includes `words`."""
+class _Words:
+    """What has no noise: its `words` are all that a guarantee says of it."""
 
-    words: str
-
-    def repeated(self, times: int) -> "Caveat":
-        return self
-
-
-@dataclass(frozen=True)
-class NonPrivateEvent:
-    """A release of private information without noise: epsilon is infinite. `words`, one line, describe what it is."""
-
-    kind: ClassVar = "unprotected"
     protection: ClassVar = "no noise"
 
     words: str
 
-    def repeated(self, times: int) -> "NonPrivateEvent":
+    def repeated(self, times: int) -> Self:
         return self
 
     def cells(self) -> list[str]:
         """Return sample rate, noise and steps for tables: all records, whose noise does not count."""
         return ["1", "none", "-"]
+
+
+@dataclass(frozen=True)
+class Caveat(_Words):
+    """A limitation that costs nothing and protects nothing. Every guarantee that composes it includes `words`."""
+
+
+@dataclass(frozen=True)
+class NonPrivateEvent(_Words):
+    """A release of private information without noise: epsilon is infinite. `words`, one line, describe what it is."""
+
+    kind: ClassVar = "unprotected"
 
     def __post_init__(self) -> None:
         if not self.words.isprintable():  # guarantees and ledgers state them

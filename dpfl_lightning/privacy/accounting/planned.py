@@ -14,7 +14,6 @@ from dpfl_lightning.privacy.accounting.events import (
     GaussianEvent,
     NoisedEvent,
     NonPrivateEvent,
-    Release,
     SelectionEvent,
 )
 
@@ -54,7 +53,7 @@ class Planned:
     """
 
     purpose: str
-    event: Release
+    event: Event
     count: int
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
 _EVENTS = {event.kind: event for event in get_args(Release)}
+_KINDS = {event: kind for kind, event in _EVENTS.items()}
 _RUN = re.compile("[0-9a-f]{32}")
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
@@ -291,7 +292,7 @@ def _follows(line: bytes, before: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _event_json(event: Event) -> str:
-    return json.dumps({"kind": event.kind, **vars(event)})
+    return json.dumps({"kind": _KINDS[type(event)], **vars(event)})
 
 
 def _one_or_all(values: Sequence[float | None]) -> object:
