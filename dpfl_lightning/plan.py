@@ -15,7 +15,7 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
@@ -180,25 +180,13 @@ def schedule_text(client_plan: ClientPlan) -> str:
     """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
     rows = [
-        [line.purpose, line.count, *_event_cells(line.event), at_most(alone)]
+        [line.purpose, line.count, *line.event.cells(), at_most(alone)]
         for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True)
     ]
     if len(rows) == 1:
         return _columns([head, *rows])
     together = f"together they cost {at_most(client_plan.guarantee.epsilon)}"
     return f"{_columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
-
-
-def _event_cells(event: Event) -> list[str]:
-    """Return sample rate, noise and steps of an event."""
-    if isinstance(event, GaussianEvent):
-        return [f"{event.sample_rate:.6g}", f"{event.noise_multiplier or 0.0:.6g}", str(event.steps)]
-    if isinstance(event, LaplaceEvent):
-        return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
-    if isinstance(event, SelectionEvent):
-        scale = 1 / event.epsilon if event.epsilon else math.inf
-        return ["1", f"{scale:.6g} (Gumbel)", str(event.count)]
-    return ["1", "none", "-"]  # `NonPrivateEvent`: uses all records, and its noise does not count
 
 
 def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:

@@ -4,8 +4,7 @@ Every file in conf/, every engine, two ranks, a run that is interrupted and resu
 round, a sweep, two nodes, a tracked run and computed tables run in both, by commands alone, with one noise key.
 Compared are digests of the trained parameters, ledgers (client, round, purpose, event), epsilons, accuracies, trials,
 the plan of the nodes, names in MLflow and tables. The noise of nodes differs from plan to plan: their parameters are
-not compared. Exit status 1 names what differs. The data is random; the cache of calibrations is empty at the start. It
-takes minutes.
+not compared. Exit status 1 names what differs. The data is random. It takes minutes.
 """
 
 import argparse

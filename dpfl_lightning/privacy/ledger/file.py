@@ -12,23 +12,18 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dpfl_lightning.config.names import is_name
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import Event, Release
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
-_EVENTS = {
-    "gaussian": GaussianEvent,
-    "laplace": LaplaceEvent,
-    "selection": SelectionEvent,
-    "unprotected": NonPrivateEvent,
-}
-_KINDS = {kind: name for name, kind in _EVENTS.items()}
+_EVENTS = {event.kind: event for event in get_args(Release)}
+_KINDS = {event: kind for kind, event in _EVENTS.items()}
 _RUN = re.compile("[0-9a-f]{32}")
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
