@@ -318,8 +318,9 @@ def test_memberships_are_soft_between_groups_that_touch():
     assert np.abs(found[:, 1] - middle).mean() < 0.05
     assert [one.tolist() for one in moved] == [np.flatnonzero(found.argmax(axis=1) == k).tolist() for k in range(3)]
     assert sum(len(np.setdiff1d(one, other)) for one, other in zip(moved, groups, strict=True)) < 12
-    apart = [np.arange(119), np.array([119])]
-    same, sure = assigned(updates_of(x), apart)
+    far = np.diag([0.0, 0, 0, 0, 100]) + 0.1 * rng.standard_normal((5, 5))
+    apart = [np.arange(3), np.arange(3, 5)]  # client 3 is of the first group
+    same, sure = assigned(updates_of(far, 0.1), apart)
     assert [one.tolist() for one in same] == [one.tolist() for one in apart] and set(sure.ravel()) == {0.0, 1.0}, (
         "nobody moves if a group would be too small"
     )
