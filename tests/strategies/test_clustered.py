@@ -599,6 +599,20 @@ def test_a_run_resumed_in_any_stage_equals_the_unbroken_one(start, mixture, cut)
     assert [(c.client, c.round, c.purpose) for c in ours] == [(c.client, c.round, c.purpose) for c in theirs]
 
 
+@pytest.mark.parametrize("selection", ["exponential_frozen", "server_similarity"])
+def test_private_choices_in_a_regression_are_refused_as_losses_have_no_bound(start, selection):
+    known = kinds_of_clients()
+    real = dataclasses.replace(known, y=known.y.float(), num_classes=1)
+    module = ClientModule(nn.Linear(6, 1))
+    loop = start(Clustered(selection=selection), population=real, module=module)
+    if selection == "server_similarity":
+        loop.plan_schedule()
+        return
+    words = r"`strategies\.clustered\.selection` must be server_similarity for a regression.*got 'exponential_frozen'"
+    with pytest.raises(UserError, match=words):
+        loop.plan_schedule()
+
+
 @pytest.mark.parametrize(
     ("parts", "options", "words"),
     [

@@ -150,7 +150,7 @@ class Clustered(GroupingStrategy):
         first_round.warn_if_blind(schedule, view)
         if self._by_similarity:
             return schedule
-        unbounded = view.facts.num_classes == 1 and any(one.adds_noise for one in schedule.clients)
+        unbounded = view.facts.num_classes <= 1 and any(one.adds_noise for one in schedule.clients)
         must = f"be {_SIMILARITY} for a regression, whose losses have no bound"
         require(not unbounded or self._selection == "paper_argmin", f"{_KEY}.selection", must, self._selection)
         # if groups overlap, clients may choose from round 2 on, so these choices must be in the plan
