@@ -42,7 +42,7 @@ OTHERS = {
     "biased_selection": ({}, {}),
     "reweighted_selection": ({}, {}),
     "kmeans_clusters": ({}, {}),
-    "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, two looks, and choices of a model
+    "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, and choices of a model
     "mr_mtl": ({}, {}),  # personal models
     "pfa": ({}, {}),
     "distillation": (FEW_IMAGES, {"model": NET}),
