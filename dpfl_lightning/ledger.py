@@ -1,4 +1,4 @@
-"""`dpfl ledger`: verify the ledgers of runs, and compute every epsilon again from their charges."""
+"""`dpfl ledger`: verify ledgers of runs, and compute epsilons from the charges."""
 
 import argparse
 import json

@@ -109,13 +109,6 @@ def test_a_run_without_privacy_or_with_shuffled_batches_says_so(make_loop):
     json.dumps(result.as_dict(), allow_nan=False)
 
 
-def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
-    planned = make_loop().plan_schedule()
-    solve = "dpfl_lightning.privacy.accounting.schedule._smallest_noise"
-    monkeypatch.setattr(solve, lambda plans, *_: {0: []}[len(plans)])
-    assert make_loop().plan_schedule() == planned
-
-
 def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
     privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
     cohorts = []
