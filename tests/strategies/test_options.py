@@ -36,7 +36,7 @@ BAD = {
     ],
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
     "mr_mtl": [("pull", -1, ">= 0")],
-    "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("reestimate_every", -1, "a number of rounds")],
+    "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("noise", "guessed", "one of")],
     "robust_hdp": [
         ("estimator", "rpac", "one of .*Did you mean `rpca`"),
         ("preset", "fats", "one of .*Did you mean `fast`"),
