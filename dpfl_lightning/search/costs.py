@@ -97,18 +97,18 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
     """Return each client's guarantee for all runs, `[N]`; client k is the same, with the same records, in each run.
 
     The events of the runs are composed by their accountant, at the largest delta of the client. The budgets and deltas
-    of runs whose events were `chosen` from results, and of runs with another accountant than the first, are added, and
-    the guarantee says so. Raises UserError if adjacencies differ.
+    of runs whose events were `chosen` from results are added, and the guarantee says so. Raises UserError if
+    adjacencies or accountants differ.
 
     Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on what may be chosen.
     """
     first, must = costs[0], "be the same for runs whose costs are stated together"
-    adjacencies = dict.fromkeys(cost.adjacency for cost in costs)
-    require(len(adjacencies) == 1, "privacy.adjacency", must, ", ".join(adjacencies))
+    for key in ("adjacency", "accountant"):
+        values = list(dict.fromkeys(getattr(cost, key) for cost in costs))
+        require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
     accountant = get_accountant(first.accountant, first.adjacency)
     sampling = SAMPLINGS[next((cost.sampling for cost in costs if cost.sampling != "poisson"), first.sampling)]
-    apart = [cost for cost in costs if _why_apart(cost, first)]
-    joined = [cost for cost in costs if not _why_apart(cost, first)]
+    chosen, joined = ([cost for cost in costs if cost.chosen is one] for one in (True, False))
     clients = range(len(first.delta))
     if joined:
         released = [tuple(event for cost in joined for event in cost.events[client]) for client in clients]
@@ -117,11 +117,11 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
 
     def promise(client: int) -> Guarantee:
         (epsilon, method), delta = (bounds[client], deltas[client]) if joined else ((0.0, ""), 0.0)
-        if apart:
-            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[client]) for cost in apart)])
-            delta = exact_sum([delta, *(cost.delta[client] for cost in apart)])
-            reasons = "; ".join(dict.fromkeys(_why_apart(cost, first) for cost in apart))
-            added = f"addition of the budgets of {counted(len(apart), 'run')} ({reasons})"
+        if chosen:
+            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[client]) for cost in chosen)])
+            delta = exact_sum([delta, *(cost.delta[client] for cost in chosen)])
+            reason = "results of earlier runs chose its releases"
+            added = f"addition of the budgets of {counted(len(chosen), 'run')} ({reason})"
             method = f"{method}, and {added}" if method else added
         events = [event for cost in costs for event in cost.events[client]]
         return guarantee(events, delta, accountant, sampling, bound=(epsilon, method))
@@ -136,13 +136,6 @@ def _bounds(
     different, places = numbered(list(zip(events, deltas, strict=True)))
     bounds = accountant.bounds(different)
     return [bounds[place] for place in places]
-
-
-def _why_apart(cost: Cost, first: Cost) -> str:
-    """Return why the releases of a run cannot be composed with those of the first run; empty if they can."""
-    if cost.accountant != first.accountant:
-        return f"accountant {cost.accountant} is not that of the other runs"
-    return "results of earlier runs chose its releases" if cost.chosen else ""
 
 
 def _bound(spent: float | None) -> float:
@@ -176,7 +169,7 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
         "delta": [promise.delta for promise in promises],
         "names": list(costs[0].names),
         "guarantee": worst.words(),
-        "composed": not any(_why_apart(cost, costs[0]) for cost in costs),
+        "composed": not any(cost.chosen for cost in costs),
         "not_covered": list(worst.not_covered),
     }
 

@@ -100,8 +100,7 @@ class ProxyObjective:
             return build_module(dataclasses.replace(options, seed=seed), self._parts[0][0])
 
         for number, (population, records) in enumerate(self._parts):
-            trained = train_and_score(new_model, population, records, training, 1, options.seed + number)
-            score = trained.scores[0]
+            score = train_and_score(new_model, population, records, training, options.seed + number)
             found.append(measured(score.accuracy, score.loss, score.metrics))
             done = number + 1 == len(self._parts)
             values = [value for one in found if (value := one.get(self._scores[0])) is not None]

@@ -2,25 +2,60 @@
 
 import tempfile
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
-from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
+from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.search.train_and_score import ON_A_SET as ON_A_SET
-from dpfl_lightning.search.train_and_score import ON_EVERYTHING as ON_EVERYTHING
-from dpfl_lightning.search.train_and_score import NewNet, one_client
-from dpfl_lightning.search.train_and_score import Trained as Trained
-from dpfl_lightning.search.train_and_score import train_and_score as train_and_score
+from dpfl_lightning.search import train_and_score as search
+from dpfl_lightning.search.train_and_score import one_client
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.distillation import Distillation
+
+NewNet = Callable[[int], nn.Module]
+
+#: training of a model on a small set, as in the condensation paper, and training on all records
+ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
+ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=True)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Accuracies in [0, 1] of new models on the test set after training on one set."""
+
+    accuracies: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.accuracies)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation over models."""
+        return pstdev(self.accuracies)
+
+
+def train_and_score(
+    new_net: NewNet,
+    population: Population,
+    records: tuple[Tensor, Tensor],
+    how: Training = ON_A_SET,
+    networks: int = 3,
+    seed: int = 0,
+) -> Trained:
+    """Train `networks` new models on `records` (x `[n, *X]`, y `[n]`) and score them on the population's test set."""
+    scores = (search.train_and_score(new_net, population, records, how, seed, number) for number in range(networks))
+    return Trained(tuple(float(score.accuracy or 0.0) for score in scores))
 
 
 def whole(population: Population) -> tuple[Tensor, Tensor]:
