@@ -315,11 +315,11 @@ def test_keys_of_other_data_are_dropped_when_a_class_path_replaces_them(place):
         load(["--data.init_args.x", "3", "--privacy", "null"])
 
 
-def test_a_search_on_public_records_refuses_a_users_clients(place, capsys):
-    search = "sweep: {name: s, objective: private, space: {clients.learning_rate: {low: 0.1, high: 1.0}}}"
+def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsys):
+    search = "sweep: {name: s, space: {clients.learning_rate: {low: 0.1, high: 1.0}}}"
     (place / "search.yaml").write_text(f"{CONFIG}\n{search}")
     assert sweep_command(["--config", "search.yaml"]) == 2
-    assert "`data.class_path` must be null for a search that is scored on public records" in capsys.readouterr().err
+    assert "`data.class_path` must be null with objective set without a distilled set" in capsys.readouterr().err
 
 
 @pytest.mark.e2e  # a minute

@@ -392,11 +392,12 @@ def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tm
 def test_a_pruned_run_ends_at_once_and_was_charged_before(tmp_path):
     run = options_of({**SMALL, "rounds": 3})
     costs: list[list[Cost]] = []
-    train = objective(SweepOptions(objective="private"), run)
-    with pytest.raises(Pruned, match="after 1 of 3 rounds"):
+    train = objective(SweepOptions(objective="private", seeds=2), run)
+    with pytest.raises(Pruned, match="after 1 of 6 rounds"):
         train(run, tmp_path / "run", lambda step, accuracy: True, costs.append)
-    assert len(costs) == 1 and all(math.isfinite(epsilon) for epsilon in costs[0][0].epsilon)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
+    assert [len(both) for both in costs] == [2] and all(map(math.isfinite, costs[0][1].epsilon)), "both seeds count"
+    assert json.loads((tmp_path / "run" / "seed_0" / "result.json").read_text())["rounds"] == 1
+    assert not (tmp_path / "run" / "seed_1").exists()
 
 
 @pytest.mark.e2e
