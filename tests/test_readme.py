@@ -214,7 +214,8 @@ def test_yaml_blocks(page, block, tmp_path):
     (tmp_path / "patients.csv").write_text("\n".join(["hospital,age,sex,ill", *patients]))
     (tmp_path / "block.yaml").write_text(block)
     upon = "" if "data:" in block else "--config digits "
-    run_warm(f"dpfl fit {upon}--config block.yaml --rounds 1 --tracking null", tmp_path)
+    command, more = ("sweep", " --sweep.trials 1") if "sweep:" in block else ("fit", "")
+    run_warm(f"dpfl {command} {upon}--config block.yaml --rounds 1 --tracking null{more}", tmp_path)
 
 
 def test_the_readme_is_short_and_its_links_exist():
