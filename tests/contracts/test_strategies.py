@@ -146,8 +146,6 @@ def test_strategies_are_found_by_name_and_by_path_and_mistakes_are_one_sentence(
     for configuration, words in (
         ({"size_wieghted": {}}, "Did you mean `size_weighted`"),
         ({"fedprox": {"pul": 1}}, r"strategies\.fedprox\.pul.*Did you mean `pull`"),
-        ({"fedprox": {"pull": -1}}, r"strategies\.fedprox\.pull.*>= 0.*-1"),
-        ({"fedprox": {"pull": "much"}}, r"strategies\.fedprox\.pull.* a number, got 'much'"),
         ({"no.such.Strategy": {}}, "importable"),
         ({"collections.OrderedDict": {}}, "Strategy"),
     ):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from dpfl_lightning.config.typed import options_of, valid
 from dpfl_lightning.errors import UserError, nearest, require, require_one_of
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -26,6 +27,8 @@ class Strategy:
 
     A strategy receives releases and public facts (`View`), never data. Names of helper methods begin with an
     underscore. One strategy of a run may override each exclusive hook. Derive from `Callback`, too, to watch the run.
+    Options are the fields of a dataclass, as in `pull: Annotated[float, Interval(ge=0)] = 0.01`, or the arguments of
+    `__init__`, whose values the strategy then checks itself.
 
     Attributes:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
@@ -55,6 +58,18 @@ class Strategy:
     refuses_pull: bool = False
     before_pulls: bool = False
     in_place_of_training: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the options of a strategy that is a dataclass: the types and bounds of its fields. Raises UserError."""
+        for name, hint in options_of(type(self)).items():
+            object.__setattr__(self, name, valid(self._key(name), getattr(self, name), hint))
+
+    @classmethod
+    def _key(cls, option: str) -> str:
+        """Return the key of an option in a configuration, for messages."""
+        room, _, file = cls.__module__.rpartition(".")
+        ours = room.startswith("dpfl_lightning.strategies.")  # where a file has the name of its strategy
+        return f"strategies.{file if ours else f'{cls.__module__}.{cls.__qualname__}'}.{option}"
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """The schedule of all releases, before noise is solved: budgets, purposes and counts."""
