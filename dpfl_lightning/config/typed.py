@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,8 +26,8 @@ _SIMPLE: dict[Any, tuple[str, type]] = {
 class Interval:
     """The numbers that an option may be, as in `Annotated[float, Interval(ge=0, lt=1)]`; `lt=math.inf`: finite ones.
 
-    >>> [str(one) for one in (Interval(ge=0, lt=1), Interval(gt=0, lt=math.inf), Interval(ge=1))]
-    ['in [0, 1)', '> 0 and finite', '>= 1']
+    >>> [str(one) for one in (Interval(ge=0, lt=1), Interval(gt=0, lt=math.inf), Interval(ge=1e-6, le=1e6))]
+    ['in [0, 1)', '> 0 and finite', 'in [1e-6, 1e6]']
     """
 
     ge: float | None = None
@@ -44,11 +45,12 @@ class Interval:
 
     def __str__(self) -> str:
         low, high = self.gt if self.ge is None else self.ge, self.lt if self.le is None else self.le
+        least, most = (re.sub(r"e([+-])0*", r"e\1", f"{end:g}").replace("e+", "e") for end in (low or 0, high or 0))
         if low is None:
-            return f"{'<' if self.le is None else '<='} {high:g}"
+            return f"{'<' if self.le is None else '<='} {most}"
         if high is None or high == math.inf:
-            return f"{'>' if self.ge is None else '>='} {low:g}" + " and finite" * (high is not None)
-        return f"in {'(' if self.ge is None else '['}{low:g}, {high:g}{')' if self.le is None else ']'}"
+            return f"{'>' if self.ge is None else '>='} {least}" + " and finite" * (high is not None)
+        return f"in {'(' if self.ge is None else '['}{least}, {most}{')' if self.le is None else ']'}"
 
 
 def intervals_of(hint: Any) -> list[Interval]:
@@ -83,7 +85,7 @@ def options_of(kind: type) -> dict[str, Any]:
 def converted(hint: Any, value: Any) -> Any:
     """Return a value from YAML as the type `hint`, or raise TypeError. Lists become tuples, and whole numbers floats.
 
-    A number outside of a `Interval` of the type is a TypeError, too.
+    A number outside of an `Interval` of the type is a TypeError, too.
 
     >>> converted(tuple[float, ...] | None, [1, 2.5])
     (1.0, 2.5)

@@ -32,7 +32,6 @@ STRATEGIES = {
     "oracle_clusters": ("clustering.oracle_clusters", "OracleClusters"),
     "pfa": ("aggregation.pfa", "Pfa"),
     "random_effects": ("selection.random_effects", "RandomEffects"),
-    "reweighted_selection": ("selection.reweighted_selection", "ReweightedSelection"),
     "robust_hdp": ("aggregation.robust_hdp", "RobustHdp"),
     "server_momentum": ("aggregation.server_momentum", "ServerMomentum"),
     "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),

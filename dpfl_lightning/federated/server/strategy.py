@@ -34,7 +34,6 @@ class Strategy:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
             or "route" (`[K, C]`, replaces `model_of` in the aggregation).
         default_base: base rule that is added to a run that names none.
-        only_base: the only aggregation rule beside which it works; None: it works beside all.
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
@@ -48,7 +47,6 @@ class Strategy:
 
     role: str = "correction"
     default_base: type[Strategy] | None = None
-    only_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
     needs_training: bool = False
@@ -64,12 +62,17 @@ class Strategy:
         for name, hint in options_of(type(self)).items():
             object.__setattr__(self, name, valid(self._key(name), getattr(self, name), hint))
 
-    @classmethod
-    def _key(cls, option: str) -> str:
-        """Return the key of an option in a configuration, for messages."""
-        room, _, file = cls.__module__.rpartition(".")
+    @property
+    def _name(self) -> str:
+        """The name of the strategy in a configuration, for messages."""
+        kind = type(self)
+        room, _, file = kind.__module__.rpartition(".")
         ours = room.startswith("dpfl_lightning.strategies.")  # where a file has the name of its strategy
-        return f"strategies.{file if ours else f'{cls.__module__}.{cls.__qualname__}'}.{option}"
+        return file if ours else f"{kind.__module__}.{kind.__qualname__}"
+
+    def _key(self, option: str) -> str:
+        """The key of an option in a configuration, for messages."""
+        return f"strategies.{self._name}.{option}"
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """The schedule of all releases, before noise is solved: budgets, purposes and counts."""
@@ -182,12 +185,6 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
             "Keep one; corrections and masks multiply onto it."
         )
-    for base, strategy in itertools.product(strategies, repeat=2):
-        if base.role == "base" and (only := strategy.only_base) is not None:
-            kind, got = type(strategy).__name__, type(base).__name__
-            must = f"hold no aggregation rule but {only.__name__} beside {kind}"
-            advice = f"{kind} computes the weights itself. Remove {got}."
-            require(isinstance(base, only), "strategies", must, got, advice)
     selecting = " and ".join(type(strategy).__name__ for strategy in strategies if strategy.selects)
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")

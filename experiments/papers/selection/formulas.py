@@ -9,14 +9,14 @@ from scipy.optimize import brentq
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
 from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.algorithms.random_effects import shares
-from dpfl_lightning.algorithms.selection_estimates import (
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
+from experiments.papers.selection.estimates import (
     Constants,
     FirstStage,
     fit_constants,
     gaussian_noise,
     laplace_noise,
 )
-from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)
 _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them
