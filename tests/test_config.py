@@ -129,7 +129,7 @@ def test_options_of_names_can_be_given_whole_or_one_by_one(write):
     assert Options().strategies == {"size_weighted": {}}, "defaults are not shared"
     assert options.model == {"name": "cnn_small", "width": 3}
     assert options.data.partition == {"name": "iid", "a": {"b": [1]}}
-    assert options_of("--strategies", "{pfa: {variant: hdpfl}}").strategies == {"pfa": {"variant": "hdpfl"}}
+    assert options_of("--strategies", "{pfa: {grouping: top}}").strategies == {"pfa": {"grouping": "top"}}
     assert options_of("--tracking.tags", "{row: a}").tracking == TrackingOptions(tags={"row": "a"})
     path = write("strategies:\n  uniform:\n  fedprox: {pull: 1}\n")
     merged = options_of("--config", path, "--strategies.uniform.x", "y")

@@ -96,7 +96,7 @@ class Pfa(EpsilonWeighted):
         return (of_public @ rows[public] + of_private.sum() * image).to(deltas.dtype)
 
     def _image(self, x: Tensor, public: Tensor) -> Tensor:
-        """Project `x` `[P]`: `V V' (x - m) + m`, V the leading directions of the public updates `[m, P]`, m their mean."""
+        """Project `x` `[P]`: `V V' (x - m) + m`, m the mean of the public updates `[m, P]`, V their directions."""
         mean = public.mean(dim=0)
         return projected(x, public, mean, torch.ones_like(mean), self.components)
 
