@@ -9,7 +9,7 @@ from pathlib import Path
 from dpfl_lightning import __version__
 from dpfl_lightning.errors import UserError, command, nearest
 
-COMMANDS = ("init", "plan", "fit", "evaluate", "report", "sync", "sweep", "audit", "node", "completion")
+COMMANDS = ("init", "plan", "fit", "ledger", "evaluate", "report", "sync", "sweep", "audit", "node", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

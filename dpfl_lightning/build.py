@@ -216,7 +216,7 @@ class FederatedLoop(ServerLoop):
             module,
             facts,
             settings,
-            None if privacy is None else dataclasses.replace(privacy, noise_key=None, signing_keys=None),
+            None if privacy is None else dataclasses.replace(privacy, noise_key=None),
             registered,
             [Curves(), GuaranteePage(), *watching],
             rounds=rounds,
@@ -303,9 +303,6 @@ def build_loop(
 
     With `sites` the clients' records are in the nodes of these sites; see `deployment.remote_loop`.
     """
-    if options.privacy is not None and (keys := options.privacy.signing_keys) is not None:
-        absolute = str(Path(keys).absolute())  # so that the run can be resumed from another folder
-        options = dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, signing_keys=absolute))
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(

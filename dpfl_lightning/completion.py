@@ -93,7 +93,7 @@ def _flags(name: str) -> list[str]:
         add_flags(parser)
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     flags = [one for action in shown for one in action.option_strings if one.startswith("--")] + ["--version"]
-    if name in ("report", "sync", "node"):
+    if name in ("report", "sync", "node", "ledger"):
         return flags
     keys = [f"--{key}" for key in all_keys(_SWEEP if name == "sweep" else None)]
     keys = [key for key in keys if name != "evaluate" or key.startswith("--data.")]

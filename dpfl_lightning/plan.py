@@ -15,7 +15,7 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
@@ -25,10 +25,6 @@ from dpfl_lightning.runtime.text import columns as _columns
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `plan` with command-line arguments, and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if any(word.partition("=")[0] == "--ledger" for word in words):
-        from dpfl_lightning.privacy.ledger.verify import main as report_ledger
-
-        return report_ledger(words)
     keys = {word[2:].partition("=")[0].partition(".")[0] for word in words if word.startswith("--")}
     if keys & {"config", *vars(Options())} - {*inspect.signature(plan).parameters}:
         return _plan_run(words)
@@ -55,17 +51,14 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `plan` by name, and `json`."""
     parser = CommandParser(
         "plan",
-        "Compute noise from epsilon, or epsilon from noise, before training: for one client, for every client of a run "
-        "(--config, or any of its keys), or from the ledgers of runs (--ledger).",
+        "Compute noise from epsilon, or epsilon from noise, before training: for one client, or for every client of a "
+        "run (--config, or any of its keys).",
         "[--KEY VALUE ...] [--json]",
-        ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits", "--ledger RUN"),
+        ("--num_records 900 --batch_size 9 --rounds 9 --delta 1e-4 --epsilon 2", "--config digits"),
     )
     _flags(parser)
     parser.add_argument(
         "--config", metavar="FILE", help="plan every client of this run; --config FILE --help lists its keys"
-    )
-    parser.add_argument(
-        "--ledger", metavar="FILE", help="verify and recompose ledgers; --ledger FILE --help lists the flags"
     )
     group, texts = parser.add_argument_group("one client"), described(inspect.getdoc(plan) or "")
     parameters = inspect.signature(plan).parameters
@@ -75,7 +68,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
         text += " (required)" if required else f" (default {inline(parameter.default)})"
         group.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS, help=text.replace("%", "%%"))
     options, unknown = parser.parse_known_args(words)
-    given = {key: value for key, value in vars(options).items() if key not in ("config", "ledger")}
+    given = {key: value for key, value in vars(options).items() if key != "config"}
     if unknown:
         wrong = unknown[0].partition("=")[0].removeprefix("--")
         near = nearest(wrong, [*parameters, *vars(options)])
@@ -187,25 +180,13 @@ def schedule_text(client_plan: ClientPlan) -> str:
     """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
     rows = [
-        [line.purpose, line.count, *_event_cells(line.event), at_most(alone)]
+        [line.purpose, line.count, *line.event.cells(), at_most(alone)]
         for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True)
     ]
     if len(rows) == 1:
         return _columns([head, *rows])
     together = f"together they cost {at_most(client_plan.guarantee.epsilon)}"
     return f"{_columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
-
-
-def _event_cells(event: Event) -> list[str]:
-    """Return sample rate, noise and steps of an event."""
-    if isinstance(event, GaussianEvent):
-        return [f"{event.sample_rate:.6g}", f"{event.noise_multiplier or 0.0:.6g}", str(event.steps)]
-    if isinstance(event, LaplaceEvent):
-        return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
-    if isinstance(event, SelectionEvent):
-        scale = 1 / event.epsilon if event.epsilon else math.inf
-        return ["1", f"{scale:.6g} (Gumbel)", str(event.count)]
-    return ["1", "none", "-"]  # `NonPrivateEvent`: uses all records, and its noise does not count
 
 
 def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:

@@ -52,7 +52,9 @@ def _figure(table: Experiment, cells: Cells) -> Figure:
     left.set(title="Accuracy on the test set", xlabel="percent")
     figure.legend(loc="outside upper center", ncols=len(_COLUMNS), fontsize=9, frameon=False)
     for number, column in enumerate(_COLUMNS):
-        spent = sorted(cells["ours", column][0]["clients"]["epsilon_spent"]) if ("ours", column) in cells else []
+        spent = (
+            sorted(cells["dpfedavg", column][0]["clients"]["epsilon_spent"]) if ("dpfedavg", column) in cells else []
+        )
         right.step(range(1, len(spent) + 1), spent, where="mid", color=f"C{number}")
     right.set(title="Epsilon spent by each client", xlabel="client, in the order of epsilon", ylabel="epsilon", ylim=0)
     for axes in (left, right):

@@ -90,14 +90,6 @@ def break_off(loop, round: int, resume: bool = False):
     return loop
 
 
-@pytest.fixture(autouse=True)
-def no_calibrations_of_others(tmp_path_factory, monkeypatch):
-    """Tests do not use calibrations that were cached on this machine before."""
-    for user in ("privacy.accounting.client_plan", "federated.server.settings"):
-        cache = tmp_path_factory.getbasetemp() / "cache"
-        monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, cache=cache: cache / name)
-
-
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory) -> Path:
     """An SQLite file with MLflow's tables: making them takes seconds, copying it takes none."""

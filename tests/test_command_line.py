@@ -67,7 +67,7 @@ def test_the_example_of_init_trains_and_is_evaluated(tmp_path, monkeypatch, caps
     assert "epsilon" in dpfl("plan --config config.yaml")
     text = dpfl("fit --config config.yaml --output_dir run --quiet")
     assert [line.partition(" ")[0] for line in text.splitlines()] == ["Mean", "Guarantee:", "Not", "Output"]
-    for line in ("evaluate run --json", "plan --config config.yaml --json", "plan --ledger run --json"):
+    for line in ("evaluate run --json", "plan --config config.yaml --json", "ledger run --json"):
         assert json.loads(dpfl(line)), line
     assert [*importlib.import_module("my_data").hospitals()] == ["berlin", "lyon", "oslo", "porto", "turin"]
 

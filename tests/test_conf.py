@@ -10,7 +10,7 @@ import pytest
 
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.plan import main as verify
+from dpfl_lightning.ledger import main as verify
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +61,7 @@ def test_conf_runs(path, small_fashion, tmp_path, capsys):
     assert fit([*argv, "--output_dir", str(tmp_path / "run")]) == 0, capsys.readouterr().err
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["rounds"] == 1 and 0 <= result["test_accuracy"] <= 1
-    assert verify(["--ledger", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    assert verify([str(tmp_path / "run")]) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert evaluate([str(tmp_path / "run"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

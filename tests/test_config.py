@@ -353,7 +353,7 @@ def test_help_of_a_key_lists_its_names(printed):
     for name in strategies.STRATEGIES:
         assert any(line.startswith(f"{name} ") and len(line.split()) > 3 for line in text.splitlines()), name
     assert (
-        re.search("^noise_aware +Weights by signal and noise", text, re.MULTILINE) and "--strategies.help NAME" in text
+        re.search("^noise_aware +Weights that balance noise", text, re.MULTILINE) and "--strategies.help NAME" in text
     )
 
 

@@ -24,7 +24,7 @@ from dpfl_lightning.config.yaml_text import presets
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.plan import main as plan
+from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.report import main as report
 
 MUTANTS = int(os.environ.get("DPFL_MUTANTS", 100))
@@ -192,7 +192,7 @@ def finished(tmp_path_factory):
 COMMANDS = {
     "evaluate": lambda run: evaluate([str(run), "--json"]),
     "report": lambda run: report([str(run), "--output", str(run.parent / "r.html")]),
-    "plan": lambda run: plan(["--ledger", str(run)]),
+    "ledger": lambda run: ledger([str(run)]),
     "resume": lambda run: fit(["--resume", str(run), "--quiet"]),
 }
 
@@ -251,7 +251,7 @@ def test_damaged_files_of_a_run_are_one_line(name, finished, tmp_path, monkeypat
         content = (run / name).read_bytes() if (run / name).exists() else b""
         (run / name).write_bytes(damaged(content, rng))
         for command, of in COMMANDS.items():
-            if name == "model.pt" and command in ("plan", "report"):
+            if name == "model.pt" and command in ("ledger", "report"):
                 continue  # they do not read it
             with at_most(60):
                 status = of(run)

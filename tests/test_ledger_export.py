@@ -1,4 +1,4 @@
-"""`plan --ledger --export`: dp_accounting composes the file without this package (program in `docs/ledger.md`)."""
+"""`dpfl ledger --export`: dp_accounting composes the file without this package (program in `docs/ledger.md`)."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from torch import nn
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.plan import main
+from dpfl_lightning.ledger import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.export import _dominating_gaussian, as_dp_event
@@ -53,7 +53,7 @@ def test_a_real_run_is_recomputed_without_this_package(tmp_path):
     clients = ClientOptions(count=2, batch_size=4)
     population = digits([[9, 30, 50], [20, 8, 40]])
     small_loop(population, ClientModule(net), rounds=3, clients=clients, privacy=privacy, output_dir=run).run()
-    assert main(["--ledger", str(run), "--export", str(file)]) == 0
+    assert main([str(run), "--export", str(file)]) == 0
     code = f"import sys; sys.modules['dpfl_lightning'] = None\n{program()}"
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_every_kind_of_release_has_a_valid_bound(adjacency, tmp_path, monkeypatc
     for client, events in enumerate(KINDS.values()):
         ledger.charge([Charge(client, 1, "any", event, number) for number, event in enumerate(events)])
     ledger.close()
-    assert main(["--ledger", str(ledger.path), "--export", str(file)]) == 0
+    assert main([str(ledger.path), "--export", str(file)]) == 0
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["program", str(file)])
     exec(program(), {})
@@ -141,7 +141,7 @@ def test_the_file_has_the_fields_of_a_named_tuple():
 def test_it_never_replaces_a_file(tmp_path, capsys):
     ledger = Ledger(tmp_path / "ledger.jsonl", Header("rdp", "add_remove", "poisson", (DELTA,), (1.0,)))
     for name, free in {"ledger.jsonl": False, "ledger.head": False, "no/folder.json": False, "new.json": True}.items():
-        assert main(["--ledger", str(tmp_path), "--export", str(tmp_path / name)]) == (0 if free else 2)
+        assert main([str(tmp_path), "--export", str(tmp_path / name)]) == (0 if free else 2)
         assert free or "`--export` must be a new file in an existing folder" in capsys.readouterr().err
     ledger.close()
 
@@ -153,7 +153,7 @@ def test_several_runs_are_exported_together(tmp_path):
         ledger.charge([Charge(0, 1, "train", FULL)])
         ledger.close()
     file = tmp_path / "both.json"
-    assert main(["--ledger", str(tmp_path / "a"), str(tmp_path / "b"), "--export", str(file)]) == 0
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--export", str(file)]) == 0
     content = json.loads(file.read_text())
     ((part,),) = (row["event"]["events"] for row in content["clients"])
     assert part["count"] == 10 and len(content["ledgers"]) == 2

@@ -1,4 +1,4 @@
-"""`plan --ledger`: every epsilon again from the ledger alone, equal to the live ones; damage is status 2."""
+"""`dpfl ledger`: every epsilon again from the ledger alone, equal to the live ones; damage is status 2."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from fakes import two_phases
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.plan import main
+from dpfl_lightning.ledger import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.file import Header, head_file
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
-from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -59,7 +59,7 @@ def report(capsys):
     def text_and_json(*words):
         outputs = []
         for more in ([], ["--json"]):
-            assert main(["--ledger", *map(str, words), *more]) == 0
+            assert main([*map(str, words), *more]) == 0
             outputs.append(capsys.readouterr().out)
         text, result = outputs[0].rstrip("\n"), json.loads(outputs[1])
         return text, {**result["ledgers"][0], **result}
@@ -139,7 +139,7 @@ def test_shuffled_batches_are_named(make_loop, report):
 def test_a_client_that_never_trained_has_spent_nothing(path, report):
     new_ledger(path, epsilon=(1.0, math.inf)).charge([Charge(1, 1, "train", TRAIN)])
     idle, trained = report(path)[1]["clients"]
-    assert idle == {"client": 0, "releases": {}, "steps": 0, "epsilon": 0.0, "epsilon_budget": 1.0, "delta": 1e-4}
+    assert idle == {"client": "0", "releases": {}, "steps": 0, "epsilon": 0.0, "epsilon_budget": 1.0, "delta": 1e-4}
     assert (trained["epsilon"], trained["epsilon_budget"]) == (get_accountant("rdp").epsilon([TRAIN], 1e-4), None)
 
 
@@ -166,38 +166,53 @@ def test_a_copy_of_the_ledger_needs_nothing_else_of_the_run(make_loop, report):
 # ---- several runs of the same clients
 
 
-def test_runs_of_the_same_clients_are_composed_in_one(tmp_path, report):
-    """As a distillation, and the training that follows it: less than the sum of both, more than each."""
-    other = GaussianEvent(1.0, 20.0, 1)
-    files = [str(tmp_path / name / "ledger.jsonl") for name in ("first", "second")]
-    for name, event in (("first", TRAIN), ("second", other)):
-        (tmp_path / name).mkdir()
-        ledger = new_ledger(tmp_path / name / "ledger.jsonl", caveats=(f"of the {name}",))
-        charge(ledger, [event] * 2, name)
+def composed(tmp_path, report, *ledgers, words=()):
+    """The report of ledgers `(header, events of each client)`."""
+    for number, (header, events) in enumerate(ledgers):
+        (tmp_path / str(number)).mkdir(exist_ok=True)
+        ledger = new_ledger(tmp_path / str(number) / "ledger.jsonl", len(events), **header)
+        charge(ledger, events, f"run {number}")
         ledger.close()
-    text, both = report(tmp_path / "first", files[1])
-    alone = [report(file)[1]["clients"][0]["epsilon"] for file in files]
-    epsilon = get_accountant("rdp").epsilon([TRAIN, other], 1e-4)
-    assert column(both["clients"], "epsilon") == [epsilon] * 2 and max(alone) < epsilon < sum(alone)
-    assert both["clients"][0]["releases"] == {"first": 1, "second": 1}
+    return report(*(tmp_path / str(number) for number in range(len(ledgers))), *words)
+
+
+@pytest.mark.parametrize("key", ["names", "records"])
+def test_clients_of_several_runs_are_known_by_name_or_digest_and_not_by_number(key, tmp_path, report):
+    """As a distillation, and the training that follows it: less than the sum of both, more than each."""
+    a, b = GaussianEvent(1.0, 20.0, 1), GaussianEvent(1.0, 30.0, 1)
+    first = {"identity": {key: ["lyon", "oslo"]}, "caveats": ("of the first",), "delta": (1e-6, 1e-4)}
+    second = {"identity": {key: ["oslo", "lyon"]}, "caveats": ("of the second",), "delta": (1e-5, 1e-5)}
+    text, both = composed(tmp_path, report, (first, [TRAIN, a]), ({**second, "sampling": "shuffle"}, [b, TRAIN]))
+    rdp = get_accountant("rdp")
+    assert column(both["clients"], "epsilon") == [rdp.epsilon([TRAIN, TRAIN], 1e-5), rdp.epsilon([a, b], 1e-4)]
+    assert column(both["clients"], "delta") == [1e-5, 1e-4]
+    assert both["clients"][0]["releases"] == {"run 0": 1, "run 1": 1}
     assert both["clients"][0]["epsilon_budget"] is None, "each was for one run"
     assert both["guarantee"]["caveats"] == ["of the first", "of the second"]
-    assert column(both["ledgers"], "ledger") == files and all(f"{file}: 3 lines" in text for file in files)
-    assert "Together: client 3 of one run is assumed to be client 3 of the others" in text
+    assert "NOT proven" in both["guarantee"]["words"], "the weaker sampling"
+    assert len(both["ledgers"]) == 2 and "clients with the same " in text
 
 
-def test_runs_together_have_the_largest_delta_and_the_weaker_sampling(tmp_path, report):
-    new_ledger(tmp_path / "a", delta=(1e-6, 1e-4)).close()
-    new_ledger(tmp_path / "b", delta=(1e-5, 1e-5), sampling="shuffle").close()
-    for order in (["a", "b"], ["b", "a"]):
-        _, both = report(*(tmp_path / name for name in order))
-        assert column(both["clients"], "delta") == [1e-5, 1e-4] and "NOT proven" in both["guarantee"]["words"]
+def test_a_client_of_one_run_only_has_its_own_row(tmp_path, report):
+    first, second = ({"identity": {"names": names}} for names in (["lyon", "oslo"], ["oslo"]))
+    _, both = composed(tmp_path, report, (first, [TRAIN] * 2), (second, [TRAIN]))
+    rdp = get_accountant("rdp")
+    assert {row["client"]: row["epsilon"] for row in both["clients"]} == {
+        "lyon": rdp.epsilon([TRAIN], 1e-4),
+        "oslo": rdp.epsilon([TRAIN, TRAIN], 1e-4),
+    }
+
+
+def test_clients_that_nobody_can_recognise_get_the_worst_combination(tmp_path, report):
+    small, digests = GaussianEvent(1.0, 90.0, 1), [{"identity": {"records": [key, "x"]}} for key in "ab"]
+    text, both = composed(tmp_path, report, (digests[0], [TRAIN, small]), (digests[1], [small, TRAIN]))
+    assert column(both["clients"], "epsilon") == [get_accountant("rdp").epsilon([TRAIN, TRAIN], 1e-4)]
+    assert both["matched"] == "nothing" and "worst combination" in text
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"delta": (1e-4,) * 3, "epsilon": (1.0,) * 3}, "`--ledger` must be of runs with the same clients, got '2, 3'"),
         ({"adjacency": "replace_one"}, "with the same adjacency, got 'add_remove, replace_one'"),
         ({"accountant": "pld"}, "`--accountant` must be given for runs with several accountants, got 'rdp, pld'"),
     ],
@@ -205,7 +220,7 @@ def test_runs_together_have_the_largest_delta_and_the_weaker_sampling(tmp_path, 
 def test_runs_that_cannot_be_composed_are_refused(other, message, tmp_path, capsys):
     new_ledger(tmp_path / "a").close()
     new_ledger(tmp_path / "b", **other).close()
-    words = ["--ledger", str(tmp_path / "a"), str(tmp_path / "b")]
+    words = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert main(words) == 2
     output = capsys.readouterr()
     assert message in output.err and output.out == ""
@@ -240,7 +255,7 @@ def test_an_epsilon_above_its_budget_is_named(path, report):
 
 def test_the_verified_lines_are_counted(path, trained, report):
     text, computed = report(path)
-    assert f"{path}: 7 lines, run {trained.head.run}." in text and "Its end agrees with ledger.head" in text
+    assert f"{path}: 7 lines, run {trained.head.run}." in text and "Its ledger.head agrees" in text
     assert computed["chain"] == trained.head.chain and computed["chain"] in text
     assert (computed["verified"], computed["head_lines"], computed["torn_bytes"]) == (True, 7, 0)
 
@@ -255,7 +270,7 @@ def test_the_verified_lines_are_counted(path, trained, report):
     trained.charge([Charge(0, 3, "train", TRAIN)])
     head_file(path).write_bytes(head)
     text, computed = report(path)
-    assert "agrees with ledger.head, which counts 1 less" in text
+    assert "ledger.head counts 1 lines less" in text
     assert (computed["lines"], computed["head_lines"]) == (8, 7)
 
 
@@ -266,32 +281,29 @@ def test_damage_is_status_2_and_an_error_in_json(path, trained, capsys):
     trained.close()
     path.write_bytes(path.read_bytes().replace(b"1.5", b"9.5", 1))
     before = path.read_bytes()
-    assert main(["--ledger", str(path), "--json"]) == 2
+    assert main([str(path), "--json"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"error: `{path}` must be unchanged, got in line 2 ") and err.count("\n") == 1
     assert json.loads(out) == {"ledgers": [str(path)], "verified": False, "error": err.removeprefix("error: ").strip()}
-    assert main([f"--ledger={path}"]) == 2
+    assert main([str(path)]) == 2
     assert capsys.readouterr().out == "" and path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("nowhere", "`--ledger` must be a ledger, or the folder of a run, got 'nowhere'"),
+        ("nowhere", "`RUN` must be a ledger, or the folder of a run, got 'nowhere'"),
         ("PATH --delta 1", "`--delta` must be in (0, 1), got 1.0"),
         ("PATH --delta x", "`--delta` must be a number, got 'x'."),
         ("PATH --accountant gpd", "`accountant` must be one of"),
         ("PATH --accountant gdp", "`accountant` must be one of pld, rdp, paper_ma, got 'gdp'"),
-        ("PATH --epsilon 3", "`epsilon` must be an option of --ledger (accountant, delta, public_keys, export or"),
-        ("PATH --config=x.yaml", "`config` must be an option of --ledger"),
-        ("PATH more", "`--ledger` must be a ledger, or the folder of a run, got 'more'"),
-        ("PATH PATH", "`--ledger` must name each run once"),
-        ("", "`--ledger` must be followed by a value."),
+        ("PATH more", "`RUN` must be a ledger, or the folder of a run, got 'more'"),
+        ("PATH PATH", "`RUN` must name each run once"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, message, path, trained, capsys, monkeypatch):
     monkeypatch.chdir(path.parent)
-    assert main(["--ledger", *(str(path) if word == "PATH" else word for word in words.split())]) == 2
+    assert main([*(str(path) if word == "PATH" else word for word in words.split())]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("error: ") and message in output.err
     assert output.err.count("\n") == 1
@@ -302,8 +314,8 @@ def test_a_mistake_is_one_sentence(words, message, path, trained, capsys, monkey
 
 def test_the_report_loads_no_torch(path, trained):
     code = (
-        "import sys; from dpfl_lightning.plan import main\n"
-        f"assert main(['--ledger', {str(path)!r}]) == 0\n"
+        "import sys; from dpfl_lightning.ledger import main\n"
+        f"assert main([{str(path)!r}]) == 0\n"
         "assert not {'torch', 'lightning', 'opacus', 'mlflow'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -191,13 +191,6 @@ def test_accountant_and_adjacency_go_together(monkeypatch):
     assert asked == [("paper_ma", "replace_one")]
 
 
-def test_a_second_plan_is_not_solved_again(monkeypatch):
-    first = clustered(2.5)
-    place = "dpfl_lightning.privacy.accounting.schedule._smallest_noise"
-    monkeypatch.setattr(place, lambda plans, *_: {0: []}[len(plans)])
-    assert clustered(2.5) == first
-
-
 @pytest.mark.parametrize("key", ["epsilon", "noise_multiplier", "delta", "first_round_noise_multiplier"])
 def test_infinity_and_nan_are_refused_in_python_too(key):
     usual = {"num_records": 100, "batch_size": 10, "rounds": 3, "delta": 1e-5, "first_round": "full"}

@@ -186,7 +186,7 @@ def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
     assert cells["plain"]["test mae"] == "" and cells["plain"]["test accuracy"] == "50.00%"
     assert cells["scored"]["test mae"] == "0.25" and cells["scored"]["test accuracy"] == ""
     assert cells["seeds"]["state"] == "2 of 3 seeds finished, 1 folder missing"
-    assert cells["stopped"]["largest epsilon"].startswith("at least ") and "plan --ledger" in page
+    assert cells["stopped"]["largest epsilon"].startswith("at least ") and "dpfl ledger" in page
 
 
 def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_means_over_clients(tmp_path):

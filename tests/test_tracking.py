@@ -40,7 +40,7 @@ from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from experiments.papers.report import log_report
 
 SECRET = "0123456789abcdef0123456789abcdef"
-LEDGER = {"ledger.jsonl", "ledger.head", "ledger.signatures"}
+LEDGER = {"ledger.jsonl", "ledger.head"}
 SENT = LEDGER | {"result.json", "guarantees.json", "guarantee.html", "metrics.jsonl", "options.yaml"}
 PASSWORD = {"tracking": {"uri": "http://me:hunter2@host"}}
 

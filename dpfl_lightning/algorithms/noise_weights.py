@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dpfl_lightning.algorithms.signal_weights import limited_shares
+from dpfl_lightning.algorithms.random_effects import limited_shares
 from dpfl_lightning.errors import require
 
 

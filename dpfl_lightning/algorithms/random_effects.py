@@ -1,4 +1,10 @@
-"""The random-effects mean of updates with known noise, after DerSimonian and Laird (1986)."""
+"""The random-effects mean of noisy updates (DerSimonian and Laird, 1986): weights, and what they need to know.
+
+An update per unit step is `x_i = m + e_i + z_i`: the mean gradient of all clients, what client i has alone, and noise,
+with `E|e_i|^2 = g^2` and `E|z_i|^2 = v_i`. All functions read released updates alone: post-processing.
+"""
+
+import math
 
 import numpy as np
 import torch
@@ -7,40 +13,151 @@ from torch import Tensor
 
 Vector = NDArray[np.float64]
 
-_LEAST = 1e-3  # noise counts as at least this share of the mean (of errors: of the least), so that weights are finite
+_LEAST = 1e-3  # noise counts as at least this share of the mean, so that weights are finite
+_SIGMAS = 4.0  # standard deviations of noise that count as noise
+_LONGEST = 3.0  # a signal may be this many times as long as the median one
 
 
-def excess_spread(updates: Tensor, noise: Vector) -> tuple[float, float]:
-    """Return the spread of updates `[C, P]` beyond that of their noise, and its weight; post-processing.
+def spread_of_rounds(now: Tensor, before: Tensor, noise: Vector) -> tuple[float, float]:
+    """Return a spread between clients without noise, and its weight: their ratio of sums over rounds estimates `g^2`.
 
-    The ratio of the sums of both over rounds estimates the variance between clients, over all P coordinates.
-
-    Args:
-        noise: `E|Z_n|^2` of each update, `[C]`, >= 0. Updates are weighted by its inverse, equally without noise.
-
-    >>> excess_spread(torch.tensor([[0.0], [2.0]]), np.zeros(2))  # a sample variance of 2
-    (2.0, 1.0)
-    """
-    weight = 1 / (noise + _LEAST * noise.mean()) if noise.any() else np.ones(len(noise))
-    total = float(weight.sum())
-    mean = torch.from_numpy(weight / total).to(updates) @ updates
-    squares, square = (torch.linalg.vector_norm(one, dim=-1, dtype=torch.float64).cpu() ** 2 for one in (updates, mean))
-    spread = float(weight @ squares.numpy()) - total * float(square)
-    return spread - float(weight @ noise - weight**2 @ noise / total), float(total - weight @ weight / total)
-
-
-def shares(noise: Vector, rounds: Vector, between: float) -> Vector:
-    """Return the shares `[N]` of clients with the least squared error of a run's mean: `~ 1 / (v_n / T_n + G^2)`.
+    Products of different rounds have independent noise, so that none has to be subtracted.
 
     Args:
-        noise: v_n, `E|Z_n|^2` of one update, `[N]`, >= 0.
-        rounds: T_n, in how many rounds the client trains, `[N]`; 0 gives share 0.
-        between: G^2, the variance between clients, >= 0.
+        now: x of this round, `[C, P]`.
+        before: mean x of each client's earlier rounds, `[C, P]`.
+        noise: v, `[C]` >= 0. Contrasts between clients are weighted by its inverse.
 
-    >>> shares(np.array([3.0, 8.0, 1.0]), np.array([1.0, 1.0, 0.0]), between=1.0).round(3).tolist()
-    [0.692, 0.308, 0.0]
+    >>> spread_of_rounds(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [4.0]]), np.ones(2))
+    (2.0, 0.5)
     """
-    error = noise / np.maximum(rounds, 1) + between
-    least = error[error > 0].min() if error.any() else 1.0
-    share = np.where(rounds > 0, 1 / np.maximum(error / least, _LEAST), 0.0)
-    return share / max(share.sum(), _LEAST)
+    weight = 1 / np.maximum(noise, _LEAST * noise.mean()) if noise.any() else np.ones(len(noise))
+    weight = weight / weight.sum()
+    share = torch.from_numpy(weight).to(now)
+    both = ((now - share @ now) * (before - share @ before)).sum(dim=1, dtype=torch.float64).cpu().numpy()
+    return float(weight @ both), float(1 - weight @ weight)
+
+
+def excess(squares: Vector, noise: Vector, num_params: int) -> Vector:
+    """Return by how much squared lengths `|x|^2` exceed what noise and three times the median signal explain, `[C]`.
+
+    >>> excess(np.array([2.0, 2.0, 102.0]), np.ones(3), num_params=10**12).round(2).tolist()
+    [0.0, 0.0, 92.0]
+    """
+    signal = np.median(np.maximum(squares - noise, 0.0))
+    allowed = noise * (1 + _deviation(num_params)) + _LONGEST**2 * signal
+    return np.maximum(squares - allowed, 0.0)
+
+
+def false_updates(gram: Vector, planned: Vector | None, num_params: int) -> NDArray[np.bool_]:
+    """Return which updates are shorter than their planned noise, or clearly point away from most others, `[C]`.
+
+    If these are more than a third, none is false: honest updates may be like that.
+
+    Args:
+        gram: products of the updates `[C, C]`.
+        planned: their noise, `[C]`, if it is planned; else an update of length 0 is false.
+    """
+    count, squares = len(gram), np.maximum(np.diag(gram), 1e-300)
+    found = np.diag(gram) == 0 if planned is None else squares < planned * (1 - _deviation(num_params))
+    if count > 2:
+        cosines = gram / np.sqrt(np.outer(squares, squares))
+        agreement = np.median(cosines[~np.eye(count, dtype=bool)].reshape(count, count - 1), axis=1)
+        # of a median of independent cosines, and of the client's noise along what the others share
+        variance = math.pi / 2 / (count - 1) + max(float(np.median(agreement)), 0.0)
+        found |= agreement < -_SIGMAS * math.sqrt(variance / max(num_params, 1))
+    return found & (3 * found.sum() <= count)
+
+
+def _deviation(num_params: int) -> float:
+    """Return how far the squared length of noise in so many numbers may be from its mean, as a share."""
+    return _SIGMAS * math.sqrt(2 / max(num_params, 1))
+
+
+def alignments(gram: Vector, num_params: int, length: Vector) -> tuple[Vector, Vector]:
+    """Return the product of each update with a mean of the others, and its variance by noise, `[C]` each.
+
+    Args:
+        gram: products of the updates `[C, C]`.
+        length: relative lengths of their signals, as far as they are known, `[C]` > 0. The products then are the
+            lengths times one number.
+    """
+    squares = np.maximum(np.diag(gram), 1e-300)
+    reference = limited_shares(1 / np.maximum(squares, 1e-2 * np.median(squares)), most_influence(len(gram)))
+    others = np.maximum(reference @ length - reference * length, 1e-300)
+    products = (gram @ reference - squares * reference) / others
+    variance = (reference**2 @ squares - reference**2 * squares) / others**2
+    return products, squares * variance / max(num_params, 1)
+
+
+def lengths_of_signals(products: Vector, variance: Vector) -> Vector:
+    """Return the lengths of the clients' signals by `alignments`, of mean 1, `[C]` > 0; shrunk to equal ones.
+
+    They are shrunk as far as noise explains their differences; all are 1 if noise hides what clients share.
+
+    >>> lengths_of_signals(np.array([1.0, 1.0, 4.0]), np.full(3, 1e-6)).round(2).tolist()
+    [0.5, 0.5, 2.0]
+    >>> lengths_of_signals(np.array([1.0, 1.0, 4.0]), np.full(3, 100.0)).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    weight = 1 / np.maximum(variance, 1e-300)
+    mean = weight @ products / weight.sum()
+    if mean <= 2 / math.sqrt(weight.sum()):
+        return np.ones(len(products))
+    beyond = weight @ (products - mean) ** 2 - (len(products) - 1)
+    between = max(beyond / (weight.sum() - weight @ weight / weight.sum()), 0.0)
+    precision = 1 / np.maximum(between + variance, 1e-300)
+    mean = precision @ products / precision.sum()
+    length = np.maximum(mean + between * precision * (products - mean), _LEAST * abs(mean))
+    return length / length.mean()
+
+
+def shares(error: Vector, bias: float, target: Vector, largest: float | None = None) -> Vector:
+    """Return the shares q of least `sum q_i^2 error_i - 2 bias q_i target_i`: `[C]`, of sum 1.
+
+    These are `~ 1 / error` without bias, and the target where bias is all of the error.
+
+    Args:
+        error: of each update by noise and bias, `[C]` >= bias.
+        bias: that of a share by its distance to the target, >= 0.
+        target: shares without noise, `[C]`, of sum 1; who has none gets none.
+        largest: bound on a share; None: `most_influence`, or the client's target where that is more.
+
+    >>> shares(np.array([4.0, 9.0]), bias=1.0, target=np.array([0.5, 0.5]), largest=1.0).round(3).tolist()
+    [0.692, 0.308]
+    """
+    counted = target > 0
+    error = np.maximum(error, _LEAST * error[counted].mean())
+    weight = np.where(counted, 1 / error if error.all() else 1.0, 0.0)
+    pulled = bias * target * weight
+    share = pulled + weight * max(1 - pulled.sum(), 0.0) / weight.sum()
+    return limited_shares(share, np.maximum(most_influence(len(error)), target) if largest is None else largest)
+
+
+def most_influence(num_clients: int) -> float:
+    """Return the default bound on one client's share: a quarter, or twice an equal share if more, but at most half.
+
+    >>> [most_influence(count) for count in (1, 3, 5, 20)]
+    [0.5, 0.5, 0.4, 0.25]
+    """
+    return max(0.25, min(0.5, 2 / num_clients))
+
+
+def limited_shares(share: Vector, largest: float | Vector) -> Vector:
+    """Scale shares `[C]` >= 0 to sum 1; those above `largest` become it, and the others grow in proportion.
+
+    Fewer than 1 / largest positive shares become equal.
+
+    >>> limited_shares(np.array([8.0, 1.0, 1.0, 0.0]), 0.4).round(2).tolist()
+    [0.4, 0.3, 0.3, 0.0]
+    """
+    positive = share > 0
+    bound = np.maximum(largest, 1 / max(positive.sum(), 1)) * np.ones(len(share))
+    share = share / share.sum() if positive.any() else np.full(len(share), 1 / max(len(share), 1))
+    limited = np.zeros(len(share), dtype=bool)
+    while (above := (share > bound * (1 + 1e-12)) & ~limited).any():
+        limited |= above
+        rest = share[~limited].sum()
+        others = share * (1 - bound[limited].sum()) / rest if rest > 0 else share
+        share = np.where(limited, bound, others)
+    return share

@@ -13,6 +13,7 @@ from scipy.spatial.distance import squareform
 from scipy.special import erfc
 from torch import Tensor
 
+SEPARATION = 1.5 * math.sqrt(2)  # of groups in the first round, in units of P^(1/4)
 _COLUMNS = 1 << 13  # columns that are converted to float64 at once
 
 
@@ -168,7 +169,7 @@ def overlap(separation: float) -> float:
 
 
 def noise_that_separates(distance: float, num_records: int, num_params: int, epochs: int = 1) -> float:
-    """Return the noise multiplier of full batches at which groups are 1.5 P^(1/4) noise standard deviations apart.
+    """Return the noise multiplier of full batches at which groups are 2.1 P^(1/4) noise standard deviations apart.
 
     `distance` in (0, 2] is that of the groups' mean clipped gradients at the start, in units of the clip norm. After K
     epochs of N records at noise multiplier z groups are `distance * N sqrt(K) / (2 z)` apart (half the distance of
@@ -176,6 +177,6 @@ def noise_that_separates(distance: float, num_records: int, num_params: int, epo
     apart.
 
     >>> round(noise_that_separates(0.1, 2285, 28_938), 2)
-    5.84
+    4.13
     """
-    return distance * num_records * math.sqrt(epochs) / (3 * num_params**0.25)
+    return distance * num_records * math.sqrt(epochs) / (2 * SEPARATION * num_params**0.25)

@@ -1,6 +1,10 @@
 """Number and members of groups of updates: Ward's cuts, compared with what clients without groups would show.
 
 Clients without groups are those that differ by one Gaussian, of any covariance: by noise, sampled records, or labels.
+
+Reference: rotation tests, Langsrud (2005); significance of clusters, Liu, Hayes, Nobel and Marron (2008), Kimes et al.
+(2017); parts of clusters, Meinshausen (2008); tails of simulated p-values, Knijnenburg et al. (2009); from p-values to
+probabilities, Sellke, Bayarri and Berger (2001).
 """
 
 import math
@@ -12,9 +16,9 @@ from scipy.special import softmax
 from scipy.stats import chi2, gumbel_r
 
 from dpfl_lightning.algorithms.update_geometry import Updates, cut, in_order, squared_distances, ward
-from dpfl_lightning.errors import require
 
 MOST_GROUPS = 10
+MIN_SIZE = 2  # clients of a group; a client alone is an outlier
 FALSE_ALARMS = 0.01  # probability in a run of clients without groups
 NOISY = 3.0  # noise std, in units of the median, above which clients do not count in the probability of groups
 COMPLETE = 3.0  # separation that the papers call complete: 0.3 % of two Gaussians overlap
@@ -27,25 +31,6 @@ _ENOUGH, _SURE = 10, 1e-6  # null draws that exceed a value, and p-value below w
 
 
 @dataclass(frozen=True)
-class GroupOptions:
-    """Options of the search for groups.
-
-    Args:
-        num_groups: M, if it is known; None estimates it.
-        min_size: smallest number of clients in a group, >= 1.
-    """
-
-    num_groups: int | None = None
-    min_size: int = 2
-
-    def __post_init__(self) -> None:
-        valid = self.num_groups is None or self.num_groups >= 1
-        require(valid, "num_clusters", "be `auto` or at least 1", self.num_groups)
-        valid = isinstance(self.min_size, int) and not isinstance(self.min_size, bool) and self.min_size >= 1
-        require(valid, "min_cluster_size", "be a whole number of at least 1", self.min_size)
-
-
-@dataclass(frozen=True)
 class Groups:
     """Groups of clients.
 
@@ -53,9 +38,9 @@ class Groups:
         members: clients of each group, ascending; groups in the order of their first clients.
         memberships: probabilities of the groups for each client, `[n, M]`.
         probability: estimated probability that these are the groups of all clients but outliers, see `find_groups`, and
-            those with more than three times the median noise std, whose memberships may be unsure. 0 if nothing was
-            tested (one group of fewer than six clients or 2 `min_size`, or a given M of 1), or one of a given number
-            of groups is smaller than `min_size`; if M was given, it says nothing of other numbers.
+            those with more than three times the median noise std. 0 if nothing was tested (one group of fewer than six
+            clients, or a given M of 1), or one of a given number of groups is a single client; if M was given, it says
+            nothing of other numbers.
         p_value: of the first split, or of the one that was rejected.
         separation: least separation of two groups, see `separation`; of the best cut if there is one group.
     """
@@ -83,63 +68,53 @@ class _Cut:
     separation: float
 
 
-def find_groups(updates: Updates, options: GroupOptions | None = None, distance: float = math.inf) -> Groups:
-    """Find Ward's groups of the first round's updates, and decide whether one Gaussian explains them. Post-processing.
+def find_groups(updates: Updates, num_groups: int | None = None, distance: float = math.inf) -> Groups:
+    """Find Ward's groups of the updates of full batches from one model, `num_groups` or as many as are significant.
 
-    A cut in 2..10 groups is accepted if the share of the updates' variance within groups is smaller than in 99 % of
-    rotations of the updates, and groups are at least 3 standard deviations from the middle between them (`Separation`).
-    Parts are cut again. Rotations of Gaussian updates, whatever their covariance, are as likely as the updates: the
-    p-value is exact if the noise is equal, and if a few clients have less noise: for the tests and cuts these get more,
-    up to the median (`as_noisy_as_most`). No update counts as less noisy than it looks (`as_noisy_as_seen`). A cut of m
-    of the n clients may alarm in 1 % * m / n (Meinshausen 2008), so with equal noise true groups are divided in at most
-    1 % of runs.
-
-    If one Gaussian does not explain a cut in some groups and others below `min_size`, clients in these are outliers,
-    such as one whose records mix the kinds of several groups, and the rest is tested without them. At last each client,
-    outliers too, gets the group nearest to its update.
-
-    `distance`, in units of the updates, is the least distance of groups that matter: the probability of one group takes
-    into account whether such groups would have been found in the noise. It takes no account of groups within which
-    clients differ about as much as groups do: with these the answer is one group, at a probability near 1. Nor does it
-    of an outlier that noise hides: between two groups, it can join them, at a probability near 1.
-
-    Reference: rotation tests, Langsrud (2005); significance of clusters, Liu, Hayes, Nobel and Marron (2008), Kimes et
-    al. (2017); tails of simulated p-values, Knijnenburg et al. (2009); from p-values to probabilities, Sellke, Bayarri
-    and Berger (2001).
+    A cut in 2..10 groups is accepted if random rotations of the updates seldom leave as little variance within groups
+    (1 %), and if groups are `COMPLETE`; accepted groups are cut again. Clients alone in a group are outliers, and get
+    the nearest group. Groups nearer than `distance`, in units of the updates, need not be found. Post-processing.
+    Limits and false alarms: page "Clustered clients" of the docs.
 
     >>> gram = next(simulated(np.zeros((12, 1)), np.ones(12), 1000, draws=1))[0]
     >>> [group.tolist() for group in find_groups(Updates(gram, np.ones(12), 1000)).members]
     [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
     """
-    options, updates = options or GroupOptions(), as_noisy_as_seen(updates)
-    count, number = len(updates.gram), options.num_groups
+    updates = as_noisy_as_seen(updates)
     noised = as_noisy_as_most(updates)
-    if number is not None or count < 2 * options.min_size:
-        number = min(number or 1, count)
-        first = _given_cut(noised, number, options.min_size)
-        large_enough = 1 < number == len(first.groups) and min(map(len, first.groups)) >= options.min_size
-        leaves, probability = first.groups, _real(first.p_value) if large_enough else 0.0
+    count = len(updates.gram)
+    if num_groups is None:
+        leaves, probability, first = _by_cuts(noised, distance)
     else:
-        leaves, probability, first = _by_cuts(noised, options.min_size, distance)
+        number = min(num_groups, count)
+        first = _best_cut(noised, range(number, number + 1), FALSE_ALARMS, given=True)
+        leaves, probability = first.groups, _real(first.p_value)
+        if len(leaves) < number:  # some groups of each such cut are single clients
+            leaves, probability = cut(ward(noised.gram[None], noised.weights)[1][0], number), 0.0
     if len(leaves) == 1:
-        probability = probability if count >= _FEWEST else 0.0
-        return Groups((np.arange(count),), np.ones((count, 1)), probability, first.p_value, first.separation)
-    members, memberships = assigned(updates, leaves, options.min_size)
+        tested = num_groups is None and count >= _FEWEST
+        return Groups((np.arange(count),), np.ones((count, 1)), probability * tested, first.p_value, first.separation)
+    members, memberships = assigned(updates, leaves)
     found = np.isin(np.arange(count), np.concatenate(leaves))
     core = [group[found[group]] for group in members]
     probability *= _recovered(noised, core)
     return Groups(tuple(members), memberships, probability, first.p_value, Separation.of(updates, core).least)
 
 
-def _by_cuts(updates: Updates, min_size: int, distance: float) -> tuple[list[np.ndarray], float, _Cut]:
-    """Return the groups, the probability that every accepted cut is real and none is missed, and the first cut."""
+def _by_cuts(updates: Updates, distance: float) -> tuple[list[np.ndarray], float, _Cut]:
+    """Return the groups, the probability that every accepted cut is real and none is missed, and the first cut.
+
+    With equal noise the first p-value is exact, but for its fitted tail (`_p_value`). Those of parts are not: the same
+    updates chose the parts. A part of m of n clients is cut at 1 % * m / n (Meinshausen 2008), which bounds the alarms
+    of parts that did not depend on the updates.
+    """
     count = len(updates.gram)
     leaves: list[np.ndarray] = []
     open_nodes, probability, first = [np.arange(count)], 1.0, None
     while open_nodes:
         members = open_nodes.pop()
         level = FALSE_ALARMS * len(members) / count
-        best = _best_cut(updates.of(members), range(2, MOST_GROUPS + 1), min_size, level)
+        best = _best_cut(updates.of(members), range(2, MOST_GROUPS + 1), level)
         first, p_value = first or best, best.p_value * count / len(members)
         groups = [members[group] for group in best.groups]
         if len(groups) > 1:
@@ -150,7 +125,7 @@ def _by_cuts(updates: Updates, min_size: int, distance: float) -> tuple[list[np.
             part = updates.of(groups[0])
             halves = np.arange(len(part.gram)) % 2
             apart = np.where(halves, distance, 0.0)[:, None]
-            testable = [len(some) >= 2 * min_size for some in (members, halves)]  # with and without outliers
+            testable = [len(some) >= 2 * MIN_SIZE for some in (members, halves)]  # with and without outliers
             missed = 1 - _recovery(apart, halves, part) if testable[1] else float(testable[0])
             probability /= 1 + max(missed, 1 / _bayes_factor(p_value) - 1)
     assert first is not None  # for mypy
@@ -167,25 +142,27 @@ def _real(p_value: float) -> float:
     return 1 / (1 + _bayes_factor(p_value))
 
 
-def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> _Cut:
-    """Return the cut in complete groups that one Gaussian explains least, if its p-value is at most `level`.
+def _best_cut(updates: Updates, numbers: range, level: float, given: bool = False) -> _Cut:
+    """Return the cut in `numbers` groups that one Gaussian explains least, or one group of all clients.
 
-    Otherwise the clients are one group. If a cut in one or several complete groups and outliers has such a p-value, the
-    outliers are left out, and the others are cut again; beside an accepted cut only if it has more groups, and 1 % of
-    the p-value. After several groups the next p-value must be at most 1 % of `level`, as tails have outliers, too. A
-    p-value of at most `level` beside one group means: there seem to be several, but also clients in none.
+    A cut is accepted if its groups are complete and its p-value is at most `level`, or if its number is `given`. If
+    a cut in groups and outliers is significant, the outliers are left out, and the others are cut again; beside an
+    accepted cut only if it has more groups, and 1 % of its p-value. After several groups the next p-value must be at
+    most 1 % of `level`, as tails have outliers, too. A significant p-value beside one group means that there seem to be
+    several groups, but also clients in none.
     """
     members, hidden = np.arange(len(updates.gram)), 1.0
-    while possible := numbers[: max(0, len(members) // min_size + 1 - numbers.start)]:
-        cuts = _Cuts.of(updates.of(members), possible, min_size)
-        usable = cuts.complete & ~cuts.outliers
+    while possible := numbers[: max(0, len(members) // MIN_SIZE + 1 - numbers.start)]:
+        cuts = _Cuts.of(updates.of(members), possible)
+        usable = ~cuts.outliers & (cuts.complete | given)
         best = cuts.least_explained(usable)
         p_value = float(cuts.p_values[best]) if usable.any() else 1.0
+        accepted = bool(usable.any()) and (given or p_value <= level)
         aside = cuts.outliers & (cuts.complete | (cuts.counts == 1)) & (cuts.p_values <= level)
-        if p_value <= level:
+        if accepted:
             aside &= (cuts.counts > cuts.counts[best]) & (cuts.p_values < FALSE_ALARMS * p_value)
         if not aside.any():
-            if p_value <= level:
+            if accepted:
                 return cuts.cut(best, members, p_value)
             return _Cut([members], min(p_value, hidden), cuts.separation(best))
         worst = cuts.least_explained(aside)
@@ -193,26 +170,6 @@ def _best_cut(updates: Updates, numbers: range, min_size: int, level: float) -> 
             hidden, level = min(hidden, float(cuts.p_values[worst])), level * FALSE_ALARMS
         members = members[cuts.without_outliers(worst)]
     return _Cut([members], hidden, 0.0)
-
-
-def _given_cut(updates: Updates, number: int, min_size: int) -> _Cut:
-    """Return the cut in so many groups; if one Gaussian does not explain one with outliers, that of the other clients.
-
-    Outliers are left out as by `_best_cut`. If no cut in so many large enough groups is found, it is the first cut.
-    """
-    members, first, level = np.arange(len(updates.gram)), None, FALSE_ALARMS
-    while number > 1 and (first is None or len(members) >= number * min_size):
-        cuts = _Cuts.of(updates.of(members), range(number, number + 1), min_size)
-        found = cuts.cut(0, members, float(cuts.p_values[0]))
-        if not cuts.outliers[0]:
-            return found
-        first = first or found
-        if found.p_value > level or not cuts.counts[0]:
-            break
-        if cuts.counts[0] > 1:
-            level *= FALSE_ALARMS
-        members = members[cuts.without_outliers(0)]
-    return first or _Cut([members], 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -235,10 +192,10 @@ class _Cuts:
     p_values: np.ndarray
 
     @classmethod
-    def of(cls, updates: Updates, numbers: range, min_size: int) -> "_Cuts":
+    def of(cls, updates: Updates, numbers: range) -> "_Cuts":
         added, merges = ward(updates.gram[None], updates.weights)
         cuts = [cut(merges[0], groups) for groups in numbers]
-        large = [[group for group in groups if len(group) >= min_size] for groups in cuts]
+        large = [[group for group in groups if len(group) >= MIN_SIZE] for groups in cuts]
         complete = np.array([Separation.of(updates, groups).least >= COMPLETE for groups in large])
         gaps, p_values = _against_rotations(updates, _log_within(added, numbers)[0], numbers)
         return cls(updates, cuts, large, complete, gaps, p_values)
@@ -411,11 +368,11 @@ class Separation:
         return worst
 
 
-def assigned(updates: Updates, groups: Sequence[np.ndarray], min_size: int = 1) -> tuple[list[np.ndarray], np.ndarray]:
+def assigned(updates: Updates, groups: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the groups after each client has moved to the most likely one, and the memberships `[n, M]`.
 
     Memberships are the posterior probabilities of equally likely Gaussians around the groups' means, whose deviation is
-    that of `Separation`. If a group would be left with fewer than `min_size` clients, only clients move that are in no
+    that of `Separation`. If a group would be left with fewer than `MIN_SIZE` clients, only clients move that are in no
     group.
     """
     squares, _ = distances(updates, groups)
@@ -425,7 +382,7 @@ def assigned(updates: Updates, groups: Sequence[np.ndarray], min_size: int = 1) 
     if (
         np.isfinite(variance).all()
         and (variance > 0).all()
-        and np.bincount(nearest, minlength=len(groups)).min() >= min_size
+        and np.bincount(nearest, minlength=len(groups)).min() >= MIN_SIZE
     ):
         memberships = softmax(-squares / (2 * variance), axis=1)
     else:

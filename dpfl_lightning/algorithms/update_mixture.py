@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, double_columns, least, overlap
-from dpfl_lightning.algorithms.update_groups import MOST_GROUPS, GroupOptions, find_groups
+from dpfl_lightning.algorithms.update_groups import MOST_GROUPS, find_groups
 
 _SMALL = 1e-6  # tolerance of EM, and the term it adds to variances
 _ROUNDING = 1e-6  # bound of the relative rounding of float32 updates; serves as noise if there is no other
@@ -65,7 +65,7 @@ def noisy_updates(deltas: Tensor, noise_std: Sequence[float]) -> Updates:
 def robust_mixture(
     deltas: Tensor,
     noise_std: Sequence[float],
-    options: GroupOptions | None = None,
+    num_groups: int | None = None,
     distance: float = math.inf,
 ) -> Mixture:
     """Find groups that one Gaussian does not explain, and the clients' memberships, by `find_groups`. Post-processing.
@@ -81,7 +81,7 @@ def robust_mixture(
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
     updates = noisy_updates(deltas, noise_std)
-    groups = find_groups(updates, options, distance)
+    groups = find_groups(updates, num_groups, distance)
     return Mixture(
         torch.from_numpy(groups.memberships),
         torch.from_numpy(updates.coordinates(2)),

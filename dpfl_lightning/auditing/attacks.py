@@ -29,6 +29,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, MeanLoss, NoMechanism
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
@@ -36,7 +37,6 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent,
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.text import at_least, at_most

@@ -182,9 +182,6 @@ class PrivacyOptions(_Section):
             from the operating system for every release.
         diagnostics: report in every round which fraction of each client's gradients was clipped and how many were not
             finite. Both are released without noise, so such a run has no guarantee, and its report states this.
-        signing_keys: folder with Ed25519 private keys client-0.pem, client-1.pem, ... in PEM. Each client with a key
-            signs the ledger's head after every charge, so that nobody else can rewrite the ledger without being
-            detected. null signs nothing.
     """
 
     epsilon: PerClientFloat | None = None
@@ -198,7 +195,6 @@ class PrivacyOptions(_Section):
     reserve_rounds: AtLeastZero = 0
     noise_key: Annotated[str | None, _NOISE_KEY] = None
     diagnostics: bool = False
-    signing_keys: str | None = None
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         num_clients=f"{len(order):,}",
         summary=_summary(result, guarantees, budgets) if len(order) > _MOST_ROWS else None,
         rows=[_client_row(result.clients[i], guarantees[i], budgets[i]) for i in order[:_MOST_ROWS]],
-        command=f"python -m dpfl_lightning.plan --ledger {ledger}",
+        command=f"python -m dpfl_lightning.ledger {ledger}",
         versions=[*versions, *(f"{name} {version(name)}" for name in _LIBRARIES)],
     )
 

@@ -35,9 +35,7 @@ _COLOURS = (
 )
 _MOST_ROWS = 200  # clients in a table, and trials
 _NOT_COMPARED = ("tracking", "output_dir")
-_UNFINISHED = (
-    "Unfinished: no guarantee is stated yet. `dpfl plan --ledger {}` states what every client has spent so far."
-)
+_UNFINISHED = "Unfinished: no guarantee is stated yet. `dpfl ledger {}` states what every client has spent so far."
 _DRAWN_HERE = ("accuracy_over_rounds",)  # figures that the page has as charts
 
 Rows = list[dict[str, str]]

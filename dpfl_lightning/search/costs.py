@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
@@ -18,10 +18,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
-    GaussianEvent,
-    LaplaceEvent,
     NonPrivateEvent,
-    SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
@@ -29,7 +26,7 @@ from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.text import at_most, columns, counted
 
 _MOST_CLIENTS = 30
-_EVENTS = {kind.__name__: kind for kind in (GaussianEvent, LaplaceEvent, SelectionEvent, Caveat, NonPrivateEvent)}
+_EVENTS = {kind.__name__: kind for kind in get_args(Event)}
 
 
 @dataclass(frozen=True)

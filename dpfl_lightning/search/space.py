@@ -24,7 +24,7 @@ _SAME_RELEASES = ("clients.learning_rate", "clients.optimizer", "clients.schedul
 _SAME_FOR_MOST = ("model", "privacy.clip_norm")
 _PLAN_BY_NET = ("biased_selection", "clustered")
 #: keys that must be the same in all runs
-NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key", "privacy.signing_keys")
+NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key")
 _WHY = {
     "set": "Other keys do not affect models that the server trains on a set. Objective public searches the whole run.",
     "public": "A search cannot choose the data, nor how the run is executed and reported.",

@@ -17,6 +17,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.plan import main as plan
@@ -24,7 +25,6 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.sampling import draw_steps
 from dpfl_lightning.reporting.progress import Progress
 

@@ -66,7 +66,7 @@ def test_a_run_leaves_its_page(make_loop):
         "PLD (dp_accounting, upper bound)",
         "noised gradient steps in 3 releases",
         *NOT_COVERED,
-        f"python -m dpfl_lightning.plan --ledger {loop.output_dir}/ledger.jsonl",
+        f"python -m dpfl_lightning.ledger {loop.output_dir}/ledger.jsonl",
         "all 3 rounds are done",
         "dp-accounting",
         "opacus",

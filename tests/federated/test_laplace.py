@@ -8,7 +8,7 @@ from conftest import FIXED_KEY
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.plan import main as plan
+from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Laplace
@@ -33,7 +33,7 @@ def test_a_run_spends_pure_budgets(adjacency, sensitivity, make_loop, capsys):
         assert row["noise_std"] == pytest.approx(mechanism.noise_std(1, 0.3)), "the divisor is the number of records"
     events = {charge.event for charge in read_ledger(loop.clients.folder.ledger_file) if charge.client == 0}
     assert events == {LaplaceEvent(result.clients[0]["noise_multiplier"], 1)}
-    assert plan(["--ledger", str(loop.output_dir), "--json"]) == 0
+    assert ledger([str(loop.output_dir), "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [c["epsilon"] for c in again["clients"]] == [c["epsilon_spent"] for c in result.clients]
     assert again["guarantee"]["accountant"] == "addition of pure epsilons"

@@ -109,13 +109,6 @@ def test_a_run_without_privacy_or_with_shuffled_batches_says_so(make_loop):
     json.dumps(result.as_dict(), allow_nan=False)
 
 
-def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
-    planned = make_loop().plan_schedule()
-    solve = "dpfl_lightning.privacy.accounting.schedule._smallest_noise"
-    monkeypatch.setattr(solve, lambda plans, *_: {0: []}[len(plans)])
-    assert make_loop().plan_schedule() == planned
-
-
 def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
     privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
     cohorts = []
@@ -419,10 +412,14 @@ def test_a_noise_key_is_checked_in_python_too(key):
         PrivacyOptions(epsilon=1.0, noise_key=key)
 
 
-def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path):
-    keys, folder = tmp_path / "keys", tmp_path / "run"
-    with pytest.raises(UserError):
-        make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3, signing_keys=str(keys)), output_dir=folder).run()
+def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path, monkeypatch):
+    def refused(*_):
+        raise UserError("late")
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="late"):
+        patched.setattr("dpfl_lightning.federated.client.local_clients.Ledger", refused)
+        make_loop(output_dir=folder).run()
     assert not folder.exists()
     assert make_loop(rounds=1, output_dir=folder).run().finished
 

@@ -23,7 +23,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import SGD, build_optimizer
-from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
+from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.clustering.local import Local
 
 pytestmark = pytest.mark.filterwarnings("ignore:not used of|configure_optimizers:UserWarning")
@@ -522,8 +522,10 @@ def test_clients_with_several_models_have_one_each(make_loop):
 
 
 def test_strategies_that_need_the_noise_of_updates_refuse_adam(make_loop):
-    with pytest.raises(UserError, match=r"`clients\.optimizer` must be SGD with InverseNoise, got 'Adam'"):
-        make_loop(parts=[InverseNoise()], clients=ADAM)
+    words = r"`clients\.optimizer` must be SGD with NoiseAware, got 'Adam'.* `noise: estimated`"
+    with pytest.raises(UserError, match=words):
+        make_loop(parts=[NoiseAware()], clients=ADAM)
+    make_loop(parts=[NoiseAware("estimated")], clients=ADAM)
 
 
 def test_noise_of_an_update_with_momentum():

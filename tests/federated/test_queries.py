@@ -34,9 +34,10 @@ from dpfl_lightning.federated.messages.query import (
     event_of,
 )
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.ledger import main as ledger_command
 from dpfl_lightning.models.model import FORWARD_CHUNK
-from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import client_plans
 from dpfl_lightning.privacy.accounting.events import (
@@ -48,7 +49,6 @@ from dpfl_lightning.privacy.accounting.events import (
 )
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.privacy.ledger.results import guarantee_of_each
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.reporting.curves import of_round
@@ -366,7 +366,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     planned = client_plans(loop.plan_schedule().clients, loop.accountant, [(100, 10)] * 4)
     result, printed = loop.run(), paper.file.getvalue()
     capsys.readouterr()
-    assert plan_command(["--ledger", str(loop.output_dir), "--json"]) == 0
+    assert ledger_command([str(loop.output_dir), "--json"]) == 0
     report = capsys.readouterr().out
     bare = set()
     for query, given_ in asked:

@@ -24,7 +24,7 @@ from dpfl_lightning.federated.node.state import read_terms
 from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.transport import flower
 from dpfl_lightning.federated.transport.sites import Sites, SocketChannel
-from dpfl_lightning.plan import main as plan
+from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.reporting.mlflow import describe
@@ -41,7 +41,7 @@ OTHERS = {
     "noise_aware": ({}, {}),
     "biased_selection": ({}, {}),
     "kmeans_clusters": ({}, {}),
-    "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, two looks, and choices of a model
+    "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, and choices of a model
     "mr_mtl": ({}, {}),  # personal models
     "pfa": ({}, {}),
     "distillation": (FEW_IMAGES, {"model": NET}),
@@ -77,7 +77,7 @@ def compared(folder, **more):
 def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(tmp_path):
     expected, model = compared(tmp_path, strategies={"ifca": {}})  # updates and questions
     assert torch.equal(model, expected)
-    assert plan(["--ledger", str(tmp_path / "real")]) == 0
+    assert ledger([str(tmp_path / "real")]) == 0
     scores = evaluate_run(configured(tmp_path), tmp_path / "real")
     assert scores["test_accuracy"] is not None
     assert not any(one["accuracy"] for one in scores["clients"]), "the server holds none of their records"
@@ -211,7 +211,7 @@ def test_a_late_release_of_a_node_that_never_tells_counts_as_paid(then, tmp_path
     with pytest.warns(UserNotice, match="client 1 does not answer: its release of round 2 counts as paid"):
         result = loop.run()
     assert result.finished and [client["releases"] for client in result.clients] == [2, 2, 2]
-    assert plan(["--ledger", str(tmp_path / "real")]) == 0
+    assert ledger([str(tmp_path / "real")]) == 0
     assert over(nodes, terms, configured(tmp_path / "real")).run(resume=True).finished, "it is no older copy"
     for node in nodes:
         node.close()

@@ -17,7 +17,6 @@ from dpfl_lightning.privacy.accounting.events import (
     GaussianEvent,
     NonPrivateEvent,
     SelectionEvent,
-    repeated,
 )
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted, sampled_gaussian_rdp
 
@@ -110,9 +109,9 @@ class TestEvery:
         assert accountant.epsilon([NonPrivateEvent("clip fractions were shown")], 1e-5) == math.inf
 
     def test_equal_events_are_one(self, accountant):
-        whole = accountant.epsilon([repeated(self.event, 7)], 1e-5)
+        whole = accountant.epsilon([self.event.repeated(7)], 1e-5)
         assert accountant.epsilon([self.event] * 7, 1e-5) == whole
-        assert accountant.epsilon([self.event, Caveat("x"), repeated(self.event, 6)], 1e-5) == whole
+        assert accountant.epsilon([self.event, Caveat("x"), self.event.repeated(6)], 1e-5) == whole
 
     def test_monotone(self, accountant):
         def epsilon(noise=4.0, steps=10, delta=1e-5):
@@ -123,7 +122,7 @@ class TestEvery:
         assert epsilon(delta=1e-4) < epsilon() < epsilon(delta=1e-6)
 
     def test_search_agrees_with_epsilon(self, accountant):
-        queries = [([GaussianEvent(1.0, 6.0, 2), Caveat("x"), repeated(self.event, n)], 1e-5) for n in (0, 1, 5, 30)]
+        queries = [([GaussianEvent(1.0, 6.0, 2), Caveat("x"), self.event.repeated(n)], 1e-5) for n in (0, 1, 5, 30)]
         exact = [accountant.epsilon(*query) for query in queries]
         np.testing.assert_allclose(accountant.search(queries), exact, atol=2e-6)
         assert accountant.search([([], 1e-5), ([GaussianEvent(1.0, 0.0)], 1e-5)]).tolist() == [0.0, math.inf]

@@ -12,7 +12,6 @@ from dpfl_lightning.privacy.accounting.events import (
     LaplaceEvent,
     NonPrivateEvent,
     SelectionEvent,
-    repeated,
 )
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, _released, guarantee, in_words
 
@@ -37,10 +36,10 @@ def test_a_ledger_is_counted_release_by_release():
 
 
 def test_a_schedule_says_how_many_releases_an_event_stands_for():
-    events, counts = [FULL, repeated(ROUND, 30), repeated(SelectionEvent(0.1), 5)], [1, 30, 5]
+    events, counts = [FULL, ROUND.repeated(30), SelectionEvent(0.1).repeated(5)], [1, 30, 5]
     ledger = guarantee([FULL, *[ROUND] * 30, *[SelectionEvent(0.1)] * 5], 1e-4, RDP)
     assert guarantee([*events, Caveat("words")], 1e-4, RDP, releases=counts).covers == ledger.covers
-    assert guarantee([FULL, repeated(ROUND, 0)], 1e-4, RDP, releases=[1, 0]).covers == ledger.covers[:1]
+    assert guarantee([FULL, ROUND.repeated(0)], 1e-4, RDP, releases=[1, 0]).covers == ledger.covers[:1]
 
 
 def test_words_name_sampling_accountant_and_caveats():

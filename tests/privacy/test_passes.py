@@ -112,6 +112,9 @@ ENDS = {
     "sum over an outer dimension": (lambda x: x.repeat(3, 1, 1).sum(0), 64),
     "mean over it": (lambda x: x.repeat(3, 1, 1).mean((0,)), 64),
     "softmax over it": (lambda x: x.repeat(3, 1, 1).softmax(0), 64),
+    "softmax over the first dimension of a view": (lambda x: x.t().softmax(0), 64),
+    "log-softmax of time first": (lambda x: x[:, :, None].repeat(1, 1, 5).transpose(0, 1).log_softmax(0), 64),
+    "a pass that cannot be watched": (lambda x: [][len(x)], None),
     "softmax over the last dimension": (lambda x: x.softmax(1), 1),
     "sum over 31 outer ones": (lambda x: x.repeat(31, 1, 1).sum(0), 64),
     "sum over repeated ones": (lambda x: x.expand(9, *x.shape).sum(0), 64),
@@ -202,18 +205,20 @@ def test_numbers_out_of_range_tell_nothing(act):
 
 
 class Parted(nn.Module):
-    """Computes few records at a time, each of whose parts has last numbers."""
+    """Computes few records at a time, each of whose parts has last numbers; of all passes or of those of even size."""
 
-    def __init__(self):
+    def __init__(self, every):
         super().__init__()
-        self.first, self.last = nn.Linear(7, 13), nn.Linear(13, 2)
+        self.first, self.last, self.every = nn.Linear(7, 13), nn.Linear(13, 2), every
 
     def forward(self, x):
-        return self.last(torch.cat([torch.sigmoid(part) for part in self.first(x).split(5)]))
+        parts = self.first(x).split(len(x) if len(x) % self.every else 5)
+        return self.last(torch.cat([torch.sigmoid(part) for part in parts]))
 
 
-def test_parts_of_a_pass_go_by_vmap():
-    clipped_sum, reason = clipped_sum_for(Parted(), None, torch.empty(0, 7), torch.empty(0).long())
+@pytest.mark.parametrize("every", [1, 2, 8])
+def test_parts_of_a_pass_go_by_vmap(every):
+    clipped_sum, reason = clipped_sum_for(Parted(every), None, torch.empty(0, 7), torch.empty(0).long())
     assert reason.startswith("vmap: ") and "by rules" in reason and isinstance(clipped_sum.choose(), VmapClippedSum)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent, repeated
+from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import affordable_counts, calibrate, cut_to_budgets
 
@@ -142,9 +142,9 @@ def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
     event, paid = GaussianEvent(rate, noise, 3), [GaussianEvent(1.0, 8.0, before)]
     count = affordable_count(event, epsilon, 1e-5, RDP, paid)
     if count:
-        assert RDP.epsilon([*paid, repeated(event, count)], 1e-5) <= epsilon
+        assert RDP.epsilon([*paid, event.repeated(count)], 1e-5) <= epsilon
     if count < MOST:
-        assert RDP.epsilon([*paid, repeated(event, count + 1)], 1e-5) > epsilon
+        assert RDP.epsilon([*paid, event.repeated(count + 1)], 1e-5) > epsilon
 
 
 @settings(deadline=None, max_examples=20)
@@ -294,5 +294,5 @@ SCHEDULE = ClientSchedule(
 
 def test_what_was_released_is_counted_by_purpose():
     released = SCHEDULE.released({"train": 3, "select": 9}.__getitem__)
-    assert released == [repeated(GaussianEvent(0.05, 1.5, 10), 3), SelectionEvent(0.1, 5)], "at most what is planned"
+    assert released == [GaussianEvent(0.05, 1.5, 10).repeated(3), SelectionEvent(0.1, 5)], "at most what is planned"
     assert SCHEDULE.released(lambda _: 0) == []

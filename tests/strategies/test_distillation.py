@@ -269,9 +269,7 @@ def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make
 
 
 #: base rules that weigh what clients send, whatever it is
-BASE_RULES = (
-    *("epsilon_weighted", "inverse_noise", "minimum_epsilon", "noise_aware", "robust_hdp", "size_weighted", "uniform"),
-)
+BASE_RULES = (*("epsilon_weighted", "minimum_epsilon", "noise_aware", "robust_hdp", "size_weighted", "uniform"),)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_the_cap_holds_in_the_weights_of_the_round_and_bounds_a_zero_update(make
     deltas[1] = 0
     assert float(RobustHdp().weigh(updates_of(deltas), view)[1]) > 0.99
     assert float(RobustHdp(max_weight=0.5).weigh(updates_of(deltas), view)[1]) == pytest.approx(0.5)
-    assert float(NoiseAware().weigh(updates_of(deltas), view)[1]) == 0
+    assert float(NoiseAware("estimated").weigh(updates_of(deltas), view)[1]) == 0
 
 
 def test_users_are_warned_once_that_few_clients_count(view):
@@ -117,7 +117,7 @@ def test_users_are_warned_once_that_few_clients_count(view):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         strategy.weigh(updates_of(deltas), view)
-        NoiseAware().weigh(updates_of(deltas), view)
+        NoiseAware("estimated").weigh(updates_of(deltas), view)
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [([8, 16, 8, 8], 1), (8, 0)])

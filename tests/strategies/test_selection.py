@@ -19,12 +19,10 @@ from dpfl_lightning.data.partition import partition
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
-from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise, update_noise
@@ -125,7 +123,7 @@ def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["noise_aware", "pfa", "epsilon_weighted", "inverse_noise"])
+@pytest.mark.parametrize("base", ["noise_aware", "pfa", "epsilon_weighted"])
 @pytest.mark.parametrize("selection", ["biased_selection", "uniform_selection"])
 def test_it_works_with_every_base_rule(base, selection, make_loop):
     built = strategies.build({base: {}, selection: {"clients_per_round": COHORT, "top_fraction": 0.25}})
@@ -318,20 +316,6 @@ def test_laplace_noise_at_a_delta_grows_slower_than_pure_noise(make_loop):
     view, schedule = unsolved(loop, 60)
     growth = participation_noise(schedule, view, np.full(COUNT, 15)).exponent
     assert bool(((growth > 1) & (growth < 2)).all())
-
-
-def some_updates(loop, clients):
-    plan = loop.view(ServerState(loop.module.flat[None], (0,) * COUNT)).plan(clients=clients)
-    deltas = torch.randn(len(clients), PARAMS, generator=torch.Generator().manual_seed(0))
-    return dataclasses.replace(ClientUpdates.announced(plan), deltas=deltas)
-
-
-def test_inverse_noise_weighs_by_the_noise_that_is_added(make_loop):
-    loop = planned(make_loop, InverseNoise(), UniformSelection(COHORT))
-    updates = some_updates(loop, (0, 3, 7))
-    expected = ((MU * np.array(loop.population.num_records)) ** 2)[[0, 3, 7]]
-    assert InverseNoise().weigh(updates, None).numpy() == pytest.approx(expected / expected.sum(), rel=1e-5)
-    assert InverseNoise().weigh(dataclasses.replace(updates, noise_std=(0.0,) * 3), None).tolist() == [1 / 3] * 3
 
 
 def test_learning_rates_decay_from_round_to_round(make_loop):

@@ -14,7 +14,6 @@ from sklearn.preprocessing import MinMaxScaler, StandardScaler
 
 from dpfl_lightning.algorithms.update_geometry import Updates, overlap
 from dpfl_lightning.algorithms.update_groups import (
-    GroupOptions,
     as_noisy_as_most,
     as_noisy_as_seen,
     assigned,
@@ -28,7 +27,6 @@ from dpfl_lightning.algorithms.update_mixture import (
     scaled_principal_coordinates,
     switch_round,
 )
-from dpfl_lightning.errors import UserError
 
 ONES = np.ones(21)
 
@@ -106,7 +104,7 @@ def test_label_skew_is_no_group(alpha):
 def test_groups_of_a_given_number_are_not_believed_in_noise():
     for groups in (2, 4, 8):
         rng = np.random.default_rng(7)
-        draws = [find_groups(updates_of(rng.standard_normal((21, 500))), GroupOptions(groups)) for _ in range(20)]
+        draws = [find_groups(updates_of(rng.standard_normal((21, 500))), groups) for _ in range(20)]
         assert max(one.probability for one in draws) < 0.5
 
 
@@ -152,10 +150,9 @@ def test_a_far_client_hides_no_groups(far):
     for seed in range(3):
         x = grouped(1.5 * CNN**0.25, CNN, seed)
         x[20] += far * CNN**0.25 * np.eye(1, CNN)[0]
-        found, alone = find_groups(updates_of(x)), find_groups(updates_of(x), GroupOptions(min_size=1))
+        found = find_groups(updates_of(x))
         assert adjusted_rand_score(TRUE[:-1], found.labels[:-1]) == 1 and len(found.members) == 4
         assert found.probability > 0.75 and found.separation > 10, "of the others"
-        assert [20] in [one.tolist() for one in alone.members]
         none = grouped(0.0, CNN, seed)
         none[20] = x[20]
         assert len(find_groups(updates_of(none)).members) == 1
@@ -239,29 +236,28 @@ def test_few_clients_and_small_groups():
     far[1:, 0] = 1000.0
     x = far + np.random.default_rng(1).standard_normal((6, 50))
     assert len(find_groups(updates_of(x)).members) == 1, "one client is no group"
-    given = find_groups(updates_of(x), GroupOptions(2))
+    given = find_groups(updates_of(x), 2)
     assert [len(one) for one in given.members] == [3, 3] and given.probability < 0.2, "nor one of two groups"
-    pairs = updates_of(np.repeat(1000 * np.eye(3), 2, axis=0) @ np.eye(3, 50))
-    found = find_groups(pairs, GroupOptions(3, min_size=4))
-    assert len(found.members) == 3 and found.probability == 0, "groups of a given number that are all too small"
-    assert [len(find_groups(updates_of(x[:count]), GroupOptions(4)).members) for count in (1, 2, 3)] == [1, 2, 3]
+    single = find_groups(updates_of(1000 * np.eye(3, 50)), 3)
+    assert len(single.members) == 3 and single.probability == 0, "groups of a given number that are all too small"
+    assert [len(find_groups(updates_of(x[:count]), 4).members) for count in (1, 2, 3)] == [1, 2, 3]
     assert find_groups(updates_of(x[:1])).probability == find_groups(updates_of(x[1:4])).probability == 0, "untested"
 
 
-@pytest.mark.parametrize(("count", "min_size"), [(2, 1), (3, 1), (4, 2), (5, 2)])
-def test_one_group_of_fewer_than_six_clients_has_no_probability(count, min_size):
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_one_group_of_fewer_than_six_clients_has_no_probability(count):
     """Even two groups far apart look like one so often."""
     x = np.random.default_rng(0).standard_normal((count, 50))
     x[: count // 2, 0] += 30.0
     for draw in (x, x[:, 1:]):
-        found = find_groups(updates_of(draw), GroupOptions(None, min_size), distance=30.0)
+        found = find_groups(updates_of(draw), distance=30.0)
         assert found.probability == 0 if len(found.members) == 1 else found.probability > 0.9
 
 
 def test_identical_updates_are_one_group():
     found = find_groups(updates_of(np.ones((8, 30))))
     assert len(found.members) == 1 and found.separation == 0
-    assert find_groups(updates_of(np.ones((8, 30))), GroupOptions(3)).probability <= 0.5
+    assert find_groups(updates_of(np.ones((8, 30))), 3).probability <= 0.5
 
 
 def test_a_probability_counts_groups_that_noise_may_hide():
@@ -279,17 +275,8 @@ def test_clients_in_another_order_are_the_same_groups():
     assert mixed.separation == pytest.approx(plain.separation)
 
 
-def test_mistakes_are_one_sentence():
-    for wrong, words in (
-        ({"num_groups": 0}, "`num_clusters` must be `auto` or at least 1, got 0"),
-        ({"min_size": 0}, "`min_cluster_size` must be a whole number of at least 1"),
-    ):
-        with pytest.raises(UserError, match=words):
-            GroupOptions(**wrong)
-
-
-def robust(x, **options):
-    return robust_mixture(torch.from_numpy(x), [1.0] * len(x), GroupOptions(**options))
+def robust(x, num_groups=None):
+    return robust_mixture(torch.from_numpy(x), [1.0] * len(x), num_groups)
 
 
 def score(mixture) -> float:
@@ -331,8 +318,10 @@ def test_memberships_are_soft_between_groups_that_touch():
     assert np.abs(found[:, 1] - middle).mean() < 0.05
     assert [one.tolist() for one in moved] == [np.flatnonzero(found.argmax(axis=1) == k).tolist() for k in range(3)]
     assert sum(len(np.setdiff1d(one, other)) for one, other in zip(moved, groups, strict=True)) < 12
-    same, sure = assigned(updates_of(x), groups, min_size=41)
-    assert [one.tolist() for one in same] == [one.tolist() for one in groups] and set(sure.ravel()) == {0.0, 1.0}, (
+    far = np.diag([0.0, 0, 0, 0, 100]) + 0.1 * rng.standard_normal((5, 5))
+    apart = [np.arange(3), np.arange(3, 5)]  # client 3 is of the first group
+    same, sure = assigned(updates_of(far, 0.1), apart)
+    assert [one.tolist() for one in same] == [one.tolist() for one in apart] and set(sure.ravel()) == {0.0, 1.0}, (
         "nobody moves if a group would be too small"
     )
 
@@ -342,7 +331,7 @@ def test_few_or_identical_updates(count):
     same = torch.ones(count, 7)
     for num_groups in (None, 4):
         for found in (
-            robust_mixture(same, [1.0] * count, GroupOptions(num_groups)),
+            robust_mixture(same, [1.0] * count, num_groups),
             paper_mixture(same, num_groups),
         ):
             assert found.responsibilities.isfinite().all() and found.embedding.isfinite().all()

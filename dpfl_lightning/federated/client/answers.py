@@ -128,15 +128,16 @@ def _bounded_sum(
             raise ValueError(f"the rows of {kind} must {must}, got {got}")
         return rows[0].to(summing_dtype(rows))
 
+    of_pass, total = vmap(row, randomness="different"), None
+
     def bounded_rows(x: Inputs, y: Tensor) -> Tensor:  # of a whole pass: a GPU adds by the number of rows
-        return bounded(rows_of(x, y))
+        return bounded(of_pass(x, y))
 
     def bounded_row(x: Inputs, y: Tensor) -> Tensor:
         return bounded(row(take(x, 0), y[0])[None])
 
-    rows_of, total = vmap(row, randomness="different"), None
     with evaluating(module.net):
-        evidence = functools.partial(_evidence, module, moved_parameters(module.net), passes, rows_of)
+        evidence = functools.partial(_evidence, module, moved_parameters(module.net), passes, of_pass)
         for rows in passes.rows(kind, bounded_rows, x, y, evidence, bounded_row):
             part = rows.sum(dim=0)
             if total is not None and part.shape != total.shape:

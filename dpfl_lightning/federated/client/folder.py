@@ -22,7 +22,7 @@ _ABOUT_NOTES = (
 
 
 class ClientFolder:
-    """`ledger.jsonl`, `ledger.head`, `ledger.signatures` if clients sign, `private.json`, `checkpoint.key`, `data_key`
+    """`ledger.jsonl`, `ledger.head`, `private.json`, `checkpoint.key`, `data_key`
     until the end, and `errors.log` if clients failed.
 
     **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, `errors.log` may hold

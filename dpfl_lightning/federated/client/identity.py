@@ -38,7 +38,7 @@ _COLUMNS = {
     "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
 }
 _SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
-_PLACES = {"data": ("folder", "download"), "privacy": ("signing_keys",)}  # options that say where files are
+_PLACES = {"data": ("folder", "download")}  # options that say where files are
 
 
 def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, Any]:

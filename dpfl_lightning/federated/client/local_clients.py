@@ -34,7 +34,6 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
-from dpfl_lightning.privacy.ledger.signatures import PrivateKeys, private_keys
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 
@@ -97,8 +96,6 @@ class LocalClients:
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         check_budgets(plan.schedule, plan.settings, self.population.name_of)
-        signing_keys = None if self.privacy is None else self.privacy.signing_keys
-        keys = {} if signing_keys is None else private_keys(Path(signing_keys), self.population.num_clients)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
         self._streams = self.streams(plan)
         with naming_layers(self.module.net):
@@ -106,13 +103,13 @@ class LocalClients:
             with drawing_alike(self.device):
                 self.seconds_per_record(batch_size=1)
         try:
-            self._open_ledger(plan, saved, ended, keys)
+            self._open_ledger(plan, saved, ended)
         except BaseException:
             if not self.folder.ledger_file.is_file():
                 self.folder.forget_data_key()
             raise
 
-    def _open_ledger(self, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool, keys: PrivateKeys) -> None:
+    def _open_ledger(self, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
         sealed = identity(plan, self.privacy, self.module, self.population, data_key)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
@@ -128,7 +125,7 @@ class LocalClients:
             identity=sealed,
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
-        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, keys)
+        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
         drawn, simulated = SAMPLINGS[self.sampling], self.simulated or self.privacy is None
         terms = (accountant, drawn, simulated, plan.caveats, self.unprotected, self.population.name_of)
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)

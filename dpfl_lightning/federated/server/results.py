@@ -232,3 +232,8 @@ class RunTotals:
     def of(cls, saved: Mapping[str, Any]) -> RunTotals:
         fields = copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)})
         return cls(**{**fields, "noise_std": fields["noise_std"].cpu()})
+
+
+def guarantee_of_each(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return each client's guarantee in the content of `guarantees.json`, where equal guarantees are written once."""
+    return [content["guarantees"][place] for place in content["clients"]]

@@ -87,7 +87,8 @@ class Run:
         self.optimizer, self.rates = optimizer, rates
         known = optimizer is not None and math.isfinite(optimizer.independent_steps(1))
         for strategy in self.strategies:
-            name, advice = type(strategy).__name__, f"{type(strategy).__name__} must know the noise in every update."
+            name = type(strategy).__name__
+            advice = f"{name} must know the noise in every update. noise_aware with `noise: estimated` need not."
             got = "the optimizer of the model" if optimizer is None else type(optimizer).__name__
             require(known or not strategy.needs_noise_std, "clients.optimizer", f"be SGD with {name}", got, advice)
         self.output_dir, self.options, self.resume_command = output_dir, dict(options), resume_command

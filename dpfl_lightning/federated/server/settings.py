@@ -11,11 +11,9 @@ from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
-from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import noised_event
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, once_each
 from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
-from dpfl_lightning.runtime.files import cache_folder
 from dpfl_lightning.runtime.text import slow_notice
 
 _LEAST_CLIP_NORM = 1e-12
@@ -104,24 +102,22 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
     """All clients train in all rounds, reserved ones included. Noise that is not given remains to be solved."""
     reserve = privacy.reserve_rounds if privacy is not None else 0
+    mechanism = privacy.mechanism if privacy is not None else "gaussian"
 
     def schedule(client: ClientSettings) -> ClientSchedule:
-        event: NoisedEvent = GaussianEvent(client.sample_rate, client.noise_multiplier, client.steps)
-        if privacy is not None and privacy.mechanism == "laplace":
-            event = LaplaceEvent(client.noise_multiplier, client.steps)
+        event = noised_event(mechanism, client.sample_rate, client.noise_multiplier, client.steps)
         return ClientSchedule(client.epsilon, client.delta, (Planned("train", event, rounds + reserve),))
 
     return RunSchedule(tuple(once_each(schedule, settings)), rounds, reserve)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
-    """The schedule with the free noise of all clients solved, or read from the cache. UserError if no noise fits.
+    """The schedule with the free noise of all clients solved. UserError if no noise fits.
 
     If both noise and a budget are given, the budget limits the number of rounds.
     """
-    cache = CalibrationCache(cache_folder("calibration"))
     clients = cut_to_budgets(schedule.clients, accountant, slow_notice("counting the rounds that budgets pay"))
-    clients = calibrate(clients, accountant, slow_notice("solving noise multipliers"), cache)
+    clients = calibrate(clients, accountant, slow_notice("solving noise multipliers"))
     return dataclasses.replace(schedule, clients=tuple(clients))
 
 

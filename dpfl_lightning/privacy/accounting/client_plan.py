@@ -7,20 +7,17 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
-from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
-    GaussianEvent,
-    LaplaceEvent,
     NoisedEvent,
     NonPrivateEvent,
     SelectionEvent,
+    noised_event,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.runtime.files import cache_folder
 from dpfl_lightning.runtime.text import at_most, slow_notice
 
 
@@ -167,23 +164,19 @@ def plan(
         require(0 < selection_epsilon <= 1e6, "selection_epsilon", "be above 0 and at most 1e6", selection_epsilon)
     chosen_accountant = get_accountant(accountant, adjacency)
 
-    def event(sample_rate: float, noise: float | None, steps: int) -> NoisedEvent:
-        laplace = mechanism == "laplace"
-        return LaplaceEvent(noise, steps) if laplace else GaussianEvent(sample_rate, noise, steps)
-
     lines, full = [], first_round is not None
     if full:
         first_noise = noise_multiplier if first_round_noise_multiplier is None else first_round_noise_multiplier
-        lines.append(Planned("first_round", event(1.0, first_noise, local_epochs), 1))
+        lines.append(Planned("first_round", noised_event(mechanism, 1.0, first_noise, local_epochs), 1))
     if selection_epsilon is not None:
         lines.append(Planned("select", SelectionEvent(selection_epsilon), selections))
     if takes_part > full:
         steps = local_epochs * math.ceil(num_records / batch_size) if steps is None else steps
-        lines.append(Planned("train", event(batch_size / num_records, noise_multiplier, steps), takes_part - full))
+        event = noised_event(mechanism, batch_size / num_records, noise_multiplier, steps)
+        lines.append(Planned("train", event, takes_part - full))
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
-        cache = CalibrationCache(cache_folder("calibration"))
-        schedule = calibrate([schedule], chosen_accountant, slow_notice("solving the noise multiplier"), cache)[0]
+        schedule = calibrate([schedule], chosen_accountant, slow_notice("solving the noise multiplier"))[0]
     return client_plans([schedule], chosen_accountant, [(num_records, batch_size)])[0]
 
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from dpfl_lightning.errors import UserError, require
 
@@ -21,9 +21,24 @@ class GaussianEvent:
     `noise_multiplier` is noise std / clip norm, on the sum, >= 0 (0: no privacy; None: `calibrate` has to solve it).
     """
 
+    kind: ClassVar = "gaussian"
+    protection: ClassVar = "Gaussian noise"
+
     sample_rate: float
     noise_multiplier: float | None
     steps: int = 1
+
+    def repeated(self, times: int) -> Self:
+        return dataclasses.replace(self, steps=self.steps * times)
+
+    def step_words(self) -> str:
+        """Describe one step in a guarantee."""
+        noised = "noised" if self.noise_multiplier else "un-noised"
+        return f"{noised} {'full-batch' if self.sample_rate == 1 else 'gradient'} step"
+
+    def cells(self) -> list[str]:
+        """Return sample rate, noise and steps of one release, for tables."""
+        return [f"{self.sample_rate:.6g}", f"{self.noise_multiplier or 0.0:.6g}", str(self.steps)]
 
 
 @dataclass(frozen=True)
@@ -33,10 +48,23 @@ class LaplaceEvent:
     `noise_multiplier` is the scale of the noise / L1 clip norm, on the sum; otherwise as in `GaussianEvent`.
     """
 
+    kind: ClassVar = "laplace"
+    protection: ClassVar = "Laplace noise"
     sample_rate: ClassVar[float] = 1.0
 
     noise_multiplier: float | None
     steps: int = 1
+
+    def repeated(self, times: int) -> Self:
+        return dataclasses.replace(self, steps=self.steps * times)
+
+    def step_words(self) -> str:
+        """Describe one step in a guarantee."""
+        return f"{'Laplace-noised' if self.noise_multiplier else 'un-noised'} full-batch step"
+
+    def cells(self) -> list[str]:
+        """Return sample rate, noise and steps of one release, for tables."""
+        return ["1", f"{self.noise_multiplier:.6g} (Laplace)", str(self.steps)]
 
 
 @dataclass(frozen=True)
@@ -48,22 +76,47 @@ class SelectionEvent:
     utilities in both directions, which bounds the range by 2 * epsilon.
     """
 
+    kind: ClassVar = "selection"
+    protection: ClassVar = "choice of a model"
+
     epsilon: float
     count: int = 1
 
+    def repeated(self, times: int) -> Self:
+        return dataclasses.replace(self, count=self.count * times)
+
+    def cells(self) -> list[str]:
+        """Return sample rate, noise and number of choices of one release, for tables."""
+        scale = 1 / self.epsilon if self.epsilon else math.inf
+        return ["1", f"{scale:.6g} (Gumbel)", str(self.count)]
+
 
 @dataclass(frozen=True)
-class Caveat:
+class _Words:
+    """What has no noise: its `words` are all that a guarantee says of it."""
+
+    protection: ClassVar = "no noise"
+
+    words: str
+
+    def repeated(self, times: int) -> Self:
+        return self
+
+    def cells(self) -> list[str]:
+        """Return sample rate, noise and steps for tables: all records, whose noise does not count."""
+        return ["1", "none", "-"]
+
+
+@dataclass(frozen=True)
+class Caveat(_Words):
     """A limitation that costs nothing and protects nothing. Every guarantee that composes it includes `words`."""
 
-    words: str
-
 
 @dataclass(frozen=True)
-class NonPrivateEvent:
+class NonPrivateEvent(_Words):
     """A release of private information without noise: epsilon is infinite. `words`, one line, describe what it is."""
 
-    words: str
+    kind: ClassVar = "unprotected"
 
     def __post_init__(self) -> None:
         if not self.words.isprintable():  # guarantees and ledgers state them
@@ -73,16 +126,17 @@ class NonPrivateEvent:
 #: releases of training: sums of clipped gradients with noise
 NoisedEvent = GaussianEvent | LaplaceEvent
 
-Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | NonPrivateEvent
+#: what a client releases; a ledger records each with its `kind`
+Release = NoisedEvent | SelectionEvent | NonPrivateEvent
+
+Event = Release | Caveat
 
 
-def repeated(event: Event, times: int) -> Event:
-    """Return the event of `times` such releases, one after the other."""
-    if isinstance(event, NoisedEvent):
-        return dataclasses.replace(event, steps=event.steps * times)
-    if isinstance(event, SelectionEvent):
-        return dataclasses.replace(event, count=event.count * times)
-    return event
+def noised_event(mechanism: str, sample_rate: float, noise_multiplier: float | None, steps: int) -> NoisedEvent:
+    """Return the event of `steps` noised sums by a mechanism, "gaussian" or "laplace" (always on full batches)."""
+    if mechanism == LaplaceEvent.kind:
+        return LaplaceEvent(noise_multiplier, steps)
+    return GaussianEvent(sample_rate, noise_multiplier, steps)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from dpfl_lightning.privacy.accounting.accountant import (
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
-    LaplaceEvent,
     NoisedEvent,
     NonPrivateEvent,
     SelectionEvent,
@@ -151,10 +150,7 @@ def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ..
         if isinstance(event, SelectionEvent):
             times["selection"] += event.count
         elif isinstance(event, NoisedEvent):
-            noised = "noised" if event.noise_multiplier else "un-noised"
-            kind = f"{noised} full-batch step" if event.sample_rate == 1 else f"{noised} gradient step"
-            if isinstance(event, LaplaceEvent) and event.noise_multiplier:
-                kind = "Laplace-noised full-batch step"
+            kind = event.step_words()
             times[kind] += count
             steps[kind] += event.steps
     return tuple(

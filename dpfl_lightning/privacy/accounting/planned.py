@@ -12,11 +12,9 @@ from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
     GaussianEvent,
-    LaplaceEvent,
     NoisedEvent,
     NonPrivateEvent,
     SelectionEvent,
-    repeated,
 )
 
 Value = TypeVar("Value", bound=Hashable)
@@ -64,7 +62,7 @@ class Planned:
 
     def events(self) -> list[Event]:
         """Return what all releases together release; empty if count is 0."""
-        return [repeated(self.event, self.count)] if self.count else []
+        return [self.event.repeated(self.count)] if self.count else []
 
     @property
     def unsolved(self) -> bool:
@@ -91,7 +89,7 @@ class ClientSchedule:
     def released(self, used: Callable[[str], int]) -> list[Event]:
         """Return what was released so far; `used(purpose)` is the number of releases of a purpose."""
         counts = [(line.event, min(used(line.purpose), line.count)) for line in self.planned]
-        return [repeated(event, count) for event, count in counts if count]
+        return [event.repeated(count) for event, count in counts if count]
 
     @property
     def releases(self) -> tuple[int, ...]:
@@ -123,8 +121,7 @@ class ClientSchedule:
     @property
     def outline(self) -> str:
         """The planned releases in words."""
-        kinds = {GaussianEvent: "Gaussian noise", LaplaceEvent: "Laplace noise", SelectionEvent: "choice of a model"}
-        words = [(line.purpose, kinds.get(type(line.event), "no noise"), line.event) for line in self.planned]
+        words = [(line.purpose, line.event.protection, line.event) for line in self.planned]
         sampled = " of sampled batches"
         return ", ".join(f"{name}: {kind}{sampled * (getattr(one, 'sample_rate', 1) < 1)}" for name, kind, one in words)
 

@@ -13,8 +13,7 @@ from scipy.optimize import elementwise
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
-from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.runtime.text import at_most
 
@@ -29,14 +28,12 @@ def calibrate(
     schedules: Sequence[ClientSchedule],
     accountant: Accountant,
     on_progress: Callable[[int, int], None] | None = None,
-    cache: CalibrationCache | None = None,
 ) -> list[ClientSchedule]:
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
     Releases with noise_multiplier None share the client's free noise, which is 0 if the target is infinite. The noise
     is on the safe side and within 0.1 % of the smallest that the accountant accepts: it is rounded up, and so is the
-    epsilon of `accountant`, with which it is composed again. Noise from `cache` (new noise is added) is composed again,
-    too; that it is the smallest rests on the cache entry. `on_progress` gets (solved, all) distinct schedules.
+    epsilon of `accountant`, with which it is composed again. `on_progress` gets (solved, all) distinct schedules.
 
     `NonPrivateEvent` releases are left out, because no noise makes their epsilon finite: the others alone fit the
     target, but the whole schedule costs an infinite epsilon. Raises UserError if epsilon <= 0, delta is outside (0, 1),
@@ -53,13 +50,8 @@ def calibrate(
             if on_progress is not None:
                 on_progress(done, len(distinct))
 
-        known = {} if cache is None else _still_fitting(chunk, accountant, cache)
-        missing = [schedule for schedule in chunk if schedule not in known]
-        noises = _certified(missing, _smallest_noise(missing, accountant, report), accountant)
-        new = dict(zip(missing, noises, strict=True))
-        if cache is not None and any(noises):
-            cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
-        for schedule, noise in (known | new).items():
+        noises = _certified(chunk, _smallest_noise(chunk, accountant, report), accountant)
+        for schedule, noise in zip(chunk, noises, strict=True):
             solved[schedule] = noise
             report(len(solved))
 
@@ -109,7 +101,7 @@ def affordable_counts(
     for start in range(0, len(offers), accountant.chunk_size):
         chunk = offers[start : start + accountant.chunk_size]
         for (event, target, delta, before), count in zip(chunk, _largest_counts(chunk, accountant, most), strict=True):
-            while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
+            while count and accountant.epsilon([*before, event.repeated(count)], delta) > target:
                 count -= 1  # `search` is approximate, `epsilon` is authoritative
             counts.append(count)
         if on_progress is not None:
@@ -122,7 +114,7 @@ def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) 
     fitting = [most if math.isinf(target) else 0 for _, target, _, _ in offers]
     too_many, asked = [most + 1] * len(offers), [most] * len(offers)
     while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
-        queries = [([*offers[i][3], repeated(offers[i][0], asked[i])], offers[i][2]) for i in undecided]
+        queries = [([*offers[i][3], offers[i][0].repeated(asked[i])], offers[i][2]) for i in undecided]
         for i, epsilon in zip(undecided, accountant.search(queries), strict=True):
             if epsilon <= offers[i][1]:
                 fitting[i] = asked[i]
@@ -141,17 +133,6 @@ def _check(schedule: ClientSchedule) -> None:
             require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, advice)
     for line in schedule.planned:
         require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
-
-
-def _still_fitting(
-    schedules: Sequence[ClientSchedule], accountant: Accountant, cache: CalibrationCache
-) -> dict[ClientSchedule, float]:
-    """Return the cached noises that fit."""
-    cached = [(s, noise) for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise]
-    if not cached:
-        return {}
-    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in cached])
-    return {s: noise for (s, noise), epsilon in zip(cached, epsilons, strict=True) if epsilon <= s.target_epsilon}
 
 
 def _certified(schedules: Sequence[ClientSchedule], noises: Iterable[float], accountant: Accountant) -> list[float]:

@@ -211,7 +211,7 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
     x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
 
     def twice(clipped_sum: VmapClippedSum | LoopClippedSum) -> tuple[list[str], list[str]]:
-        """Return what changes in a later pass, tensors and other; what the first one stores for all is no counter."""
+        """Return the names of what a second pass changes, tensors and others; the first may store what stays."""
         kept = []
         for _ in range(2):
             clipped_sum(params, x, y, ClipRequest(1.0))

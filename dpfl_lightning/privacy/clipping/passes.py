@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.vector_loops import multiple_of
+from dpfl_lightning.privacy.clipping.vector_loops import computes_whole, multiple_of
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 Batch = tuple[Inputs, Tensor]
@@ -110,7 +110,7 @@ def _with_hostile_records(part: Tensor) -> Tensor:
         if part.is_floating_point():
             row.copy_(torch.tensor(_COMPANY[number % len(_COMPANY)], dtype=torch.float64))  # infinite in a short dtype
         elif row.dim():
-            row.copy_(row.roll(number, 0))
+            row.copy_(row.roll(number + 1, 0))
     return part
 
 
@@ -152,22 +152,26 @@ class FixedPasses:
         for size in _cheapest_first(expected, tuple(self._whole[what])):
             if (what, size) not in self._checked:
                 with one_thread_an_operator():
-                    self._checked[what, size] = is_private(rows_of, self.examples, size)
+                    whole = computes_whole(self._of_records(rows_of), size)
+                    self._checked[what, size] = whole and is_private(rows_of, self.examples, size)
             if self._checked[what, size]:
                 return size
         return 1
 
     def _whole_sizes(self, rows_of: Rows) -> list[int]:
         """Return the sizes at which vectorised loops end with a record, the smallest one if none of them fits."""
-        x, y = self.examples
         fitting = max((size for size in self._sizes if size <= self.most), default=self._sizes[0])
         for largest in (fitting, max(self._sizes)):
             with one_thread_an_operator():
-                multiple = multiple_of(lambda count: rows_of(take(x, slice(count)), y[:count], count), largest)
+                multiple = multiple_of(self._of_records(rows_of), largest)
             whole = [size for size in self._sizes if multiple and size % multiple == 0]
             if not whole or whole[0] <= largest:
                 break
         return [size for size in whole if size <= fitting] or whole[:1]
+
+    def _of_records(self, rows_of: Rows) -> Callable[[int], object]:
+        x, y = self.examples
+        return lambda count: rows_of(take(x, slice(count)), y[:count], count)
 
     def rows(
         self,

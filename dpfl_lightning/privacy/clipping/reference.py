@@ -26,6 +26,7 @@ from dpfl_lightning.privacy.clipping.state import tensors_restored
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
 
+_RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 DEFAULT_SIZE = 32  # records whose gradients are computed at once
 CANCELLING = 1e3  # largest assumed ratio of the terms of a sum over positions to the norm used for the sum
 #: how far, in units of the clip norm, a clipped sum may be from the exact one; see `ClippedSum`
@@ -40,18 +41,18 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
     """
     modules = [module for net in nets for module in net.modules()]
     training_modes = [(module, module.training) for module in modules]
-    recurrent = [(module, module.dropout) for module in modules if type(module) in (nn.RNN, nn.GRU, nn.LSTM)]
+    recurrent = [(one, one.dropout) for one in modules if isinstance(one, nn.RNNBase) and type(one) in _RECURRENT]
     for net in nets:
         net.eval()
-    for module, _ in recurrent:
-        module.training, module.dropout = True, 0.0
+    for layer, _ in recurrent:
+        layer.training, layer.dropout = True, 0.0
     try:
         yield
     finally:
         for module, training in training_modes:
             module.training = training
-        for module, dropout in recurrent:
-            module.dropout = dropout
+        for layer, dropout in recurrent:
+            layer.dropout = dropout
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,15 +29,14 @@ _MOST_NUMBERS = 64  # at once: of two bytes in two registers, or those whose sum
 
 #: operators that move numbers or round once, by which any code gives the same bits
 _EXACT = """
-    _to_copy _unsafe_view abs cat clamp clamp_max clamp_min clone constant_pad_nd copy_ embedding empty empty_like
+    _to_copy _unsafe_view abs cat clone constant_pad_nd copy_ embedding empty empty_like
     empty_strided fill_ flip full full_like gather hardtanh index index_put_ index_select leaky_relu
     masked_fill masked_fill_ max max_pool2d_with_indices max_pool2d_with_indices_backward min mse_loss
     mul mul_ neg new_empty new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward ones
     ones_like relu relu_ repeat roll round scatter select_backward sign slice_backward sqrt stack threshold_backward
     where zero_ zeros zeros_like
 """
-#: operators that compute each row, or number of a product, by code of their own: in passes of one size the kernel of a
-#: product is one, and random records show in any dtype whether it computes some rows by other code
+#: operators that compute each row, or number of a product, by code of their own, which is one in passes of one size
 _BY_ROW = """
     _fused_rms_norm _fused_rms_norm_backward _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward addmm baddbmm bmm convolution convolution_backward mm
@@ -61,19 +60,25 @@ def multiple_of(compute: Callable[[int], object], largest: int) -> int | None:
     """Return what the size of a pass has to be a multiple of; `compute` computes a pass of so many records.
 
     No pass has more than the `largest` size, at most 96. None if no size will do, because the model computes parts of a
-    pass, each of which has last numbers.
+    pass, each of which has last numbers, or refuses to be watched.
     """
-    seen, traced = [], (_FEW, next(many for many in _MANY if many > largest))
-    for records in traced:
-        with _Seen() as watch:
-            try:
-                compute(records)
-            except Exception:  # a user's code may refuse to be watched; what fails anyway fails in the check of a size
-                return _MOST_NUMBERS
-        seen.append(Counter(watch.operators).items())
+    return _multiple(compute, next(many for many in _MANY if many > largest))
+
+
+def computes_whole(compute: Callable[[int], object], size: int) -> bool:
+    """Return whether a pass of this size has the operators of a pass of few records, and no parts."""
+    return _multiple(compute, size) is not None
+
+
+def _multiple(compute: Callable[[int], object], many: int) -> int | None:
+    seen, traced = [], (_FEW, many)
     try:
-        return max((_multiple_for(few, many, traced) for few, many in zip(seen[0], seen[1], strict=True)), default=1)
-    except ValueError:
+        for records in traced:
+            with _Seen() as watch:
+                compute(records)
+            seen.append(Counter(watch.operators).items())  # different ones in the order in which they are first seen
+        return max((_multiple_for(few, more, traced) for few, more in zip(seen[0], seen[1], strict=True)), default=1)
+    except Exception:  # a user's code may refuse to be watched; ValueError: it computes parts of a pass
         return None
 
 
@@ -140,7 +145,7 @@ def _operator(name: str, results: tuple[_Layout, ...], args: Sequence[Any]) -> _
     if name not in _REDUCING:
         shapes = {tuple(one.shape) for one in tree_leaves(args) if isinstance(one, Tensor)}
         return _Operator(results, all(one.shape in shapes for one in results))
-    whole = _Layout.of(args[0])
+    whole = results[0] if "softmax" in name else _Layout.of(args[0])  # it computes a contiguous copy
     reduced = args[_REDUCING[name]] if len(args) > _REDUCING[name] else None
     numbers = (reduced,) if isinstance(reduced, int) else tuple(reduced or range(len(whole.shape)))
     return _Operator(results, False, whole, numbers if whole.shape else ())

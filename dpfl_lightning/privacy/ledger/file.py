@@ -12,28 +12,24 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dpfl_lightning.config.names import is_name
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import Event, Release
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
-_EVENTS = {
-    "gaussian": GaussianEvent,
-    "laplace": LaplaceEvent,
-    "selection": SelectionEvent,
-    "unprotected": NonPrivateEvent,
-}
-_KINDS = {kind: name for name, kind in _EVENTS.items()}
+_EVENTS = {event.kind: event for event in get_args(Release)}
+_KINDS = {event: kind for kind, event in _EVENTS.items()}
 _RUN = re.compile("[0-9a-f]{32}")
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
 _NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{_NO_CHAIN}"}}\n')
+_UNLINKED = "a line that does not follow the one before: a line was edited, inserted, moved or removed"
 CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
 
 
@@ -121,7 +117,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
 
     It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut off the end; with
     a known head, that both were cut, rewritten or belong to another run. The chain has no key (so that anybody can
-    verify a copy): a forger who rewrites the ledger and all known heads is detected by `signatures` only. Raises
+    verify a copy): a forger who rewrites the ledger and all known heads is not detected. Raises
     UserError, which names the line and the problem, if the file was changed.
     """
     head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
@@ -142,7 +138,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
                 break
             lines += 1
             if not _follows(line, chain):
-                raise _changed(path, lines, _what_happened(path, lines, head))
+                raise _changed(path, lines, _UNLINKED)
             size, chain = size + len(line), chain_of(line)
             if header is None:
                 header = _first(path, line)
@@ -266,7 +262,7 @@ def read_header(path: Path) -> Header | None:
     if not line.endswith(b"\n"):
         return None
     if not _follows(line, _NO_CHAIN):
-        raise _changed(path, 1, _what_happened(path, 1, None))
+        raise _changed(path, 1, _UNLINKED)
     return _first(path, line)
 
 
@@ -373,40 +369,3 @@ def _charge_of(fields: dict[str, Any]) -> Charge:
 
 def _changed(path: Path, number: int, reason: str) -> UserError:
     return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {CHANGED}")
-
-
-def _what_happened(path: Path, number: int, head: Head | None) -> str:
-    """Describe what happened to the first line whose chain does not fit."""
-    with open(path, "rb") as file:
-        lines = list(file)
-    line, kind = lines[number - 1], _kind(lines[number - 1])
-    if kind == "old charge" and number == 1:
-        return "a charge without a chain: the ledger is from an older version of this package"
-    if kind not in ("header", "charge"):
-        return f"an invalid line: {line[:80]!r}"
-    if line in lines[: number - 1]:
-        first = lines.index(line) + 1
-        return f"a copy of line {first}" + (": the file was appended to itself" if first == 1 else "")
-    if kind == "header":
-        return "a header that was edited" if number == 1 else "the header of another ledger, appended to this one"
-    if number == 1:
-        return "a charge: the header was removed"
-    for other, before in enumerate(lines, start=1):
-        if _follows(line, chain_of(before)):
-            return f"the line that belongs after line {other}: lines were moved"
-    if head is not None and len(lines) < head.lines:
-        return f"a line that does not follow line {number - 1}: {head.lines - len(lines)} of {head.lines} were removed"
-    cause = f"it and line {number - 1} do not give its chain"
-    return f"a line that was edited, or that follows one that was inserted or rewritten: {cause}"
-
-
-def _kind(line: bytes) -> str | None:
-    try:
-        fields = parsed(line)
-        if fields.get("ledger"):
-            return "header"
-        sealed = "chain" in fields
-        _charge_of(fields)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return "charge" if sealed else "old charge"

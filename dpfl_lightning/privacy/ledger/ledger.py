@@ -14,9 +14,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.events import Event
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger import file as ledger_file
-from dpfl_lightning.privacy.ledger import signatures
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
-from dpfl_lightning.privacy.ledger.signatures import PrivateKeys
 from dpfl_lightning.runtime.files import sync_folder
 
 _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length; not every system has it
@@ -25,18 +23,15 @@ _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length;
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
-    The lines of an interrupted run are signed by `accept` only, because somebody may have appended some of them.
+    The lines of an interrupted run enter the head by `accept` only, because somebody may have appended some of them.
     A completed charge is on disk: a crash afterwards never under-reports. Nothing was released for an incomplete last
     line, which is cut off; a complete line that the head does not count yet counts as paid. `ledger_file.verify`
     describes further guarantees. The file holds public facts, and keyed digests of private records: it may be shown to
-    others. `keys` of clients sign every head. Raises UserError if another process writes it, it was changed, it belongs
-    to another run, or other clients signed it.
+    others. Raises UserError if another process writes it, it was changed, or it belongs to another run.
     """
 
-    def __init__(
-        self, path: Path, header: Header, checkpoint: Head | None = None, keys: PrivateKeys | None = None
-    ) -> None:
-        self.path, self._keys = path, keys or {}
+    def __init__(self, path: Path, header: Header, checkpoint: Head | None = None) -> None:
+        self.path = path
         self._files = ExitStack()
         self._file = self._files.enter_context(_locked(path))
         self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
@@ -67,7 +62,7 @@ class Ledger:
             self._remember(charge)
 
     def accept(self) -> None:
-        """Write and sign the head of an interrupted run, after its lines were compared with the plan."""
+        """Write the head of an interrupted run, after its lines were compared with the plan."""
         if self._is_accepted:
             return
         for (client, round), charges in self._charges.items():
@@ -114,16 +109,13 @@ class Ledger:
         self._append([ledger_file.header_line(header)])
 
     def _resume(self, header: Header, checkpoint: Head | None) -> None:
-        signed = signatures.read_signatures(self.path)
         known = {} if checkpoint is None else {"the checkpoint": checkpoint}
-        verified = ledger_file.verify(self.path, self._remember, {**known, **signatures.signed_head(self.path, signed)})
+        verified = ledger_file.verify(self.path, self._remember, known)
         check_same(self.path.parent, _compared(verified.header), _compared(header))
-        signatures.check_same_signers(self.path, signed, self._keys)
-        signatures.check(self.path, signed, signatures.public_of(self._keys), verified)
         self.head = verified.end
         self._open_head()
         self._file.truncate(verified.size)
-        self._is_accepted = verified.head == verified.end and (signed is None or signed.head == verified.end)
+        self._is_accepted = verified.head == verified.end
 
     def _append(self, lines: Sequence[bytes]) -> None:
         """Write the lines to disk, and then the head."""
@@ -141,8 +133,6 @@ class Ledger:
     def _write_head(self) -> None:
         os.pwrite(self._head_file, ledger_file.head_bytes(self.head), 0)
         _sync(self._head_file)
-        if self._keys:
-            signatures.write_signatures(self.path, self.head, self._keys)
 
     def _remember(self, charge: Charge) -> None:
         self._paid[charge.client].setdefault(charge.purpose, []).append(charge.event)

@@ -25,7 +25,7 @@ from dpfl_lightning.runtime.text import at_most, distinct, span, without_credent
 from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
-LEDGER = ("ledger.jsonl", "ledger.head", "ledger.signatures")
+LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
 FILES = (*LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")

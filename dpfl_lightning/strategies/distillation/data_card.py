@@ -13,7 +13,7 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, Disti
 
 #: sections of a configuration that determine a set; paths, keys and tracking are left out
 _SECTIONS = ("rounds", "seed", "data", "model", "task", "clients", "privacy", "strategies")
-_LEFT_OUT = ("folder", "noise_key", "signing_keys")
+_LEFT_OUT = ("folder", "noise_key")
 
 
 def data_card(made: DistilledSet, options: Mapping[str, Any]) -> str:

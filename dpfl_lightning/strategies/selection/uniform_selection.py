@@ -13,8 +13,7 @@ class UniformSelection(QuotaSelection):
 
     If K T / N is not a whole number, the first clients train in one round more. With independent draws, about half of
     the clients would be drawn in more rounds than their noise was solved for. As a baseline of `biased_selection` it
-    is, with `uniform`, DPSGD (DMLDP with Laplace noise, FedSGD without noise); with `epsilon_weighted`, WeiAvg; and
-    with `inverse_noise`, the least noise that weights can give.
+    is, with `uniform`, DPSGD (DMLDP with Laplace noise, FedSGD without noise); and with `epsilon_weighted`, WeiAvg.
 
     **Privacy** Post-processing of public facts. Claimed budgets are trusted only with `top_fraction`. The server knows
     which clients take part, so there is no amplification by selection.

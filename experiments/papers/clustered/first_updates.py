@@ -19,7 +19,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
-from dpfl_lightning.strategies.clustering.first_round import PURPOSE
+from dpfl_lightning.strategies.clustering.first_round import DISTANCE, PURPOSE
 from experiments.papers.run import CellContext
 
 PAPER = {"num_clusters": 4, "mixture": "paper", "first_round_noise_multiplier": "same"}
@@ -29,7 +29,7 @@ NOISY = 20  # the client that has more noise, or fewer records, than all others
 
 
 def found(context: CellContext, epsilons: Sequence[float], methods: Sequence[str], odd: bool = False) -> dict[str, Any]:
-    """Values `<method>_eps<epsilon>_perfect` (1 or 0), `_groups`, and of our default `_looks` and `_probability`.
+    """Values `<method>_eps<epsilon>_perfect` (1 or 0), `_groups`, and `_probability`.
 
     With `odd`, of our default also `noisy_` and `few_`: one client has ten times the noise, or a tenth of the records;
     `_others` is whether the groups of the other clients are right.
@@ -87,9 +87,9 @@ def _one(
     clustered: Mapping[str, Any],
     seed: int,
 ) -> dict[str, float]:
-    mixture, looks = looked_at(sums, population.num_records, noises, clustered, seed)
+    mixture = mixture_of(sums, population.num_records, noises, clustered, seed)
     labels = mixture.responsibilities.argmax(dim=1).numpy()
-    values = {"groups": float(mixture.num_groups), "probability": mixture.probability, "looks": float(looks)}
+    values = {"groups": float(mixture.num_groups), "probability": mixture.probability}
     if population.groups is not None:
         true = np.array(population.groups)
         right = (labels[:, None] == labels) == (true[:, None] == true)
@@ -98,20 +98,15 @@ def _one(
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
-def looked_at(
+def mixture_of(
     sums: Tensor, num_records: Sequence[int], noises: np.ndarray, clustered: Mapping[str, Any], seed: int
-) -> tuple[Mixture, int]:
-    """Return the mixture of updates at clip norm 1 and learning rate 1, and the number of full batches it needed."""
+) -> Mixture:
+    """Return the mixture of updates at clip norm 1 and learning rate 1."""
     generator = torch.Generator().manual_seed(seed)
     records = torch.tensor(num_records, dtype=torch.float64)
     noise_std = torch.from_numpy(noises) / records
-    total = torch.zeros_like(sums)
-    for looks in (1, 2):
-        total += sums / records[:, None] + noise_std[:, None] * torch.randn(sums.shape, generator=generator)
-        if clustered.get("mixture") == "paper":
-            number = clustered["num_clusters"]
-            return paper_mixture(total, None if number == "auto" else number, seed), looks
-        mixture = robust_mixture(total / looks, (noise_std / looks**0.5).tolist(), distance=0.1)
-        if mixture.confident:
-            break
-    return mixture, looks
+    updates = sums / records[:, None] + noise_std[:, None] * torch.randn(sums.shape, generator=generator)
+    if clustered.get("mixture") == "paper":
+        number = clustered["num_clusters"]
+        return paper_mixture(updates, None if number == "auto" else number, seed)
+    return robust_mixture(updates, noise_std.tolist(), distance=DISTANCE)

@@ -8,7 +8,7 @@ import functools
 import math
 
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent, repeated
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from experiments.papers.leaderboard import tuning as tuned
@@ -58,7 +58,7 @@ def epsilon_alone(event: Event, times: int = 1, accountant: str = "rdp") -> floa
     >>> round(epsilon_alone(GaussianEvent(1.0, 1.31)), 2)
     3.05
     """
-    return get_accountant(accountant).epsilon([repeated(event, times)], DELTA)
+    return get_accountant(accountant).epsilon([event.repeated(times)], DELTA)
 
 
 def update_variance(batch: int, noise_multiplier: float, epochs: int = 1) -> float:

@@ -15,7 +15,7 @@ import torch
 from sklearn.metrics import adjusted_rand_score
 
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram
-from dpfl_lightning.algorithms.update_groups import GroupOptions, Groups, find_groups, simulated
+from dpfl_lightning.algorithms.update_groups import Groups, find_groups, simulated
 from dpfl_lightning.algorithms.update_mixture import paper_mixture
 
 SIZES = (3, 6, 6, 6)
@@ -68,7 +68,7 @@ def _methods_once(separation: float, num_params: int, seed: int) -> dict[str, fl
     updates = Updates(centred_gram(torch.from_numpy(x)), np.ones(len(true)), num_params)
     raw, raw_separation = _raw_mixture(x, seed)
     paper = paper_mixture(torch.from_numpy(x), len(SIZES), seed)
-    ward, split = find_groups(updates, GroupOptions(len(SIZES))), find_groups(updates)
+    ward, split = find_groups(updates, len(SIZES)), find_groups(updates)
     return {
         "raw_ari": adjusted_rand_score(true, raw),
         "raw_separation": raw_separation,

@@ -1,6 +1,5 @@
 """Estimators of noise, and weights, on simulated updates as the common signal grows."""
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.algorithms.signal_weights import most_influence
+from dpfl_lightning.algorithms.random_effects import most_influence
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -85,11 +84,10 @@ def signal_to_noise(
 ) -> dict[str, float]:
     """Squared ratio of signal to noise of the weighted sum / the best one; mean over models and `DRAWS`.
 
-    The best weights know signals and noise. For our default, after its first and its tenth round, they have the same
-    bound on one client's influence; for weights of least noise, by robust PCA or from the
-    true noise (`inverse`), and uniform ones they have none.
-    `lasting` is the tenth round where all directions last, of which our weights take the clients' own for signal;
-    `lasting200` is that of a run of 200 rounds instead of 30.
+    The best weights know signals and noise. For ours they have the same bound on one client's share; for weights of
+    least noise, by robust PCA or from the true noise (`inverse`), and uniform ones they have none. Ours are those of
+    the first and tenth of 30 rounds, with `planned` or `estimated` noise; in `lasting` rounds directions last over
+    rounds, so that ours take the clients' own for bias; `lasting200` is the tenth of 200 rounds.
     """
     shares: dict[str, list[float]] = {}
     rows_of = [list(range(model, CLIENTS, models)) for model in range(models)]
@@ -97,9 +95,13 @@ def signal_to_noise(
         setting = signal, float(ratio), seed, accountant, models, 10
         rounds, length, variances = updates(*setting, budgets=budgets)
         lasting, _, _ = updates(*setting, lasting=True, budgets=budgets)
-        ours = noise_aware_weights(rounds, models)
-        found = {"first": ours[0], "tenth": ours[-1], "lasting": noise_aware_weights(lasting, models)[-1]}
-        found["lasting200"] = noise_aware_weights(lasting, models, 200)[-1]
+        found: dict[str, np.ndarray] = {}
+        for noise in ("planned", "estimated"):
+            ours = noise_aware_weights(noise, rounds, length, variances, models)
+            found |= {f"{noise}_first": ours[0], f"{noise}_tenth": ours[-1]}
+            for name, planned in (("lasting", 30), ("lasting200", 200)):
+                ours = noise_aware_weights(noise, lasting, length, variances, models, planned)
+                found[f"{noise}_{name}"] = ours[-1]
         rpca = weights(estimate(rounds[0], EstimatorOptions("rpca", rows=None)).noise_var).numpy()
         rivals = {"rpca": rpca, "inverse": 1 / variances.numpy(), "uniform": np.ones(CLIENTS)}
         for rows in rows_of:
@@ -111,24 +113,29 @@ def signal_to_noise(
     return {name: fmean(values) for name, values in shares.items()}
 
 
-def noise_aware_weights(rounds: Sequence[Tensor], models: int, planned: int = 30) -> list[np.ndarray]:
+def noise_aware_weights(
+    noise: str, rounds: Sequence[Tensor], length: Tensor, variances: Tensor, models: int, planned: int = 30
+) -> list[np.ndarray]:
     """The weights `[20]` of the strategy `noise_aware` in each of these rounds, the first of a run of `planned`."""
-    strategy, found = NoiseAware(), []
-    model_of = tuple(client % models for client in range(CLIENTS))
-    facts, module = SimpleNamespace(num_clients=CLIENTS), SimpleNamespace(sent=lambda deltas: deltas)
+    strategy, found = NoiseAware(noise), []
+    everyone = range(CLIENTS)
+    model_of, std = tuple(client % models for client in everyone), (variances / NUM_PARAMS).sqrt()
+    facts = SimpleNamespace(num_clients=CLIENTS, num_records=(RECORDS,) * CLIENTS)
+    module = SimpleNamespace(sent=lambda deltas: deltas)
+    rates, steps = tuple((length / length.max()).tolist()), (1,) * CLIENTS  # the length of an update without noise
     for number, deltas in enumerate(rounds, start=1):
-        seen = ClientUpdates(tuple(range(CLIENTS)), (1,) * CLIENTS, (math.nan,) * CLIENTS, deltas, model_of=model_of)
-        read = SimpleNamespace(facts=facts, module=module, schedule=SimpleNamespace(rounds=planned), round=number)
+        seen = ClientUpdates(tuple(everyone), steps, tuple(std.tolist()), deltas, model_of=model_of)
+        schedule = SimpleNamespace(rounds=planned)
+        read = SimpleNamespace(facts=facts, module=module, schedule=schedule, round=number, learning_rate=rates)
         found.append(strategy.weigh(seen, cast(View, read)).numpy())
     return found
 
 
 def best_ratio(length: np.ndarray, variance: np.ndarray, bound: float) -> float:
-    """Best squared ratio of signal to noise if no client has more than `bound` of the summed lengths."""
-    whole = np.sqrt(length**2 + variance)
+    """Best squared ratio of signal to noise if no client has more than `bound` of the signal."""
     start = np.full(len(length), 1 / len(length))
     best = minimize(
-        lambda share: -np.log(_ratio(share / whole, length, variance)),
+        lambda share: -np.log(_ratio(share / length, length, variance)),
         start,
         bounds=[(0.0, max(bound, 1 / len(length)))] * len(length),
         constraints=[{"type": "eq", "fun": lambda share: share.sum() - 1}],

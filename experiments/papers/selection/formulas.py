@@ -8,7 +8,6 @@ from scipy.optimize import brentq
 
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
 from dpfl_lightning.algorithms.cohorts import systematic
-from dpfl_lightning.algorithms.random_effects import shares
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from experiments.papers.selection.estimates import (
     Constants,
@@ -17,6 +16,7 @@ from experiments.papers.selection.estimates import (
     gaussian_noise,
     laplace_noise,
 )
+from experiments.papers.selection.random_effects import shares
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)
 _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength
 from dpfl_lightning.algorithms.cohorts import systematic
-from dpfl_lightning.algorithms.random_effects import excess_spread, shares
 from dpfl_lightning.data.partition import partition
 from experiments.papers.selection.estimates import NoiseModel, gaussian_noise, laplace_noise
+from experiments.papers.selection.random_effects import excess_spread, shares
 
 Vector = NDArray[np.float64]
 Quota = NDArray[np.int64]  # participations of each client, `[N]`

@@ -37,9 +37,10 @@ def test_the_length_of_an_update_serves_only_where_signals_are_small():
     assert large["hetero_pca"] < large["rpca"] < 1.3 < 2 < large["raw_norm"] < large["uniform"]
 
 
-def test_simulated_weights_are_those_of_the_strategy():
-    rounds, _, variances = updates("equal", 1.0, seed=1, rounds=2)
-    for weights in noise_aware_weights(rounds, models=1):
+@pytest.mark.parametrize("noise", ["planned", "estimated"])
+def test_simulated_weights_are_those_of_the_strategy(noise):
+    rounds, length, variances = updates("equal", 1.0, seed=1, rounds=2)
+    for weights in noise_aware_weights(noise, rounds, length, variances, models=1):
         assert weights.argmax() == int(variances.argmin()) and weights.min() > 0
 
 

@@ -1,0 +1,157 @@
+"""`dpfl ledger`: verify ledgers of runs, and compute epsilons from the charges."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
+from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
+from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.runtime.files import write_text
+from dpfl_lightning.runtime.text import at_most, columns, shown
+
+_MATCHED = {
+    "name": "Together: releases of clients with the same name are composed, at the largest delta.",
+    "digest": "Together: releases of clients with the same keyed digest of records are composed, at the largest delta.",
+    "nothing": (
+        "Together: clients have neither names nor common digests, so anybody may be in all runs under any number. The "
+        "worst combination of clients is stated, at the largest delta."
+    ),
+}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `ledger` with command-line arguments, and return its exit status."""
+    parser = CommandParser(
+        "ledger",
+        "Verify the ledgers of runs, and compute every client's epsilon again from the charges alone. Several runs are "
+        "composed by the names of their clients. The exit status is 2 if a ledger was changed. Nothing is written, "
+        "except for --export.",
+        "RUN [RUN ...] [FLAGS]",
+        ("runs/digits", "runs/digits --accountant rdp --json"),
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, or its ledger.jsonl")
+    _flags(parser)
+    options = parser.parse_args(argv)
+    try:
+        report = read([ledger_of(run) for run in options.runs], options.accountant, options.delta)
+        if options.export is not None:
+            _export(report, Path(options.export))
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError):
+            name, must = error.filename or options.runs[0], "be a file that can be read, or written for --export"
+            error = UserError(f"`{name}` must {must}, got {error.strerror}. Check its name and its rights.")
+        if options.json:
+            print(json.dumps({"ledgers": options.runs, "verified": False, "error": str(error)}))
+        raise error from None
+    overrides = {name: getattr(options, name) for name in ("accountant", "delta") if getattr(options, name) is not None}
+    print(json.dumps({**_as_dict(report), "overrides": overrides}) if options.json else shown(_text(report, overrides)))
+    return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--accountant", help="use this accountant instead of the run's (pld is tight)")
+    parser.add_argument("--delta", type=float, help="delta of every client, in (0, 1), instead of the run's")
+    export_help = "also write every client's events for the library dp_accounting, which composes them independently"
+    parser.add_argument("--export", metavar="FILE", help=export_help)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def _as_dict(report: Composed) -> dict[str, Any]:
+    """Return a dictionary for JSON; an infinite epsilon or budget is None."""
+    rows = [dict(vars(account)) for account in report.accounts]
+    for row in rows:
+        row |= {key: finite_or_none(row[key]) for key in ("epsilon", "epsilon_budget")}
+    return {
+        "verified": True,
+        "ledgers": _ledgers(report),
+        "matched": report.matched,
+        "accountant": report.header.accountant,
+        "guarantee": report.weakest.as_dict(),
+        "clients": rows,
+    }
+
+
+def _ledgers(report: Composed) -> list[dict[str, Any]]:
+    return [
+        {
+            "ledger": str(one.path),
+            **one.verified.end.as_dict(),
+            "head_lines": one.verified.head.lines,
+            "torn_bytes": one.verified.torn,
+            "adjacency": one.verified.header.adjacency,
+            "sampling": one.verified.header.sampling,
+            "caveats": list(one.verified.header.caveats),
+        }
+        for one in report.ledgers
+    ]
+
+
+def _export(report: Composed, path: Path) -> None:
+    """Write every client's events for dp_accounting to a new file."""
+    free = not path.exists() and not path.is_symlink() and path.parent.is_dir()
+    require(free, "--export", "be a new file in an existing folder", str(path), "Choose another name.")
+    rows = []
+    for account, events in zip(report.accounts, report.events, strict=True):
+        relation, event = as_dp_event(events, account.delta, report.header.adjacency)
+        numbers = {"epsilon": finite_or_none(account.epsilon), "delta": account.delta}
+        rows.append({"client": account.client, **numbers, "neighboring_relation": relation, "event": event})
+    facts = {"adjacency": report.header.adjacency, "accountant": report.header.accountant, "ledgers": _ledgers(report)}
+    write_text(path, json.dumps({"about": ABOUT, **facts, "clients": rows}, indent=1) + "\n")
+
+
+def _text(report: Composed, overrides: dict[str, Any]) -> str:
+    """Return what was verified, a row for each client, and the weakest guarantee."""
+    rows = [
+        [
+            account.client,
+            ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
+            account.steps,
+            at_most(account.epsilon),
+            "none" if math.isinf(account.epsilon_budget) else at_most(account.epsilon_budget),
+            at_most(account.delta),
+        ]
+        for account in report.accounts
+    ]
+    over = [account.client for account in report.accounts if account.epsilon > account.epsilon_budget]
+    lines = [line for ledger in report.ledgers for line in _what_was_verified(ledger)]
+    lines += [_MATCHED[report.matched]] if len(report.ledgers) > 1 else []
+    lines += [f"Instead of the ledger's {name}: {value}." for name, value in overrides.items()]
+    header = report.header
+    lines.append(
+        f"Accountant {header.accountant}, adjacency {header.adjacency}, sampling: {SAMPLINGS[header.sampling]}."
+    )
+    lines.append(columns([["client", "releases", "steps", "epsilon", "budget", "delta"], *rows]))
+    lines += [f"Above its budget: client {', '.join(over)}."] if over else []
+    return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}"])
+
+
+def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
+    verified = ledger.verified
+    end, late = verified.end, verified.end.lines - verified.head.lines
+    agrees = f"counts {late} lines less: a charge in progress, or a crash" if late else "agrees: no line was cut off"
+    lines = [
+        f"{ledger.path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed.",
+        f"Its ledger.head {agrees}.",
+    ]
+    if verified.torn:
+        lines.append(
+            f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
+            "Nothing was released for it."
+        )
+    return [
+        *lines,
+        f"Whoever rewrites ledger and head together is not noticed: compare the chain {end.chain} with a copy that is "
+        "kept elsewhere (MLflow's tag `ledger_head`).",
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
