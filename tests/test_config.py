@@ -360,7 +360,7 @@ def test_help_of_a_key_lists_its_names(printed):
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
     text = printed("--strategies.help", "robust_hdp")
     assert "from the updates" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
-    assert re.search(r"^--strategies\.robust_hdp\.floor +a number \(1e-06\)$", text, re.MULTILINE)
+    assert re.search(r"^--strategies\.robust_hdp\.floor +a number >= 0 and finite \(1e-06\)$", text, re.MULTILINE)
     assert "--data.partition.alpha" in printed("--data.partition.help=dirichlet")
     for words, shown in (
         ("--model.help convnet", "--model.width"),

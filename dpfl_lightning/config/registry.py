@@ -237,7 +237,8 @@ def help_text(key: str, name: str | None, about: str) -> str:
     prefix += f".{name}" if key == "strategies" else ""
     parameters = _parameters(known[name], given)
     width = max((len(one.name) for _, one in parameters), default=0)
-    lines = [f"{prefix}.{one.name.ljust(width)}  {in_words(hint)}{_default(one)}" for hint, one in parameters]
+    texts = [f"{prefix}.{one.name.ljust(width)}  {in_words(hint)}{_default(one)}" for hint, one in parameters]
+    lines = [textwrap.fill(text, 80, subsequent_indent=" " * 8, break_on_hyphens=False) for text in texts]
     return "\n".join([f"{key} {name}", "", _refilled(_text(known[name])), "", *(lines or ["It has no options."])])
 
 

