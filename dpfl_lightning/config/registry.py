@@ -235,11 +235,16 @@ def help_text(key: str, name: str | None, about: str) -> str:
         return "\n".join([*lines, "", about])
     require(name in known, f"--{key}.help", f"be followed by one of {', '.join(known)}", name, nearest(name, known))
     prefix += f".{name}" if key == "strategies" else ""
-    parameters = _parameters(known[name], given)
-    width = max((len(one.name) for _, one in parameters), default=0)
-    texts = [f"{prefix}.{one.name.ljust(width)}  {in_words(hint)}{_default(one)}" for hint, one in parameters]
+    options = options_in_words(known[name], given)
+    width = max(map(len, options), default=0)
+    texts = [f"{prefix}.{option.ljust(width)}  {words}" for option, words in options.items()]
     lines = [textwrap.fill(text, 80, subsequent_indent=" " * 8, break_on_hyphens=False) for text in texts]
     return "\n".join([f"{key} {name}", "", _refilled(_text(known[name])), "", *(lines or ["It has no options."])])
+
+
+def options_in_words(function: Callable[..., Any], given: int = 0) -> dict[str, str]:
+    """Return name -> type, bounds and default of each option, which follow `given` arguments."""
+    return {one.name: f"{in_words(hint)}{_default(one)}" for hint, one in _parameters(function, given)}
 
 
 def _text(function: Callable[..., Any]) -> str:

@@ -155,7 +155,6 @@ BAD = {
     ],
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
     "mr_mtl": [("pull", -1, ">= 0")],
-    "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("noise", "guessed", "one of")],
     "robust_hdp": [("rank", 2, "1 unless the estimator is hetero_pca", {"estimator": "rpca"})],
     "distillation": [
         ("mode", "paper", "one of default, paper_literal, got 'paper'"),

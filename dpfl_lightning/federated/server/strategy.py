@@ -175,9 +175,8 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         must = "be overridden by a strategy that overrides `combine`"
         require(declared, f"{kind}.needs_updates", must, "the default")
     for callback in callbacks:
-        kind, advice = type(callback).__name__, "Pass strategies as `strategies`."
-        only_watches = isinstance(callback, Callback) and not isinstance(callback, Strategy)
-        require(only_watches, "callbacks", "hold instances of Callback", kind, advice)
+        kind = type(callback).__name__
+        require(isinstance(callback, Callback), "callbacks", "hold instances of Callback or Strategy", kind)
         _check_names(callback, _WATCHING)
     bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
