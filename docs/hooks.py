@@ -14,11 +14,11 @@ from mkdocs.structure.files import File, Files
 import dpfl_lightning
 from dpfl_lightning.__main__ import COMMANDS
 from dpfl_lightning.config.options import SECTIONS, all_keys
-from dpfl_lightning.config.registry import NAMES, REGISTRIES, names_of
+from dpfl_lightning.config.registry import NAMES, REGISTRIES, names_of, options_in_words
 from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.runtime.text import markdown
-from dpfl_lightning.strategies import STRATEGIES
+from dpfl_lightning.strategies import STRATEGIES, classes
 
 ROOT = Path(__file__).parents[1]
 #: objects that hooks of strategies and callbacks receive
@@ -119,7 +119,9 @@ def _strategies_page() -> str:
         for name, (file, kind) in STRATEGIES.items():
             if file.startswith(f"{folder}."):
                 options = f"{{members: false, heading: {name}, toc_label: {name}, heading_level: 3}}"
-                parts.append(f"\n::: dpfl_lightning.strategies.{file}.{kind}\n    options: {options}")
+                parts.append(f"\n::: dpfl_lightning.strategies.{file}.{kind}\n    options: {options}\n")
+                rows = [[f"`{option}`", words] for option, words in options_in_words(classes()[name]).items()]
+                parts += [markdown(["option", "value (default)"], rows)] if rows else []
     return "\n".join(parts)
 
 

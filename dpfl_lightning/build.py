@@ -120,7 +120,7 @@ class FederatedLoop(ServerLoop):
             model. Personal parameters always keep their initial values.
         privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
-        callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`.
+        callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`. Strategies may be here, too.
         engine: fast (the default), serial or trainer.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
@@ -154,7 +154,7 @@ class FederatedLoop(ServerLoop):
         privacy: PrivacyOptions | None,
         network: NetworkOptions | None = None,
         strategies: Sequence[Strategy] = (),
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback | Strategy] = (),
         engine: Engine | str | None = None,
         seed: int = 0,
         output_dir: str | Path | None = None,
@@ -191,7 +191,9 @@ class FederatedLoop(ServerLoop):
             require_one_of(ENGINES, "engine", engine)
             engine = build_engine(engine)
         module = module if isinstance(module, ClientModule) else ClientModule(module)
-        registered, watching = register(_with_base(strategies), callbacks)
+        deciding = [*strategies, *(one for one in callbacks if isinstance(one, Strategy))]
+        watching = [one for one in callbacks if not isinstance(one, Strategy)]
+        registered, watching = register(_with_base(deciding), watching)
         ranks = Ranks(device)
         population, module = population.checked().to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
@@ -312,8 +314,8 @@ def build_loop(
         clients=options.clients,
         privacy=options.privacy,
         network=options.network,
-        strategies=[*strategies.build(options.strategies), *(one for one in more if isinstance(one, Strategy))],
-        callbacks=[one for one in more if not isinstance(one, Strategy)],
+        strategies=strategies.build(options.strategies),
+        callbacks=more,
         engine=build_engine(options.engine.name, options.engine.workers),
         seed=options.seed,
         output_dir=options.output_dir,

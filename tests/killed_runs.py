@@ -78,7 +78,7 @@ def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | No
 def of_strategy(folder: Path, name: str, engine: str) -> FederatedLoop:
     """A simulation with this strategy, as the contract tests of strategies make it."""
     (strategy,) = strategies.build({name: OPTIONS.get(name)})
-    parts = [strategy] if strategy.role == "base" else [(strategy.only_base or SizeWeighted)(), strategy]
+    parts = [strategy] if strategy.role == "base" else [SizeWeighted(), strategy]
     usual = {"rounds": 3, "clients": ClientOptions(count=4, batch_size=16, learning_rate=RATE)}
     options = {**usual, **LOOPS.get(name, {}), "privacy": private([4.0, 6.0, 8.0, 10.0], accountant="rdp")}
     population = dataclasses.replace(blobs(), groups=(0, 1, 0, 1))

@@ -129,7 +129,7 @@ def test_options_of_names_can_be_given_whole_or_one_by_one(write):
     assert Options().strategies == {"size_weighted": {}}, "defaults are not shared"
     assert options.model == {"name": "cnn_small", "width": 3}
     assert options.data.partition == {"name": "iid", "a": {"b": [1]}}
-    assert options_of("--strategies", "{pfa: {variant: hdpfl}}").strategies == {"pfa": {"variant": "hdpfl"}}
+    assert options_of("--strategies", "{pfa: {grouping: top}}").strategies == {"pfa": {"grouping": "top"}}
     assert options_of("--tracking.tags", "{row: a}").tracking == TrackingOptions(tags={"row": "a"})
     path = write("strategies:\n  uniform:\n  fedprox: {pull: 1}\n")
     merged = options_of("--config", path, "--strategies.uniform.x", "y")
@@ -360,7 +360,7 @@ def test_help_of_a_key_lists_its_names(printed):
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):
     text = printed("--strategies.help", "robust_hdp")
     assert "from the updates" in text and max(map(len, text.splitlines())) <= 80 and "`hetero_pca`" in text
-    assert re.search(r"^--strategies\.robust_hdp\.floor +a number \(1e-06\)$", text, re.MULTILINE)
+    assert re.search(r"^--strategies\.robust_hdp\.floor +a number >= 0 and finite \(1e-06\)$", text, re.MULTILINE)
     assert "--data.partition.alpha" in printed("--data.partition.help=dirichlet")
     for words, shown in (
         ("--model.help convnet", "--model.width"),

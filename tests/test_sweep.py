@@ -148,8 +148,13 @@ def test_the_best_is_trained_by_fit_and_nothing_is_trained_again(search, tmp_pat
         (changed(space={"clients.learning_rate": {"low": -1.0, "high": 1.0}}), ["clients.learning_rate", "above 0"]),
         (changed(distilled="runs/nowhere"), ["distilled", "runs/nowhere", "strategy distillation"]),
         (changed(trails=3), ["sweep.trails", "Did you mean `sweep.trials`"]),
+        (changed(trials=0), ["sweep.trials", "be >= 1, got 0. Set in "]),
+        (changed(sampler={"seed": 1}), ["`sweep.sampler` must have a `name`"]),
+        (changed(trials="many"), ["sweep.trials", "a whole number", "many"]),
+        (changed(objective="publick"), ["sweep.objective", "Did you mean `public`"]),
         (changed(training={"epoch": 3}), ["sweep.training.epoch", "Did you mean `epochs`"]),
         (changed(training={"momentum": 1.0}), ["sweep.training.momentum", "[0, 1)"]),
+        (changed(scores=["accuracy", "num_params"], pruner={"name": "median"}), ["sweep.pruner.name", "several"]),
         ({**SMALL, "data": {"name": "digits"}}, ["data.public_records", "--sweep.distilled"]),
         ({**changed(objective="public", training={}), "data": {"name": "digits"}}, ["data.public_records"]),
         ({**changed(objective="private", training={}), "privacy": None}, ["privacy.epsilon", "a budget for each"]),
@@ -582,11 +587,14 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         (without(shared(space={"clients.batch_size": {"choices": [8, 16]}}, training={}), "training"),
          ["sweep.space.clients.batch_size", "known before the set is made"]),
         (shared(set_with={"privacy.epsilon": 3}), ["sweep.set_with.privacy.epsilon", "those of the run"]),
+        (shared(set_with={"clients.count": 3}), ["sweep.set_with.clients.count` must be left out", "those of the run"]),
         (shared(set_with={"clients": {"count": 3}}), ["sweep.set_with.clients.count` must be left out", "got 3"]),
+        (shared(set_share=0.999999999), ["sweep.set_share` must be in (0, 0.999], got 0.999999999"]),
         (shared(set_with={"strategies": {"uniform": {}, "distillation": None}}), ["strategies"]),
         (shared(set_with={"strategies": {"uniform": {}}}), ["sweep.set_with.strategies", "one of distillation and fe"]),
         (shared(set_with={"rounds": 3, "strategies": {"feature_means": {}}}),
          ["sweep.set_with` must give", "rounds` must be 1"]),
+        (shared(networks=11), ["sweep.networks", "the number of records of the rarest class"]),
         (shared(space={"model.width": {"choices": [8]}}), ["sweep.space.model.width", "it has none"]),
         (shared(sampler={"name": "grid"}), ["sweep.space.clients.learning_rate", "sampler grid"]),
         ({**SHARED, "privacy": None}, ["privacy.epsilon", "a budget for each client"]),
@@ -601,6 +609,6 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
 def test_a_shared_budget_that_cannot_be_kept_is_refused_before_anything_is_charged(
     raw, words, write, refused, tmp_path
 ):
-    error = refused(write(raw))
+    error = refused(write({**raw, "data": {"name": "digits"}} if "networks" in words[0] else raw))
     assert not [word for word in words if word not in error], error
     assert not (tmp_path / "out").exists()

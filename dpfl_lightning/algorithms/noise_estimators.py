@@ -12,7 +12,6 @@ from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
-from dpfl_lightning.errors import require, require_one_of
 
 _ENOUGH = 8  # fewest clients of one model whose noise variances are estimated among themselves
 _DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm", "zero_share")
@@ -38,13 +37,6 @@ class EstimatorOptions:
     blocks: int | None = 1
     row_choice: str = "random"
     rank: int = 1
-
-    def __post_init__(self) -> None:
-        require_one_of((*ESTIMATORS, "oracle"), "estimator", self.name)
-        require_one_of(("random", "head"), "row_choice", self.row_choice)
-        for key in ("rows", "blocks", "rank"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, key, "be at least 1", value)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.random_effects import limited_shares
-from dpfl_lightning.errors import require
 
 
 def weights(noise_var: Tensor, floor: float = 1e-6, max_weight: float = 1.0) -> Tensor:
@@ -24,8 +23,6 @@ def weights(noise_var: Tensor, floor: float = 1e-6, max_weight: float = 1.0) -> 
     >>> weights(torch.tensor([0.0, 2.0, 2.0]), max_weight=0.4)
     tensor([0.4000, 0.3000, 0.3000], dtype=torch.float64)
     """
-    require(floor >= 0, "floor", "be >= 0", floor)
-    require(0 < max_weight <= 1, "max_weight", "be in (0, 1]", max_weight, "1 means no cap.")
     variance = noise_var.to("cpu", torch.float64)
     known = variance.isfinite()
     share = torch.zeros_like(variance)

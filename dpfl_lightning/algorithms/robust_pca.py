@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.errors import UserNotice, require, require_one_of
+from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side
 
@@ -47,13 +47,6 @@ class PcpSettings:
     absolute: bool = False
     max_iterations: int = 1000
     double: bool = False
-
-    def __post_init__(self) -> None:
-        require(self.mu_scale > 0, "mu_scale", "be above 0", self.mu_scale)
-        require_one_of(("entries", "largest_column"), "mu_norm", self.mu_norm)
-        for key in ("primal_tol", "dual_tol", "weight_tol"):
-            require(getattr(self, key) >= 0, key, "be >= 0", getattr(self, key))
-        require(self.max_iterations >= 1, "max_iterations", "be at least 1", self.max_iterations)
 
 
 #: the default; Candes et al. (2009); the noise-aware paper's code release. The last two only test the primal residual.
@@ -258,14 +251,18 @@ class _Sweep:
         return self._product(dual), (dual.abs() < self.bound).sum()
 
     def advance(self, shrink: Tensor, check: bool, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one iteration on some columns, and return their part of the next Gram matrix.
+        """Run one iteration of the paper's Algorithm 3 on some columns; return their part of the next Gram matrix.
 
         If `check`, also return their part of the squares `[4, C]` of Y's and S's change (over mu), of Y / mu, and of S.
         """
         matrix, ahead, dual = (full[:, columns] for full in (self.matrix, self.ahead, self.scaled_dual))
         previous = (dual.clone(), dual - ahead) if check else None
-        rest = torch.addmm(dual, shrink, ahead, beta=-1, out=scratch[:, : ahead.shape[1]])  # L - Y / mu
+        # line 22: L = D_(1 / mu)(M - S + Y / mu); L is `shrink @ ahead`, and `rest` is L - Y / mu
+        rest = torch.addmm(dual, shrink, ahead, beta=-1, out=scratch[:, : ahead.shape[1]])
+        # S = S_(lambda / mu)(X), where X = M - L + Y / mu is M - `rest`: X without its part within the bound
+        # Y = Y + mu (M - L - S), so that Y / mu = X - S: the part of X within the bound
         torch.sub(matrix, rest, out=dual).clamp_(-self.bound, self.bound)
+        # M - S + Y / mu of the next line 22
         torch.add(rest, dual, alpha=2, out=ahead)
         if previous is None:
             return self._product(ahead), matrix.new_zeros(0)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from dpfl_lightning.config.typed import converted, in_words
+from dpfl_lightning.config.typed import in_words, options_of, valid
 from dpfl_lightning.errors import UserError, nearest, require, require_one_of, shortened
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def _keys_in(module: str, attribute: str) -> list[str]:
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
     """Return `known[name](*args, **options)`, for a name and options that a user wrote below the dotted `key`.
 
-    The function's parameters after `args` are the options; their annotations give the types. Raises UserError.
+    The function's parameters after `args` are the options; their annotations give types and bounds. Raises UserError.
 
     >>> call("model", {"scale": lambda x, by=2: x * by}, "scale", 3, bye=4)
     Traceback (most recent call last):
@@ -112,11 +112,7 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
     allowed = {one.name: (hint, one) for hint, one in _parameters(known[name], len(args))}
     for option, value in options.items():
         _require_known(key, option, value, f"option of {name}", allowed)
-        hint = allowed[option][0]
-        try:
-            converted(hint, value)
-        except TypeError:
-            require(False, f"{key}.{option}", f"be {in_words(hint)}", value)
+        valid(f"{key}.{option}", value, allowed[option][0])
     for option, (_, parameter) in allowed.items():
         given = option in options or parameter.default is not parameter.empty
         require(given, f"{key}.{option}", f"be given for {name}", None)
@@ -206,7 +202,13 @@ def _imported(key: str, path: str) -> Any:
 
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:
     """Return annotation and parameter of each option, which follow `given` arguments."""
-    hints = get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+    owner: Any = function
+    if isinstance(function, type):
+        owner = next(kind for kind in function.__mro__ if "__init__" in vars(kind))
+    if "__dataclass_fields__" in getattr(owner, "__dict__", ()):
+        hints = options_of(owner)
+    else:
+        hints = get_type_hints(vars(owner)["__init__"] if isinstance(owner, type) else owner, include_extras=True)
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return [(hints.get(one.name, Any), one) for one in parameters]
 
@@ -233,10 +235,16 @@ def help_text(key: str, name: str | None, about: str) -> str:
         return "\n".join([*lines, "", about])
     require(name in known, f"--{key}.help", f"be followed by one of {', '.join(known)}", name, nearest(name, known))
     prefix += f".{name}" if key == "strategies" else ""
-    parameters = _parameters(known[name], given)
-    width = max((len(one.name) for _, one in parameters), default=0)
-    lines = [f"{prefix}.{one.name.ljust(width)}  {in_words(hint)}{_default(one)}" for hint, one in parameters]
+    options = options_in_words(known[name], given)
+    width = max(map(len, options), default=0)
+    texts = [f"{prefix}.{option.ljust(width)}  {words}" for option, words in options.items()]
+    lines = [textwrap.fill(text, 80, subsequent_indent=" " * 8, break_on_hyphens=False) for text in texts]
     return "\n".join([f"{key} {name}", "", _refilled(_text(known[name])), "", *(lines or ["It has no options."])])
+
+
+def options_in_words(function: Callable[..., Any], given: int = 0) -> dict[str, str]:
+    """Return name -> type, bounds and default of each option, which follow `given` arguments."""
+    return {one.name: f"{in_words(hint)}{_default(one)}" for hint, one in _parameters(function, given)}
 
 
 def _text(function: Callable[..., Any]) -> str:

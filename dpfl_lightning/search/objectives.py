@@ -311,11 +311,11 @@ class _Reporting(Strategy, Callback):
     """Reports a score at each evaluation, `before` rounds after the trial began, and stops the run if asked to."""
 
     def __init__(self, report: Report, name: str, before: int) -> None:
-        self._report, self._name, self._before, self.asked = report, name, before, False
+        self._report, self._score, self._before, self.asked = report, name, before, False
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         scores = measured(report.test_accuracy, report.test_loss, report.test_metrics)
-        if (value := scores.get(self._name)) is not None:
+        if (value := scores.get(self._score)) is not None:
             self.asked = self._report(self._before + report.round, value)
 
     def stop(self, view: View) -> str | None:

@@ -64,6 +64,10 @@ def _percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 
     return PercentilePruner(percentile, startup_trials, warmup_steps)
 
 
+def _halving(min_resource: int = 1, reduction_factor: int = 4) -> BasePruner:
+    return SuccessiveHalvingPruner(min_resource, reduction_factor)
+
+
 def _hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
     require(reduction_factor >= 2, "sweep.pruner.reduction_factor", "be >= 2", reduction_factor)
     return HyperbandPruner(min_resource, reduction_factor=reduction_factor)
@@ -81,7 +85,7 @@ PRUNERS: dict[str, Callable[..., BasePruner]] = {
     "none": NopPruner,
     "median": _median,
     "percentile": _percentile,
-    "halving": SuccessiveHalvingPruner,
+    "halving": _halving,
     "hyperband": _hyperband,
 }
 

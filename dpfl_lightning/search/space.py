@@ -22,7 +22,7 @@ SEARCHED = {
 _SAME_RELEASES = ("clients.learning_rate", "clients.optimizer", "clients.schedule")
 #: the same, but beside strategies that plan releases by the size of the net and the clip norm
 _SAME_FOR_MOST = ("model", "privacy.clip_norm")
-_PLAN_BY_NET = ("biased_selection", "clustered", "reweighted_selection")
+_PLAN_BY_NET = ("biased_selection", "clustered")
 #: keys that must be the same in all runs
 NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key")
 _WHY = {

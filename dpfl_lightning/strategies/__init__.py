@@ -30,7 +30,6 @@ STRATEGIES = {
     "norm_bound": ("aggregation.norm_bound", "NormBound"),
     "oracle_clusters": ("clustering.oracle_clusters", "OracleClusters"),
     "pfa": ("aggregation.pfa", "Pfa"),
-    "reweighted_selection": ("selection.reweighted_selection", "ReweightedSelection"),
     "robust_hdp": ("aggregation.robust_hdp", "RobustHdp"),
     "server_momentum": ("aggregation.server_momentum", "ServerMomentum"),
     "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),

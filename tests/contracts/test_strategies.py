@@ -45,7 +45,7 @@ def first_view(loop):
 def in_a_loop(name, make_loop, **options):
     """The strategy, and a loop with it, and with a base rule beside it if it is none."""
     (strategy,) = strategies.build({name: OPTIONS.get(name)})
-    parts = [strategy] if strategy.role == "base" else [(strategy.only_base or SizeWeighted)(), strategy]
+    parts = [strategy] if strategy.role == "base" else [SizeWeighted(), strategy]
     return strategy, make_loop(parts=parts, **{**options, **LOOPS.get(name, {})})
 
 
@@ -140,14 +140,27 @@ def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     assert moved(3.0) < 0.7 * moved(0.0)
 
 
+def test_callbacks_may_hold_strategies(make_loop):
+    def trained(**parts):
+        loop = make_loop(rounds=2, **parts)
+        loop.run()
+        return [type(one).__name__ for one in loop.strategies], loop.state.models
+
+    first, second = strategies.build({"uniform": None, "server_momentum": None})
+    names, model = trained(strategies=[first, second])
+    again = strategies.build({"uniform": None, "server_momentum": None})
+    for parts in ({"strategies": [], "callbacks": again}, {"strategies": again[:1], "callbacks": again[1:]}):
+        again[1].load_state_dict({"momentum": None})
+        same, found = trained(**parts)
+        assert same == names == ["Uniform", "ServerMomentum"] and torch.equal(found, model)
+
+
 def test_strategies_are_found_by_name_and_by_path_and_mistakes_are_one_sentence():
     (uniform,) = strategies.build({"dpfl_lightning.strategies.aggregation.uniform.Uniform": {}})
     assert type(uniform).__name__ == "Uniform"
     for configuration, words in (
         ({"size_wieghted": {}}, "Did you mean `size_weighted`"),
         ({"fedprox": {"pul": 1}}, r"strategies\.fedprox\.pul.*Did you mean `pull`"),
-        ({"fedprox": {"pull": -1}}, r"strategies\.fedprox\.pull.*>= 0.*-1"),
-        ({"fedprox": {"pull": "much"}}, r"strategies\.fedprox\.pull.* a number, got 'much'"),
         ({"no.such.Strategy": {}}, "importable"),
         ({"collections.OrderedDict": {}}, "Strategy"),
     ):

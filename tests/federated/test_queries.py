@@ -55,7 +55,6 @@ from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
-from dpfl_lightning.strategies.selection.two_stage_selection import UNSOUND
 
 MODULE = ClientModule(small_net())
 
@@ -181,7 +180,6 @@ def test_events_follow_from_mechanisms_of_the_framework_alone():
         Laplace(1.0, 2.0, 1.0, 9.0): LaplaceEvent(2.0),
         ExponentialMechanism(0.3): SelectionEvent(0.3),
         NoMechanism("shown"): NonPrivateEvent("shown"),
-        NoMechanism("shown", Gaussian(1.0, 2.0, 1.0, 9.0)): NonPrivateEvent("shown"),
     }
     assert [event_of(Columns(mechanism_of={3: one}), 3) for one in known] == list(known.values())
     caveat, looser = Caveat("sizes are public"), Looser(1.0, 0.1, 1.0, 1.0)
@@ -337,8 +335,6 @@ VARIANTS = [
     ("clustered", {"selection": "exponential"}, ""),
     ("clustered", {"selection": "paper_argmin"}, PLAIN_CHOICES),
     ("clustered", {"selection": "server_similarity"}, ""),
-    ("two_stage_selection", {"estimates": "least_difference"}, ""),
-    ("two_stage_selection", {"estimates": "least_difference", "allow_unsound": True}, UNSOUND),
 ]
 
 
@@ -357,7 +353,7 @@ class Live(Callback):
 def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, options, words, make_loop, capsys):
     (strategy,) = strategies.build({name: {**MORE.get(name, {}), **options}})
     live, paper = Live(), Console(file=io.StringIO(), width=200)
-    base = [] if strategy.role == "base" else [(strategy.only_base or SizeWeighted)()]
+    base = [] if strategy.role == "base" else [SizeWeighted()]
     full = name == "two_stage_selection"
     loop = make_loop(
         dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
@@ -420,11 +416,11 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
         if any(isinstance(one.func, ast.Attribute) and one.func.attr == "ask" for one in calls):
             asking[file.stem] = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
     mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
-    assert mine - {"ChargedQuery"} == {"FeatureSums", "SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
+    assert mine - {"ChargedQuery"} == {"FeatureSums", "SelectModel", "LowestLoss", "MeanLoss"}
     assert {name: used & mine for name, used in asking.items()} == {
         "feature_means": {"FeatureSums"},
         "model_selection": {"SelectModel", "LowestLoss"},
-        "two_stage_selection": {"MeanLoss", "LossesAroundStep"},
+        "two_stage_selection": {"MeanLoss"},
     }
 
 

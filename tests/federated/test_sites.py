@@ -40,7 +40,6 @@ NET = {"name": "convnet", "width": 4, "depth": 2}
 OTHERS = {
     "noise_aware": ({}, {}),
     "biased_selection": ({}, {}),
-    "reweighted_selection": ({}, {}),
     "kmeans_clusters": ({}, {}),
     "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, and choices of a model
     "mr_mtl": ({}, {}),  # personal models

@@ -193,7 +193,7 @@ CHECKS = {**PAPERS, "leaderboard": _leaderboard, "example": _example}
 #: table, row, column and scale of a cell: some of its options; `set` is short for those of distillation
 SETTINGS = """
 noise_aware.table13 weiavg dist7 paper: {clients.learning_rate: 0.0005, privacy.epsilon: {name: dist7}}
-noise_aware.table13 pfa dist6 paper: {clients.learning_rate: 0.005, strategies: {pfa: {variant: hdpfl}}}
+noise_aware.table13 pfa dist6 paper: {strategies: {experiments.papers.noise_aware.pfa.WholeUpdatePfa: {}}}
 noise_aware.table13 ours dist1 paper: {clients.learning_rate: 0.005, data.held_out_per_client: 600}
 noise_aware.table12 min_eps dist6 paper: {clients.learning_rate: 0.0001, data.name: mnist}
 noise_aware.table14 dpfedavg dist8 paper: {clients.learning_rate: 0.00005, model: {name: resnet18}}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,3 +108,13 @@ def test_a_command_that_is_killed_in_a_trial_loses_nothing(url, small_fashion, t
     assert yaml.safe_load((first.folder / "best.yaml").read_text())["model"]["name"] == "convnet"
     third = Command(url, tmp_path / "three", small_fashion)
     assert third.end() == trials and f"{TRIALS} complete" in third.text, "everything is done"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*experimental")
+def test_two_commands_share_the_trials(url, small_fashion, tmp_path):  # noqa: F811
+    both = [Command(url, tmp_path / name, small_fashion) for name in ("one", "two")]
+    trials, same = [command.end() for command in both]
+    assert trials == same and all(trial["state"] == "complete" for trial in trials)
+    made = [len(re.findall(r"^trial +\d+ \(", command.text, re.MULTILINE)) for command in both]
+    assert sum(made) == len(trials) in (TRIALS, TRIALS + 1) and min(made) >= 1

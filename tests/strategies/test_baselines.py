@@ -259,15 +259,13 @@ def test_true_groups_are_the_base_rule_in_each(make_loop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["oracle_clusters", "kmeans_clusters", "ifca"])
-@pytest.mark.parametrize("variant", ["liu_code", "liu_printed", "hdpfl"])
-def test_projected_updates_stay_within_their_cluster(name, variant, make_loop):
+@pytest.mark.parametrize("rule", ["pfa", "experiments.papers.noise_aware.pfa.WholeUpdatePfa"])
+def test_projected_updates_stay_within_their_cluster(name, rule, make_loop):
     """The clients of group 0 have large budgets, so the subspace of all of them would be that of group 0."""
     population, options = of_two_kinds(), {"privacy": private([80.0, 8.0, 40.0, 8.0]), "rounds": 12, "seed": 1}
     more = {"selection": "paper_argmin", "selection_rounds": None} if name == "ifca" else {}
-    (rule,) = strategies.build({"pfa": {"variant": variant}})
-    result = make_loop(
-        population, parts=[rule, *strategies.build({name: {**BASELINES[name], **more}})], **options
-    ).run()
+    parts = strategies.build({rule: {}, name: {**BASELINES[name], **more}})
+    result = make_loop(population, parts=parts, **options).run()
     assert result.accuracy_worst > 0.9
 
 

@@ -36,7 +36,6 @@ from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
 from dpfl_lightning.strategies.clustering.oracle_clusters import OracleClusters
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
-from dpfl_lightning.strategies.selection.reweighted_selection import ReweightedSelection
 from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy clustered")
@@ -565,7 +564,7 @@ def test_noise_of_the_first_round_is_not_that_of_later_rounds(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selection", [UniformSelection, BiasedSelection, ReweightedSelection])
+@pytest.mark.parametrize("selection", [UniformSelection, BiasedSelection])
 def test_a_selection_comes_after_it(start, selection):
     """All clients take part in the first full batch, and quotas are of the later rounds."""
     clustered = Clustered()

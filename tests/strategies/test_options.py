@@ -1,11 +1,130 @@
-"""Options that are out of range: one sentence that names the key."""
+"""Options that are out of range: one sentence that names the key, the value, and what must hold."""
+
+import dataclasses
+import math
+import re
+import types
+from dataclasses import dataclass
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
 
 from dpfl_lightning import strategies
+from dpfl_lightning.config.registry import help_text
+from dpfl_lightning.config.typed import Interval, in_words, options_of
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.strategy import Strategy
 
-#: strategy -> (option, value, what the sentence says, other options)
+#: registered strategies whose options are the fields of a dataclass
+DECLARED = {name: kind for name, kind in strategies.classes().items() if dataclasses.is_dataclass(kind)}
+OPTIONS = [(name, option) for name, kind in DECLARED.items() for option in options_of(kind)]
+
+
+def alternatives(hint):
+    """The types of a union with their intervals, or the one type."""
+    union = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else [hint]
+    return [(get_args(one)[0], one.__metadata__) if get_origin(one) is Annotated else (one, ()) for one in union]
+
+
+def bad_values(hint):
+    """Values of other types than an annotation permits, and numbers next to its intervals."""
+    kinds = {kind for kind, _ in alternatives(hint)}
+    if kinds & {int, float}:
+        yield from ([1], "much", math.nan, *([] if bool in kinds else [True]), *([] if float in kinds else [1.5, 2.0]))
+    if bool in kinds:
+        yield from ("no", *([] if kinds & {int, float} else [1]))
+    if type(None) not in kinds:
+        yield None
+    for kind, within in alternatives(hint):
+        if get_origin(kind) is Literal:
+            yield from (f"{name}x" for name in get_args(kind))
+        step = (lambda end, to: end + math.copysign(1, to)) if kind is int else math.nextafter
+        for one in within:
+            least = one.gt if one.ge is None else step(one.ge, -math.inf)
+            most = one.lt if one.le is None else step(one.le, math.inf)
+            yield from (kind(value) for value in (least, most) if value is not None)
+
+
+@pytest.mark.parametrize("name, option", OPTIONS)
+def test_a_value_that_the_declaration_excludes_is_one_sentence(name, option):
+    hint, bad = options_of(DECLARED[name])[option], 0
+    for value in bad_values(hint):
+        start = rf"^`strategies\.{name}\.{option}` must be {re.escape(in_words(hint))}, got {re.escape(repr(value))}\."
+        with pytest.raises(UserError, match=start):
+            strategies.build({name: {option: value}})
+        with pytest.raises(UserError, match=start):
+            DECLARED[name](**{option: value})
+        bad += 1
+    assert bad, "nothing is excluded"
+    assert in_words(hint) in " ".join(help_text("strategies", name, "").split())
+
+
+@pytest.mark.parametrize("name, option", OPTIONS)
+def test_every_number_has_an_interval(name, option):
+    for kind, within in alternatives(options_of(DECLARED[name])[option]):
+        assert kind not in (int, float) or any(isinstance(one, Interval) for one in within)
+
+
+@dataclass
+class Declared(Strategy):
+    share: Annotated[float, Interval(gt=0, le=1)] = 0.5
+    rounds: Annotated[int, Interval(ge=1)] | Literal["all"] | None = None
+
+    role = "base"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._seen = 0
+
+
+class Extended(Declared):
+    """Options of its own, which it checks itself, beside those of a strategy that declares them."""
+
+    def __init__(self, more: str, share: float = 1.0) -> None:
+        super().__init__(share)
+        self._more = more
+
+
+class Plain(Strategy):
+    def __init__(self, share: float = 0.5, most: Annotated[int, Interval(ge=1)] = 1) -> None:
+        self.share, self.most = share, most
+
+
+@pytest.mark.parametrize(
+    "kind, options, words",
+    [
+        ("Declared", {"share": 0}, r"share` must be a number in \(0, 1\], got 0\."),
+        (
+            "Declared",
+            {"rounds": "al"},
+            "rounds` must be a whole number >= 1 or all or null, got 'al'. Did you mean `all`?",
+        ),
+        ("Declared", {"rounds": 0}, "rounds` must be a whole number >= 1 or all or null, got 0"),
+        ("Declared", {"_seen": 1}, r"_seen` must be an option of .*Declared \(share, rounds\), got 1"),
+        ("Extended", {"more": "x", "share": 2}, r"share` must be a number in \(0, 1\], got 2"),
+        ("Extended", {"more": 3}, "more` must be text, got 3"),
+        ("Extended", {}, "more` must be given"),
+        ("Plain", {"share": "much"}, "share` must be a number, got 'much'"),
+        ("Plain", {"most": 0}, "most` must be a whole number >= 1, got 0"),
+        ("Plain", {"mots": 0}, "mots` must be an option .* Did you mean `most`?"),
+    ],
+)
+def test_strategies_of_users_declare_options_or_take_arguments(kind, options, words):
+    with pytest.raises(UserError, match=words) as error:
+        strategies.build({f"{__name__}.{kind}": options})
+    assert str(error.value).startswith(f"`strategies.{__name__}.")
+
+
+def test_options_are_converted_and_may_be_left_out():
+    declared, extended, plain = strategies.build(
+        {f"{__name__}.Declared": {"share": 1}, f"{__name__}.Extended": {"more": "x"}, f"{__name__}.Plain": None}
+    )
+    assert isinstance(declared.share, float) and (declared.share, declared.rounds) == (1.0, None)
+    assert (extended.share, extended._more, plain.share, plain.most) == (1.0, "x", 0.5, 1)
+    assert Declared(rounds="all").rounds == "all" and Declared(1, 3).rounds == 3
+
+
+#: what a declaration cannot say: strategy -> (option, value, what the sentence says, other options)
 BAD = {
     "clustered": [
         ("num_clusters", 0, "`auto` or a whole number .* got 0"),
@@ -36,45 +155,7 @@ BAD = {
     ],
     "kmeans_clusters": [("num_clusters", 0, ">= 1")],
     "mr_mtl": [("pull", -1, ">= 0")],
-    "noise_aware": [("max_influence", 0.0, r"in \(0, 1\]"), ("noise", "guessed", "one of")],
-    "robust_hdp": [
-        ("estimator", "rpac", "one of .*Did you mean `rpca`"),
-        ("preset", "fats", "one of .*Did you mean `fast`"),
-        ("reestimate_every", -1, "a number of rounds"),
-        ("reestimate_every", 1.5, r"a whole number or text, got 1\.5"),
-        ("reestimate_every", True, ""),
-        ("reestimate_every", "never", ".* got 'never'"),
-        ("floor", -1.0, ">= 0"),
-        ("max_weight", 0.0, r"in \(0, 1\]"),
-        ("rows", 0, "at least 1"),
-        ("rows", "many", "a whole number or null, got 'many'"),
-        ("row_choice", "tail", "one of random, head"),
-        ("rank", 2, "1 unless the estimator is hetero_pca"),
-    ],
-    "pfa": [
-        ("variant", "liu", ".*liu_code"),
-        ("grouping", "mix", ".*mixture"),
-        ("components", 0, ">= 1"),
-        ("top_fraction", 1.0, r"in \(0, 1\)"),
-    ],
-    "fedadam": [("beta1", 1.0, "")],
-    "fedyogi": [("epsilon", 0.0, "")],
-    "server_momentum": [("momentum", -0.1, "")],
-    "multi_krum": [("share", 0.5, r"in \[0, 0.5\)")],
-    "noise_floor": [("false_alarm", 0.0, r"in \(0, 1\)")],
-    "norm_bound": [("factor", 0.0, "above 0")],
-    "trimmed_mean": [("share", 0.5, "")],
-    "biased_selection": [("dissimilarity", value, r"in \[0, 1e6\]") for value in (-1.0, 1e308)],
-    "two_stage_selection": [
-        ("warmup_rounds", 1, ">= 2, got 1"),
-        ("ratio", -1.0, r"in \[0, 1e6\]"),
-        ("ratio", 1e308, r"in \[0, 1e6\], got 1e\+308"),
-        ("ratio", None, "a number with shrunken estimates"),
-        ("loss_share", 1.0, r"in \(0, 1\)"),
-        ("loss_bound", 1e-300, r"in \[1e-6, 1e6\], got 1e-300"),
-        ("estimates", "minimum", "one of shrunken, least_difference"),
-        ("allow_unsound", True, "false with shrunken estimates"),
-    ],
+    "robust_hdp": [("rank", 2, "1 unless the estimator is hetero_pca", {"estimator": "rpca"})],
     "distillation": [
         ("mode", "paper", "one of default, paper_literal, got 'paper'"),
         ("matching", "cosine", "one of .* got 'cosine'. Did you mean `cos`"),
@@ -101,7 +182,5 @@ BAD = {
 def test_bad_options_are_one_sentence(name):
     for option, value, words, *others in BAD[name]:
         options = {option: value, **(others[0] if others else {})}
-        if name == "two_stage_selection":
-            options = {"clients_per_round": 3, "warmup_rounds": 4, **options}
         with pytest.raises(UserError, match=rf"^`strategies\.{name}\.{option}` must .*{words}"):
             strategies.build({name: options})

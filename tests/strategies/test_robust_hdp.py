@@ -65,7 +65,7 @@ def test_updates_are_kept_only_in_rounds_that_estimate(every, estimated, make_lo
     last = [max(round for round in range(now + 1) if estimated[round]) for now in range(5)]
     metrics = [report.metrics for report in seen.reports]
     assert [one["rounds_since_estimate"] for one in metrics] == [now - then for now, then in enumerate(last)]
-    assert ["rpca_iterations" in one for one in metrics] == estimated, "diagnostics are of a round that has some"
+    assert ["hetero_pca_last_move" in one for one in metrics] == estimated, "diagnostics are of a round that has some"
 
 
 @pytest.mark.parametrize("estimator", BLIND)

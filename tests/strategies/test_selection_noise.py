@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
-from dpfl_lightning.algorithms.selection_estimates import (
+from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
+from experiments.papers.selection.estimates import (
     PAPER_BIAS,
     Constants,
     FirstStage,
@@ -15,12 +17,9 @@ from dpfl_lightning.algorithms.selection_estimates import (
     estimated_skew,
     fit_constants,
     gaussian_noise,
-    jain_index,
     laplace_noise,
     predicted_loss,
-    shrunken_heterogeneity,
 )
-from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
 INVERSE_MU = {

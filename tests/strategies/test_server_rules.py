@@ -30,6 +30,7 @@ from dpfl_lightning.strategies.aggregation.pfa import Pfa, larger_budgets
 from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
+from experiments.papers.noise_aware.pfa import WholeUpdatePfa
 
 OPTIMIZERS = ("fedadam", "fedyogi", "server_momentum")
 
@@ -293,18 +294,18 @@ def test_a_noise_floor_is_refused_beside_weight_decay(make_loop):
 DIST2 = np.array([5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17])
 
 
-def combined(deltas, weights, public, **options):
+def combined(deltas, weights, public, kind=Pfa, **options):
     """PFA's updates `[K, P]` of the models of `small_net`, if the `public` clients claim the larger budgets."""
-    pfa = Pfa(grouping="kmeans", **options)
+    pfa = kind(grouping="kmeans", **options)
     facts = SimpleNamespace(reported_epsilon=[8.0 if one else 1.0 for one in public])
     view = SimpleNamespace(facts=facts, seed=0, module=Model(small_net()))
     pfa.plan_run(None, view)
     return pfa.combine(of(deltas), weights, view)
 
 
-def dense(deltas, weights, public, variant, components):
+def dense(deltas, weights, public, kind, components):
     """The update of one model, by a P x P projection of each private client's update of each tensor."""
-    count = [one.numel() for one in small_net().parameters()] if variant == "liu_code" else [deltas.shape[1]]
+    count = [one.numel() for one in small_net().parameters()] if kind is Pfa else [deltas.shape[1]]
     takes_part = weights > 0
     deltas, weights, public = deltas[takes_part], weights[takes_part], public[takes_part]
     if public.all() or not public.any():
@@ -312,10 +313,10 @@ def dense(deltas, weights, public, variant, components):
     parts = []
     for part in deltas.split(count, dim=1):
         shift, scale = torch.zeros(part.shape[1]), torch.ones(part.shape[1])
-        rows = (weights[public] @ part[public])[None]
-        if variant != "liu_printed" and public.sum() > 1:
+        rows = part[public]
+        if public.sum() > 1:
             shift = part[public].mean(0)
-            scale = part[public].std(0, correction=0) if variant == "hdpfl" else scale
+            scale = scale if kind is Pfa else part[public].std(0, correction=0)
             rows = (part[public] - shift) / scale
         directions = torch.linalg.svd(rows, full_matrices=False).Vh[:components]
         total = weights[public] @ part[public]
@@ -325,17 +326,9 @@ def dense(deltas, weights, public, variant, components):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(
-    ("options", "reference"),
-    [
-        ({}, ("liu_code", 1)),
-        ({"components": 2}, ("liu_code", 2)),
-        ({"variant": "hdpfl"}, ("hdpfl", 1)),
-        ({"variant": "hdpfl", "components": 2}, ("hdpfl", 2)),
-        ({"variant": "liu_printed", "components": 2}, ("liu_printed", 1)),
-    ],
-)
-def test_pfa_is_the_dense_projection_for_the_clients_of_each_model(options, reference):
+@pytest.mark.parametrize("kind", [Pfa, WholeUpdatePfa])
+@pytest.mark.parametrize("components", [1, 2])
+def test_pfa_is_the_dense_projection_for_the_clients_of_each_model(kind, components):
     deltas = torch.randn(8, 83, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     public = torch.tensor([False, False, False, True, True, True, True, False])
     weights = torch.tensor(
@@ -349,8 +342,9 @@ def test_pfa_is_the_dense_projection_for_the_clients_of_each_model(options, refe
         ],
         dtype=torch.float64,
     )
-    expected = torch.stack([dense(deltas, row, public, *reference) for row in weights])
-    torch.testing.assert_close(combined(deltas, weights, public, **options), expected, rtol=1e-9, atol=1e-12)
+    expected = torch.stack([dense(deltas, row, public, kind, components) for row in weights])
+    found = combined(deltas, weights, public, kind, components=components)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_identical_public_updates_have_no_direction_but_a_mean():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 
 import numpy as np
@@ -19,17 +18,18 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import ChargedQuery, LossesAroundStep, MeanLoss, NoMechanism, event_of
+from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss, event_of
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.ledger import main as verify
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
-from dpfl_lightning.strategies.selection.two_stage_selection import FILTER, UNSOUND, TwoStageSelection
+from dpfl_lightning.strategies.selection.two_stage_selection import FILTER, TwoStageSelection
+from experiments.papers.selection.two_stages import PaperTwoStages
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 COUNT, COHORT, ROUNDS, WARMUP, DELTA = len(EPSILON), 3, 12, 4, 1e-3
@@ -48,15 +48,15 @@ def federation(make_loop, strategy, *parts, laplace=False, population=None, clie
     )
 
 
-def two_stages(**more) -> TwoStageSelection:
-    return TwoStageSelection(**{"clients_per_round": COHORT, "warmup_rounds": WARMUP, **more})
+def two_stages(kind=TwoStageSelection, **more) -> TwoStageSelection:
+    return kind(**{"clients_per_round": COHORT, "warmup_rounds": WARMUP, **more})
 
 
-@pytest.mark.parametrize("estimates", ["shrunken", "least_difference"])
+@pytest.mark.parametrize("kind", [TwoStageSelection, PaperTwoStages])
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "laplace"])
-def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimates, make_loop):
+def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, kind, make_loop):
     laplace = accountant == "laplace"
-    strategy, seen = two_stages(estimates=estimates), Recorder()
+    strategy, seen = two_stages(kind), Recorder()
     privacy = {} if laplace else {"accountant": accountant}
     loop = federation(make_loop, strategy, seen, laplace=laplace, privacy=privacy)
     loop.plan_schedule()
@@ -65,7 +65,7 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimate
     cohorts = [report.clients for report in seen.reports]
     assert [len(cohort) for cohort in cohorts] == [COHORT] * ROUNDS
     early, late = (Counter(n for cohort in part for n in cohort) for part in (cohorts[:WARMUP], cohorts[WARMUP:]))
-    reports = 1 if estimates == "shrunken" else 2
+    reports = 1 if kind is TwoStageSelection else 2
     charges = Counter((charge.client, charge.purpose) for charge in read_ledger(loop.clients.folder.ledger_file))
     for client, budget in enumerate(EPSILON):
         assert charges[client, "train"] == early[client] <= first[client]
@@ -93,7 +93,7 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimate
 @pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
 def test_each_participation_is_split_between_update_and_losses(laplace, make_loop):
     """Two reports have the share w of each participation: of epsilon (Laplace), or of mu^2 (Gaussian)."""
-    share, strategy = 0.2, two_stages(loss_share=0.2, estimates="least_difference")
+    share, strategy = 0.2, two_stages(PaperTwoStages, loss_share=0.2)
     loop = federation(make_loop, strategy, laplace=laplace)
     loop.plan_schedule()
     for client, quota in enumerate(strategy._quota):
@@ -104,11 +104,11 @@ def test_each_participation_is_split_between_update_and_losses(laplace, make_loo
 
 
 @pytest.mark.parametrize("clients", [(), (6,)], ids=["nobody", "one client"])
-@pytest.mark.parametrize("estimates", ["shrunken", "least_difference"])
-def test_a_run_says_if_its_reports_decide_nothing(estimates, clients, make_loop):
+@pytest.mark.parametrize("kind", [TwoStageSelection, PaperTwoStages])
+def test_a_run_says_if_its_reports_decide_nothing(kind, clients, make_loop):
     """All others are away in the first stage; then quotas are those of least noise."""
     away = dict.fromkeys(range(1, WARMUP + 1), tuple(set(range(COUNT)) - set(clients)))
-    strategy = two_stages(estimates=estimates, ratio=100.0)
+    strategy = two_stages(kind, ratio=100.0)
     loop = federation(make_loop, Absent(away), strategy)
     with pytest.warns(UserNotice, match=r"reports of losses show no difference between clients"):
         loop.run()
@@ -136,63 +136,25 @@ def test_an_unlike_client_is_avoided_where_losses_show_it(make_loop):
     assert quotas[100.0][5] == 0 < quotas[0.0][5] and quotas[100.0].sum() == quotas[0.0].sum()
 
 
-def test_the_papers_reports_are_allowed_in_words_only(make_loop):
-    """Epsilon is infinite for clients that reported; updates have the noise of their budgets."""
-    strategy = two_stages(estimates="least_difference", allow_unsound=True, ratio=None)
-    loop = federation(make_loop, strategy)
-    start = loop.module.flat
-    result = loop.run()
-    charges = list(read_ledger(loop.clients.folder.ledger_file))
-    reported = {charge.client for charge in charges if charge.purpose == "loss"}
-    assert {charge.event for charge in charges if charge.purpose == "loss"} == {NonPrivateEvent(UNSOUND)} and reported
-    for client, (row, budget) in enumerate(zip(result.clients, EPSILON, strict=True)):
-        assert (row["epsilon_spent"] is None) == (client in reported)
-        updates = [one.event for one in charges if one.client == client and one.purpose != "loss"]
-        assert loop.accountant.epsilon(updates, loop.schedule.clients[client].delta) <= budget
-    promises = loop.clients.budgets.guarantees()
-    assert all((one.unprotected == (UNSOUND,)) == (client in reported) for client, one in enumerate(promises))
-    purposes = Counter(charge.purpose for charge in charges)
-    assert purposes["loss"] == COHORT * WARMUP and purposes["later_train"] == COHORT * (ROUNDS - WARMUP)
-    assert len(strategy._reports) == COHORT * WARMUP and all(np.isfinite(one).all() for one in strategy._reports)
-    # exact, without noise: the loss before and after a clipped full-batch step
-    client, mechanism = 2, Gaussian(1.0, 0.0, 1.0, float(loop.population.num_records[2]))
-    x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
-    silent = {client: NoMechanism("unbounded", mechanism)}
-    steps = {client: (math.inf, 2, 0.3)}
-    query = LossesAroundStep(mechanism_of=silent, models=start[None], row_of={client: 0}, step_of=steps)
-    before, after = query.read(
-        client, answers.answer(ChargedQuery.of(query), client, loop.module, x, y, None, passes_like(x, y))
-    )
-    net = small_net()
-    loss = torch.nn.functional.cross_entropy(net(x), y)
-    assert before == pytest.approx(loss.item(), rel=1e-5)
-    with torch.no_grad():
-        for parameter, gradient in zip(
-            net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
-        ):
-            parameter -= 0.3 * gradient
-    assert after == pytest.approx(torch.nn.functional.cross_entropy(net(x), y).item(), rel=1e-5) and after < before
-
-
 def test_without_privacy_losses_are_exact(make_loop):
     strategy = two_stages(loss_bound=50.0)
     loop = federation(make_loop, strategy, privacy=None)
     start = loop.module.flat
     loop.run()
-    _, client, reported, _ = strategy._reports[0]
+    _, client, reported = strategy._reports[0]
     x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
     net = small_net()
     torch.nn.utils.vector_to_parameters(start, net.parameters())
     assert reported == pytest.approx(torch.nn.functional.cross_entropy(net(x), y).item(), rel=1e-5)
 
 
-def cut(make_loop, round, estimates="shrunken", **options):
+def cut(make_loop, round, kind=TwoStageSelection, **options):
     """A loop that resumes one that was cut in a round."""
-    first = federation(make_loop, two_stages(estimates=estimates), **options)
+    first = federation(make_loop, two_stages(kind), **options)
     cut_at(first, round)
     with pytest.raises(PowerCut):
         first.run()
-    return federation(make_loop, two_stages(estimates=estimates), output_dir=first.output_dir, **options)
+    return federation(make_loop, two_stages(kind), output_dir=first.output_dir, **options)
 
 
 def assert_within_budgets(loop):
@@ -202,12 +164,12 @@ def assert_within_budgets(loop):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("round", "estimates"), [(2, "shrunken"), (WARMUP + 1, "least_difference"), (WARMUP + 3, "shrunken")]
+    ("round", "kind"), [(2, TwoStageSelection), (WARMUP + 1, PaperTwoStages), (WARMUP + 3, TwoStageSelection)]
 )
-def test_a_resumed_run_has_the_same_quotas_and_bits(round, estimates, make_loop):
-    whole = federation(make_loop, two_stages(estimates=estimates))
+def test_a_resumed_run_has_the_same_quotas_and_bits(round, kind, make_loop):
+    whole = federation(make_loop, two_stages(kind))
     whole.run()
-    again = cut(make_loop, round, estimates)
+    again = cut(make_loop, round, kind)
     result = again.run(resume=True)
     assert torch.equal(again.state.models, whole.state.models)
     assert again.strategies[1]._quota.tolist() == whole.strategies[1]._quota.tolist()
@@ -286,12 +248,11 @@ def test_choices_of_models_fit_where_epsilons_are_pure(first, make_loop):
         assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), 0.0) <= budget
 
 
-@pytest.mark.parametrize("unsound", [True, False])
 @pytest.mark.parametrize("name", ["local", "mr_mtl", "kmeans_clusters", "oracle_clusters", "ifca"])
-def test_with_several_models_each_client_reports_the_loss_of_its_model(name, unsound, make_loop):
+def test_with_several_models_each_client_reports_the_loss_of_its_model(name, make_loop):
     (other,) = strategies.build({name: {"selection": "paper_argmin"} if name == "ifca" else None})
     population = dataclasses.replace(blobs(num_clients=COUNT), groups=(0, 1) * (COUNT // 2))
-    strategy = two_stages(estimates="least_difference", allow_unsound=unsound, ratio=None)
+    strategy = two_stages(PaperTwoStages)
     loop = federation(make_loop, other, strategy, population=population)
     loop.run()
     assert len(loop.state.models) > 1 and len(strategy._reports) == COHORT * WARMUP

@@ -13,7 +13,6 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
     FeatureSums,
-    LossesAroundStep,
     LowestLoss,
     MeanLoss,
     NoMechanism,
@@ -27,9 +26,7 @@ from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
-    ClipRequest,
     Params,
-    VmapClippedSum,
     clip_factors,
     evaluating,
     summing_dtype,
@@ -103,8 +100,7 @@ def answer(
     """
     mechanism = query.mechanism_of[client]
     if isinstance(mechanism, NoMechanism):
-        plain = _computation(query, mechanism)(query.question, client, module, x, y)
-        return plain if mechanism.noise is None else mechanism.noise.privatise(plain[None], generator, plain.dtype)[0]
+        return _computation(query, mechanism)(query.question, client, module, x, y)
     if isinstance(mechanism, ExponentialMechanism):
         return mechanism.choose(_bounded_sum(query, client, module, x, y, passes, _scores), generator)
     total = _bounded_sum(query, client, module, x, y, passes, lambda rows: _clipped(rows, mechanism))
@@ -207,17 +203,6 @@ def _features_of_class(query: FeatureSums, client: int, module: ClientModule, x:
 @plain_answer_of(LowestLoss)
 def _lowest_loss(query: LowestLoss, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     return summed_losses(module, query.models, x, y).argmin()
-
-
-@plain_answer_of(LossesAroundStep)
-def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
-    """Both losses, summed over the records; the mechanism divides by their number."""
-    clip_norm, order, rate = query.step_of[client]
-    clipped_sum = VmapClippedSum(module.sample_loss)
-    model = query.models[query.row_of[client]]
-    step = clipped_sum(module.unflatten(model), x, y, ClipRequest(clip_norm, order))[0][0]
-    after = model - rate * (step / len(y)).to(model.dtype)
-    return summed_losses(module, torch.stack([model, after]), x, y)
 
 
 def losses_at(module: ClientModule, models: Tensor, x: Inputs, y: Tensor) -> Tensor:

@@ -21,12 +21,10 @@ Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 class NoMechanism:
     """An answer without a privacy guarantee: the client's epsilon becomes infinite.
 
-    The guarantee says in `words` what is shown and why it is not protected. `noise` is added to the answer
-    nevertheless, to reproduce methods that do so.
+    The guarantee says in `words` what is shown and why it is not protected.
     """
 
     words: str
-    noise: Mechanism | None = None
 
     def event(self, count: int) -> NonPrivateEvent:
         return NonPrivateEvent(self.words)
@@ -151,27 +149,6 @@ class MeanLoss(Query):
 
     def read(self, client: int, released: Tensor) -> float:
         return float(released) + self.loss_bound / 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossesAroundStep(Query):
-    """Each client's mean loss at a model, and after its clipped full-batch step from there without noise.
-
-    The selection paper's clients report it. `row_of` is client -> row of its model in `models` `[M, P]`, and `step_of`
-    is client -> clip norm, its order and learning rate of the step.
-
-    **Privacy** None that is known, although noise is added: neither loss is clipped, and the step without noise depends
-    on all records. Epsilon becomes infinite (`NoMechanism`).
-    """
-
-    models: Tensor
-    row_of: Mapping[int, int]
-    step_of: Mapping[int, tuple[float, int, float]]
-    purpose: str = "loss"
-
-    def read(self, client: int, released: Tensor) -> tuple[float, float]:
-        before, after = released.tolist()
-        return before, after
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ register(clients.RunPlan, clients.ClientAccount, facts.ClientSettings, schedule.
 register(plan.RoundPlan, plan.LocalTraining, plan.ClassGradients, augmentation.ClassAugmentation)
 register(update.ClientUpdates, evaluation.ClientModels, evaluation.Score, evaluation.Evaluation, evaluation.Diagnostics)
 register(query.ChargedQuery, query.NoMechanism, query.SelectModel, query.LowestLoss, query.MeanLoss)
-register(query.LossesAroundStep, query.FeatureSums)
+register(query.FeatureSums)
 register(mechanism.Gaussian, mechanism.Laplace, mechanism.ExponentialMechanism)
 register(events.GaussianEvent, events.LaplaceEvent, events.SelectionEvent, events.NonPrivateEvent)
 register(planned.Planned, planned.ClientSchedule)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from dpfl_lightning.config.typed import options_of, valid
 from dpfl_lightning.errors import UserError, nearest, require, require_one_of
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -26,12 +27,13 @@ class Strategy:
 
     A strategy receives releases and public facts (`View`), never data. Names of helper methods begin with an
     underscore. One strategy of a run may override each exclusive hook. Derive from `Callback`, too, to watch the run.
+    Options are the fields of a dataclass, as in `pull: Annotated[float, Interval(ge=0)] = 0.01`, or the arguments of
+    `__init__`, whose values the strategy then checks itself.
 
     Attributes:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
             or "route" (`[K, C]`, replaces `model_of` in the aggregation).
         default_base: base rule that is added to a run that names none.
-        only_base: the only aggregation rule beside which it works; None: it works beside all.
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
@@ -45,7 +47,6 @@ class Strategy:
 
     role: str = "correction"
     default_base: type[Strategy] | None = None
-    only_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
     needs_training: bool = False
@@ -55,6 +56,23 @@ class Strategy:
     refuses_pull: bool = False
     before_pulls: bool = False
     in_place_of_training: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the options of a strategy that is a dataclass: the types and bounds of its fields. Raises UserError."""
+        for name, hint in options_of(type(self)).items():
+            object.__setattr__(self, name, valid(self._key(name), getattr(self, name), hint))
+
+    @property
+    def _name(self) -> str:
+        """The name of the strategy in a configuration, for messages."""
+        kind = type(self)
+        room, _, file = kind.__module__.rpartition(".")
+        ours = room.startswith("dpfl_lightning.strategies.")  # where a file has the name of its strategy
+        return file if ours else f"{kind.__module__}.{kind.__qualname__}"
+
+    def _key(self, option: str) -> str:
+        """The key of an option in a configuration, for messages."""
+        return f"strategies.{self._name}.{option}"
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """The schedule of all releases, before noise is solved: budgets, purposes and counts."""
@@ -157,9 +175,8 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         must = "be overridden by a strategy that overrides `combine`"
         require(declared, f"{kind}.needs_updates", must, "the default")
     for callback in callbacks:
-        kind, advice = type(callback).__name__, "Pass strategies as `strategies`."
-        only_watches = isinstance(callback, Callback) and not isinstance(callback, Strategy)
-        require(only_watches, "callbacks", "hold instances of Callback", kind, advice)
+        kind = type(callback).__name__
+        require(isinstance(callback, Callback), "callbacks", "hold instances of Callback or Strategy", kind)
         _check_names(callback, _WATCHING)
     bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
@@ -167,12 +184,6 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
             "Keep one; corrections and masks multiply onto it."
         )
-    for base, strategy in itertools.product(strategies, repeat=2):
-        if base.role == "base" and (only := strategy.only_base) is not None:
-            kind, got = type(strategy).__name__, type(base).__name__
-            must = f"hold no aggregation rule but {only.__name__} beside {kind}"
-            advice = f"{kind} computes the weights itself. Remove {got}."
-            require(isinstance(base, only), "strategies", must, got, advice)
     selecting = " and ".join(type(strategy).__name__ for strategy in strategies if strategy.selects)
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")

@@ -16,4 +16,4 @@ class FedYogi(FedAdam):
     """
 
     def _second(self, second: Tensor, square: Tensor) -> Tensor:
-        return second - (1 - self._beta2) * square * (second - square).sign()
+        return second - (1 - self.beta2) * square * (second - square).sign()

@@ -1,11 +1,14 @@
 """Multi-Krum: leaves out the updates that lie far from their nearest neighbours."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of, squared_distances
-from dpfl_lightning.errors import require
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -14,6 +17,7 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.robust_mean import share_of, warn_if_none_is_left_out
 
 
+@dataclass
 class MultiKrum(Strategy):
     """Leaves out the `floor(share * C)` of the C updates of a model that lie farthest from their neighbours.
 
@@ -23,22 +27,20 @@ class MultiKrum(Strategy):
     so clients with small budgets are left out first.
 
     Args:
-        share: share of the clients that is left out, in [0, 0.5).
+        share: share of the clients that is left out.
 
     **Privacy** Post-processing.
 
     Reference: Blanchard et al. (2017), Section 4.
     """
 
+    share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.2
+
     role = "mask"
     needs_training = True
 
-    def __init__(self, share: float = 0.2) -> None:
-        require(0 <= share < 0.5, "strategies.multi_krum.share", "be in [0, 0.5)", share)
-        self._share = share
-
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        warn_if_none_is_left_out("multi_krum", self._share, view)
+        warn_if_none_is_left_out(self._name, self.share, view)
         return schedule
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -48,7 +50,7 @@ class MultiKrum(Strategy):
         gram = gram_of(double_columns(updates.released.flatten(1))).numpy()
         kept = torch.zeros(len(gram), dtype=torch.float64)
         for rows in updates.rows_by_model:
-            kept[rows] = torch.from_numpy(_kept(gram[np.ix_(rows, rows)], share_of(self._share, len(rows))))
+            kept[rows] = torch.from_numpy(_kept(gram[np.ix_(rows, rows)], share_of(self.share, len(rows))))
         return kept
 
 

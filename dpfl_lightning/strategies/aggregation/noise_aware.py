@@ -1,7 +1,8 @@
 """The random-effects mean: weights that balance the noise of updates against the bias of unequal weights."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from dpfl_lightning.algorithms.random_effects import (
     spread_of_rounds,
 )
 from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -25,6 +26,7 @@ from dpfl_lightning.federated.server.view import View
 _KEPT = 1 << 22  # numbers of the clients' sums of updates that are kept, of all clients together
 
 
+@dataclass
 class NoiseAware(Strategy):
     """Weights that balance noise against bias: client i has the share `~ 1 / (v_i + T g^2)` of the mean gradient.
 
@@ -41,7 +43,7 @@ class NoiseAware(Strategy):
         noise: `planned` takes v_i, steps and data sizes from the plan, which nodes enforce. `estimated` reads nothing
             that a client says: v_i is what is left of an update's length beside its signal, whose length products with
             other updates show. Signals that noise hides count as equally long, and data sizes as equal.
-        max_influence: bound on the share of one client, in (0, 1]. null is 0.25, or 2 / clients where that is more, but
+        max_influence: bound on the share of one client. null is 0.25, or 2 / clients where that is more, but
             at most 0.5; or the client's share of the records where that is more.
 
     **Privacy** Post-processing of released updates; nothing is charged.
@@ -49,15 +51,15 @@ class NoiseAware(Strategy):
     Reference: DerSimonian and Laird (1986), whose studies are the clients here. Limits: `docs/noise_aware.md`.
     """
 
+    noise: Literal["planned", "estimated"] = "planned"
+    max_influence: Annotated[float, Interval(gt=0, le=1)] | None = None
+
     role = "base"
     needs_training = True
 
-    def __init__(self, noise: str = "planned", max_influence: float | None = None) -> None:
-        require_one_of(("planned", "estimated"), "strategies.noise_aware.noise", noise)
-        in_range = max_influence is None or (not isinstance(max_influence, bool) and 0 < max_influence <= 1)
-        require(in_range, "strategies.noise_aware.max_influence", "be in (0, 1] or null", max_influence)
-        self.needs_noise_std = noise == "planned"
-        self._max_influence = max_influence
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.needs_noise_std = self.noise == "planned"
         self._between = torch.zeros(2, dtype=torch.float64)  # spread and its weight, whose ratio is g^2
         self._aligned: Tensor | None = None  # sums over rounds of `alignments`, and rounds: [3, N]
         self._sums: Tensor | None = None  # of each client's updates per step so far, folded: [N, w]
@@ -105,7 +107,7 @@ class NoiseAware(Strategy):
         # a short signal is one that the others do not share, not one with less of its own
         error = noise + bias / np.minimum(length, 1) ** 2 + rounds * excess(squares, noise, num_params)
         target = np.where(honest, self._target[rows], 0.0)
-        return shares(error, bias, target / target.sum(), self._max_influence), length
+        return shares(error, bias, target / target.sum(), self.max_influence), length
 
     def _compare(
         self, latest: Tensor, noise: np.ndarray, length: np.ndarray, clients: np.ndarray, honest: np.ndarray

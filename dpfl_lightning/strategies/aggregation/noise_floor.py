@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import double_columns
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -17,6 +20,7 @@ from dpfl_lightning.federated.server.view import View
 _KURTOSIS = 6.0  # fourth moment / squared variance of Laplace noise; that of Gaussian noise is 3, of sums in between
 
 
+@dataclass
 class NoiseFloor(Strategy):
     """Leaves out of a round each client whose update is shorter than its planned noise can be.
 
@@ -35,21 +39,22 @@ class NoiseFloor(Strategy):
     and are refused.
 
     Args:
-        false_alarm: bound on the probability that noise alone is removed, for one update, in (0, 1).
+        false_alarm: bound on the probability that noise alone is removed, for one update.
 
     **Privacy** Post-processing of released updates and public noise; nothing is charged.
 
     Reference: Maurer (2003), "A bound on the deviation probability for sums of non-negative random variables".
     """
 
+    false_alarm: Annotated[float, Interval(gt=0, lt=1)] = 1e-6
+
     role = "mask"
     needs_training = True
     needs_noise_std = True
     refuses_pull = True
 
-    def __init__(self, false_alarm: float = 1e-6) -> None:
-        require(0 < false_alarm < 1, "strategies.noise_floor.false_alarm", "be in (0, 1)", false_alarm)
-        self._false_alarm = false_alarm
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._removed = 0
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -68,7 +73,7 @@ class NoiseFloor(Strategy):
             squared = squared + columns.square().sum(dim=1).cpu()
         num_params = deltas.shape[1]
         noise = num_params * torch.tensor(updates.noise_std, dtype=torch.float64).square()
-        kept = squared >= noise * lowest_share(num_params, self._false_alarm)
+        kept = squared >= noise * lowest_share(num_params, self.false_alarm)
         self._removed = int((~kept).sum())
         if not kept.any():
             warn_user(f"round {view.round}: noise_floor left out every client; models stay as they are")

@@ -1,12 +1,17 @@
 """The weighted mean of updates whose lengths are bounded by the median length."""
 
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
 
 
+@dataclass
 class NormBound(RobustMean):
     """Shortens updates that are longer than a multiple of the median length of a model's updates, then takes the mean.
 
@@ -15,20 +20,18 @@ class NormBound(RobustMean):
     Privacy noise is shortened, too, so noisy clients count for less.
 
     Args:
-        factor: the bound / the median length, above 0.
+        factor: the bound / the median length.
 
     **Privacy** Post-processing.
 
     Reference: Sun et al. (2019), "Can You Really Backdoor Federated Learning?", with the median in place of a constant.
     """
 
-    def __init__(self, factor: float = 1.0) -> None:
-        require(factor > 0, "strategies.norm_bound.factor", "be above 0", factor)
-        self._factor = factor
+    factor: Annotated[float, Interval(gt=0, lt=math.inf)] = 1.0
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
         flat = deltas.flatten(1)
         length = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-        bound = self._factor * length.quantile(0.5)
+        bound = self.factor * length.quantile(0.5)
         share = weights.double() * (bound / length.clamp_min(1e-300)).clamp(max=1.0)
         return (share @ flat.double()).to(deltas.dtype).view(deltas.shape[1:])

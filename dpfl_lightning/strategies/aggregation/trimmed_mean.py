@@ -1,14 +1,18 @@
 """The coordinate-wise trimmed mean of the clients' updates."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, share_of, warn_if_none_is_left_out
 
 
+@dataclass
 class TrimmedMean(RobustMean):
     """Replaces the weighted mean by the mean of each coordinate without its smallest and largest values.
 
@@ -16,22 +20,20 @@ class TrimmedMean(RobustMean):
     `floor(share * C)` clients cannot move the model arbitrarily far. All clients with a positive weight count equally.
 
     Args:
-        share: share of the clients that is dropped at each end, in [0, 0.5); 0 is the plain mean.
+        share: share of the clients that is dropped at each end; 0 is the plain mean.
 
     **Privacy** Post-processing.
 
     Reference: Yin et al. (2018), Algorithm 1.
     """
 
-    def __init__(self, share: float = 0.1) -> None:
-        require(0 <= share < 0.5, "strategies.trimmed_mean.share", "be in [0, 0.5)", share)
-        self._share = share
+    share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.1
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        warn_if_none_is_left_out("trimmed_mean", self._share, view)
+        warn_if_none_is_left_out(self._name, self.share, view)
         return schedule
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
-        dropped = share_of(self._share, len(deltas))
+        dropped = share_of(self.share, len(deltas))
         kept = deltas.sort(dim=0).values[dropped : len(deltas) - dropped]
         return kept.mean(dim=0, dtype=torch.float64).to(deltas.dtype)

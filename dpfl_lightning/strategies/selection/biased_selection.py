@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -19,7 +21,6 @@ from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSel
 Vector = NDArray[np.float64]
 
 _L1_SCALE = 0.25  # for the anchor: assumed ratio of a gradient's L2 norm to the L1 norm to which it is clipped
-_LARGEST = 1e6  # dissimilarity, at which quotas are equal
 _FITS = 2  # first around equal quotas, then around the quotas found
 _LEAST_GROWTH = 0.1  # of noise: exponent that quotas can still be allocated with
 _FAR = 2  # the growth of noise is fitted between half of a quota and twice the quota
@@ -83,6 +84,7 @@ def check_free_noise(schedule: RunSchedule, strategy: str, facts: Facts) -> None
             )
 
 
+@dataclass
 class BiasedSelection(QuotaSelection):
     """DPFL-BCS: quotas that balance the noise of the mean update against the bias of unequal participation.
 
@@ -91,10 +93,10 @@ class BiasedSelection(QuotaSelection):
     noise limits the accuracy; if the noise is small, the quotas become equal.
 
     Args:
-        dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm,
-            in [0, 1e6]. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
-        min_participation: minimum number of rounds in which every client takes part, >= 0.
-        max_effective_epsilon: upper bound on the budgets used for the quotas, > 0: a client that claims more is not
+        dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm.
+            Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
+        min_participation: minimum number of rounds in which every client takes part.
+        max_effective_epsilon: upper bound on the budgets used for the quotas: a client that claims more is not
             selected more often. null is no bound.
 
     **Guarantees** Quotas are whole numbers and, for full batches, exactly optimal for the noise that the run's
@@ -108,41 +110,27 @@ class BiasedSelection(QuotaSelection):
     are `two_stage_selection`.
     """
 
-    key = "strategies.biased_selection"
-
-    def __init__(
-        self,
-        clients_per_round: int | None = None,
-        sampler: str = "quota_systematic",
-        top_fraction: float | None = None,
-        dissimilarity: float = 0.1,
-        min_participation: int = 0,
-        max_effective_epsilon: float | None = None,
-    ) -> None:
-        super().__init__(clients_per_round, sampler, top_fraction)
-        require(0 <= dissimilarity <= _LARGEST, f"{self.key}.dissimilarity", "be in [0, 1e6]", dissimilarity)
-        require(min_participation >= 0, f"{self.key}.min_participation", "be >= 0", min_participation)
-        most = max_effective_epsilon
-        require(most is None or most > 0, f"{self.key}.max_effective_epsilon", "be above 0", most)
-        self._dissimilarity, self._least, self._most_epsilon = dissimilarity, min_participation, most
+    dissimilarity: Annotated[float, Interval(ge=0, le=1e6)] = 0.1
+    min_participation: Annotated[int, Interval(ge=0)] = 0
+    max_effective_epsilon: Annotated[float, Interval(gt=0)] | None = None
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
         if total == 0:  # other strategies use all rounds
             self._noise = ParticipationNoise(np.zeros(len(upper)), np.ones(len(upper)))
             return np.zeros(len(upper), dtype=np.int64)
-        check_free_noise(schedule, self.key.rpartition(".")[2], view.facts)
-        claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf).tolist()
+        check_free_noise(schedule, self._name, view.facts)
+        claimed = np.minimum(view.facts.reported_epsilon, self.max_effective_epsilon or math.inf).tolist()
         claims = schedule.replan(lambda client, one: dataclasses.replace(one, target_epsilon=claimed[client]))
         most = total // len(upper)
         must = f"be at most {most}, the mean number of rounds that a client takes part in"
-        require(self._least <= most, f"{self.key}.min_participation", must, self._least)
+        require(self.min_participation <= most, self._key("min_participation"), must, self.min_participation)
         laplace = isinstance(schedule.planned(0, PURPOSE).event, LaplaceEvent)
         scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
-        lower, quota = np.minimum(self._least, upper), np.full(len(upper), max(most, 1))
+        lower, quota = np.minimum(self.min_participation, upper), np.full(len(upper), max(most, 1))
         for _ in range(_FITS if exact_exponent(claims) is None else 1):
             self._noise = noise = participation_noise(claims, view, quota)
             noised = bool(noise.factor.any())  # if not, the clip norm may be infinite
-            anchor = anchor_strength(len(upper), self._horizon, scale, self._dissimilarity) if noised else 0.0
+            anchor = anchor_strength(len(upper), self._horizon, scale, self.dissimilarity) if noised else 0.0
             quota = allocate_int(noise.factor, total, noise.exponent, 0.0, lower, upper, anchor)
         return quota
 

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.cohorts import draw_cohort
 from dpfl_lightning.algorithms.selection_estimates import jain_index
-from dpfl_lightning.errors import require, require_one_of, warn_user
+from dpfl_lightning.config.typed import Interval
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -63,19 +65,20 @@ def exact_exponent(schedule: RunSchedule) -> float | None:
     return 2.0 if pure and all(isinstance(event, LaplaceEvent) for event in events) else None
 
 
+@dataclass
 class QuotaSelection(Strategy, Callback):
     """Selects K clients in each round; client n trains in T_n rounds, and its noise is solved for T_n releases.
 
     A subclass defines the quotas T_n. The strategy is combined with an aggregation rule; the default is `uniform`.
 
     Args:
-        clients_per_round: number K of clients in each round, from 1 to N. The noise of a round's mean is ~ K^(z - 1) if
+        clients_per_round: number K of clients in each round, at most N. The noise of a round's mean is ~ K^(z - 1) if
             that of an update is ~ T_n^z. So null is 2 for Laplace noise with delta 0 (z = 2). Otherwise it is a fifth
             of the clients, and at least 2, whose updates can be compared: with Gaussian noise of full batches (z = 1),
             K does not matter. In a short run it is as many as it takes for every client to take part.
         sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
             describes it).
-        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
+        top_fraction: a share of the clients: a round is drawn again, at most 20 times, until it
             contains one of this share of clients with the largest claimed budgets. Use it with `pfa`, which projects
             onto their updates.
 
@@ -86,20 +89,16 @@ class QuotaSelection(Strategy, Callback):
     knows which clients take part, so there is no amplification by selection.
     """
 
+    clients_per_round: Annotated[int, Interval(ge=1)] | None = None
+    sampler: Literal["quota_systematic", "weighted_without_replacement"] = "quota_systematic"
+    top_fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
+
     default_base = Uniform
     needs_training = True
     selects = True
-    key = "strategies.quota_selection"
 
-    def __init__(
-        self, clients_per_round: int | None = None, sampler: str = "quota_systematic", top_fraction: float | None = None
-    ) -> None:
-        size = clients_per_round
-        require(size is None or size >= 1, f"{self.key}.clients_per_round", "be >= 1", size)
-        require_one_of(("quota_systematic", "weighted_without_replacement"), f"{self.key}.sampler", sampler)
-        fits = top_fraction is None or 0 < top_fraction < 1
-        require(fits, f"{self.key}.top_fraction", "be in (0, 1)", top_fraction)
-        self._size, self._sampler, self._top_fraction = size, sampler, top_fraction
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._taken = np.zeros(0, dtype=np.int64)
         self._drawn_in = 0  # the round of the last cohort
 
@@ -114,15 +113,15 @@ class QuotaSelection(Strategy, Callback):
         turns = math.ceil(count / max(self._horizon, 1))  # of which every client takes part once
         least_noise = (exact_exponent(schedule) or 1.0) > 1
         usual = max(turns, _FEWEST, 0 if least_noise else round(count / _USUAL_SHARE))
-        self._cohort_size = min(usual, count) if self._size is None else self._size
+        self._cohort_size = min(usual, count) if self.clients_per_round is None else self.clients_per_round
         must = f"be at most the {count} clients"
-        require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
+        require(self._cohort_size <= count, self._key("clients_per_round"), must, self._cohort_size)
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
         self._quota = self._quotas(total, upper, schedule, view)
         self._taken, self._settled = np.zeros(count, dtype=np.int64), False
-        if self._top_fraction is not None:
+        if self.top_fraction is not None:
             epsilon = np.array(view.facts.reported_epsilon)
-            self._top = larger_budgets(epsilon, "top", self._top_fraction, view.seed)
+            self._top = larger_budgets(epsilon, "top", self.top_fraction, view.seed)
         return with_quotas(schedule, self._quota)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
@@ -149,8 +148,8 @@ class QuotaSelection(Strategy, Callback):
         generator = np.random.Generator(np.random.PCG64DXSM(key))
         left = min(self._horizon, view.run.rounds - view.round + 1)  # at most the rounds that budgets can pay for
         for _ in range(_DRAWS):
-            cohort = draw_cohort(self._sampler, quota, self._taken, left, self._cohort_size, generator)
-            if self._top_fraction is None or self._top[cohort].any():
+            cohort = draw_cohort(self.sampler, quota, self._taken, left, self._cohort_size, generator)
+            if self.top_fraction is None or self._top[cohort].any():
                 break
         return cohort
 
@@ -182,7 +181,7 @@ class QuotaSelection(Strategy, Callback):
         unused = int((self._quota - self._taken).sum())
         if result.finished and unused:
             warn_user(
-                f"{self.key.rpartition('.')[2]}: {unused} of {int(self._quota.sum())} planned participations were not "
+                f"{self._name}: {unused} of {int(self._quota.sum())} planned participations were not "
                 "used, because clients were away or the run ended early. The noise of these clients was solved "
                 "for them, so it was larger than necessary."
             )

@@ -19,7 +19,5 @@ class UniformSelection(QuotaSelection):
     which clients take part, so there is no amplification by selection.
     """
 
-    key = "strategies.uniform_selection"
-
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
         return allocate_int(np.ones(len(upper)), total, upper=upper)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -114,7 +114,12 @@ def signal_to_noise(
 
 
 def noise_aware_weights(
-    noise: str, rounds: Sequence[Tensor], length: Tensor, variances: Tensor, models: int, planned: int = 30
+    noise: Literal["planned", "estimated"],
+    rounds: Sequence[Tensor],
+    length: Tensor,
+    variances: Tensor,
+    models: int,
+    planned: int = 30,
 ) -> list[np.ndarray]:
     """The weights `[20]` of the strategy `noise_aware` in each of these rounds, the first of a run of `planned`."""
     strategy, found = NoiseAware(noise), []

@@ -8,14 +8,14 @@ from scipy.optimize import brentq
 
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
 from dpfl_lightning.algorithms.cohorts import systematic
-from dpfl_lightning.algorithms.selection_estimates import (
+from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
+from experiments.papers.selection.estimates import (
     Constants,
     FirstStage,
     fit_constants,
     gaussian_noise,
     laplace_noise,
 )
-from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from experiments.papers.selection.random_effects import shares
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)

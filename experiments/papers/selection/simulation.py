@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength
 from dpfl_lightning.algorithms.cohorts import systematic
-from dpfl_lightning.algorithms.selection_estimates import NoiseModel, gaussian_noise, laplace_noise
 from dpfl_lightning.data.partition import partition
+from experiments.papers.selection.estimates import NoiseModel, gaussian_noise, laplace_noise
 from experiments.papers.selection.random_effects import excess_spread, shares
 
 Vector = NDArray[np.float64]
