@@ -13,7 +13,7 @@ from torch import Tensor
 
 Vector = NDArray[np.float64]
 
-_LEAST = 1e-3  # noise counts as at least this share of the mean, so that weights are finite
+_LEAST = 1e-3  # noise counts as at least this share of the median, so that weights are finite
 _SIGMAS = 4.0  # standard deviations of noise that count as noise
 _LONGEST = 3.0  # a signal may be this many times as long as the median one
 
@@ -31,7 +31,7 @@ def spread_of_rounds(now: Tensor, before: Tensor, noise: Vector) -> tuple[float,
     >>> spread_of_rounds(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [4.0]]), np.ones(2))
     (2.0, 0.5)
     """
-    weight = 1 / np.maximum(noise, _LEAST * noise.mean()) if noise.any() else np.ones(len(noise))
+    weight = 1 / np.maximum(noise, _LEAST * np.median(noise)) if noise.all() else np.ones(len(noise))
     weight = weight / weight.sum()
     share = torch.from_numpy(weight).to(now)
     both = ((now - share @ now) * (before - share @ before)).sum(dim=1, dtype=torch.float64).cpu().numpy()
@@ -49,23 +49,19 @@ def excess(squares: Vector, noise: Vector, num_params: int) -> Vector:
     return np.maximum(squares - allowed, 0.0)
 
 
-def false_updates(gram: Vector, planned: Vector | None, num_params: int) -> NDArray[np.bool_]:
-    """Return which updates are shorter than their planned noise, or clearly point away from most others, `[C]`.
+def opposed(gram: Vector, num_params: int) -> NDArray[np.bool_]:
+    """Return which updates clearly point away from most others by their products `[C, C]`: `[C]`.
 
-    If these are more than a third, none is false: honest updates may be like that.
-
-    Args:
-        gram: products of the updates `[C, C]`.
-        planned: their noise, `[C]`, if it is planned; else an update of length 0 is false.
+    If these are more than a third, none is: honest updates may be like that.
     """
-    count, squares = len(gram), np.maximum(np.diag(gram), 1e-300)
-    found = np.diag(gram) == 0 if planned is None else squares < planned * (1 - _deviation(num_params))
-    if count > 2:
-        cosines = gram / np.sqrt(np.outer(squares, squares))
-        agreement = np.median(cosines[~np.eye(count, dtype=bool)].reshape(count, count - 1), axis=1)
-        # of a median of independent cosines, and of the client's noise along what the others share
-        variance = math.pi / 2 / (count - 1) + max(float(np.median(agreement)), 0.0)
-        found |= agreement < -_SIGMAS * math.sqrt(variance / max(num_params, 1))
+    count, length = len(gram), np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    if count < 3:
+        return np.zeros(count, dtype=bool)
+    cosines = gram / length / length[:, None]
+    agreement = np.median(cosines[~np.eye(count, dtype=bool)].reshape(count, count - 1), axis=1)
+    # of a median of independent cosines, and of the client's noise along what the others share
+    variance = math.pi / 2 / (count - 1) + max(float(np.median(agreement)), 0.0)
+    found = agreement < -_SIGMAS * math.sqrt(variance / max(num_params, 1))
     return found & (3 * found.sum() <= count)
 
 
@@ -91,13 +87,13 @@ def alignments(gram: Vector, num_params: int, length: Vector) -> tuple[Vector, V
 
 
 def lengths_of_signals(products: Vector, variance: Vector) -> Vector:
-    """Return the lengths of the clients' signals by `alignments`, of mean 1, `[C]` > 0; shrunk to equal ones.
+    """Return the lengths of the clients' signals by `alignments`, of mean 1, `[C]` > 0; at most three times the median.
 
     They are shrunk as far as noise explains their differences; all are 1 if noise hides what clients share.
 
-    >>> lengths_of_signals(np.array([1.0, 1.0, 4.0]), np.full(3, 1e-6)).round(2).tolist()
-    [0.5, 0.5, 2.0]
-    >>> lengths_of_signals(np.array([1.0, 1.0, 4.0]), np.full(3, 100.0)).tolist()
+    >>> lengths_of_signals(np.array([1.0, 2.0, 3.0]), np.full(3, 1e-6)).round(2).tolist()
+    [0.5, 1.0, 1.5]
+    >>> lengths_of_signals(np.array([1.0, 2.0, 3.0]), np.full(3, 100.0)).tolist()
     [1.0, 1.0, 1.0]
     """
     weight = 1 / np.maximum(variance, 1e-300)
@@ -109,6 +105,7 @@ def lengths_of_signals(products: Vector, variance: Vector) -> Vector:
     precision = 1 / np.maximum(between + variance, 1e-300)
     mean = precision @ products / precision.sum()
     length = np.maximum(mean + between * precision * (products - mean), _LEAST * abs(mean))
+    length = np.minimum(length, _LONGEST * np.median(length))
     return length / length.mean()
 
 
@@ -126,21 +123,21 @@ def shares(error: Vector, bias: float, target: Vector, largest: float | None = N
     >>> shares(np.array([4.0, 9.0]), bias=1.0, target=np.array([0.5, 0.5]), largest=1.0).round(3).tolist()
     [0.692, 0.308]
     """
-    counted = target > 0
-    error = np.maximum(error, _LEAST * error[counted].mean())
-    weight = np.where(counted, 1 / error if error.all() else 1.0, 0.0)
-    pulled = bias * target * weight
-    share = pulled + weight * max(1 - pulled.sum(), 0.0) / weight.sum()
+    counted, share = target > 0, target
+    if least := _LEAST * np.median(error[counted]):
+        weight = np.where(counted, 1 / np.maximum(error, least), 0.0)
+        share = bias * target * weight
+        share = share + weight * max(1 - share.sum(), 0.0) / weight.sum()
     return limited_shares(share, np.maximum(most_influence(len(error)), target) if largest is None else largest)
 
 
 def most_influence(num_clients: int) -> float:
-    """Return the default bound on one client's share: a quarter, or twice an equal share if more, but at most half.
+    """Return the default bound on one client's share: a quarter, or twice an equal share, but at most two thirds.
 
-    >>> [most_influence(count) for count in (1, 3, 5, 20)]
-    [0.5, 0.5, 0.4, 0.25]
+    >>> [round(most_influence(count), 2) for count in (1, 2, 5, 20)]
+    [0.67, 0.67, 0.4, 0.25]
     """
-    return max(0.25, min(0.5, 2 / num_clients))
+    return max(1 / 4, min(2 / 3, 2 / num_clients))
 
 
 def limited_shares(share: Vector, largest: float | Vector) -> Vector:

@@ -11,13 +11,14 @@ from torch import Tensor
 from dpfl_lightning.algorithms.random_effects import (
     alignments,
     excess,
-    false_updates,
     lengths_of_signals,
+    opposed,
     shares,
     spread_of_rounds,
 )
 from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
 from dpfl_lightning.config.typed import Interval
+from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -37,14 +38,15 @@ class NoiseAware(Strategy):
     weights do not change the length of a step.
 
     An update that is longer than noise and three times the median signal explain counts as noisier. Up to a third of
-    the clients whose updates are shorter than their noise, or clearly point away from most others, have no weight.
+    the clients, whose updates clearly point away from most others, have no weight: attackers, or a minority with other
+    data. `noise_floor` beside it leaves out updates that are shorter than their noise.
 
     Args:
         noise: `planned` takes v_i, steps and data sizes from the plan, which nodes enforce. `estimated` reads nothing
             that a client says: v_i is what is left of an update's length beside its signal, whose length products with
             other updates show. Signals that noise hides count as equally long, and data sizes as equal.
-        max_influence: bound on the share of one client. null is 0.25, or 2 / clients where that is more, but
-            at most 0.5; or the client's share of the records where that is more.
+        max_influence: bound on the share of one client, at least 1 / clients. null is 0.25, or 2 / clients where that
+            is more, but at most 2 / 3; or the client's share of the records where that is more.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
@@ -64,107 +66,106 @@ class NoiseAware(Strategy):
         self._aligned: Tensor | None = None  # sums over rounds of `alignments`, and rounds: [3, N]
         self._sums: Tensor | None = None  # of each client's updates per step so far, folded: [N, w]
         self._rounds: Tensor | None = None  # how many these are: [N]
-        self._step: Tensor | None = None  # length of each update's signal, `[C]`
-        self._target = np.ones(0)  # shares without noise, up to a factor, `[C]`
+        # what is of one round only: for `scale`, shares without noise and lengths of signals, `[C]`; who is left out
+        self._target, self._length = torch.ones(2, 0, dtype=torch.float64)
+        self._left_out: set[int] = set()
+        self._warned: set[int] = set()
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
+        planned, count = self.noise == "planned", len(updates.clients)
         sent = view.module.sent(updates.released.flatten(1))
-        units = self._planned_steps(updates, view)
-        latest = folded(sent, max(1, _KEPT // view.facts.num_clients)).float().cpu()
-        latest = latest / torch.from_numpy(units).float()[:, None]
-        weight, self._step = torch.zeros(2, len(units), dtype=torch.float64)
-        records = np.array(view.facts.num_records, dtype=float)[list(updates.clients)]
-        self._target = records if self.needs_noise_std else np.ones(len(units))
+        clients, unit, target = np.array(updates.clients), np.ones(count), np.ones(count)
+        if planned:
+            unit = np.array(view.learning_rate)[clients] * np.array(updates.steps)
+            target = np.array(view.facts.num_records, dtype=float)[clients]
+        mean_gradient = folded(sent, max(1, _KEPT // view.facts.num_clients)).float().cpu()
+        mean_gradient = mean_gradient / torch.from_numpy(unit).float()[:, None]
+        rounds = view.schedule.rounds * count / view.facts.num_clients
+        weight, lengths, left_out = np.zeros(count), np.ones(count), np.zeros(count, dtype=bool)
         for rows in updates.rows_by_model:
             gram, num_params = gram_and_width(sent[rows])
-            gram /= np.outer(units[rows], units[rows])
-            share, length = self._judged(gram, num_params, latest[rows], rows, updates, view)
-            weight[rows] = torch.from_numpy(share / (length * units[rows]))
-            self._step[rows] = torch.from_numpy(length * units[rows])
-        self._keep(latest, updates, view)
-        return weight
+            gram /= np.outer(unit[rows], unit[rows])
+            left_out[rows] = opposed(gram, num_params)
+            counted = ~left_out[rows]
+            if planned:
+                length, noise = np.ones(len(rows)), num_params * (np.array(updates.noise_std)[rows] / unit[rows]) ** 2
+            else:
+                counted &= np.diag(gram) > 0  # an empty update would count as free of noise
+                length, noise = self._estimated(gram, num_params, clients[rows], counted, view)
+            squares = np.diag(gram) / length**2
+            too_long = excess(squares, noise if planned else np.minimum(noise, np.median(noise)), num_params)
+            cut = np.sqrt(1 - too_long / np.maximum(squares, 1e-300)) / length
+            signals = mean_gradient[rows] * torch.from_numpy(cut).float()[:, None]
+            self._learn(signals[counted], noise[counted], clients[rows][counted], view)
+            if counted.any():
+                bias = rounds * self._variance_between()
+                # a short signal is one that the others do not share, not one with less of its own
+                error = noise + bias / np.minimum(length, 1) ** 2 + (rounds * too_long if planned else 0.0)
+                without_noise = target[rows] * counted
+                share = shares(error, bias, without_noise / without_noise.sum(), self.max_influence)
+                weight[rows], lengths[rows] = share / (length * unit[rows]), length * unit[rows]
+        self._target, self._length = torch.from_numpy(target), torch.from_numpy(lengths)
+        self._left_out = set(clients[left_out].tolist())
+        self._warn(view)
+        return torch.from_numpy(weight)
 
-    def _judged(
-        self, gram: np.ndarray, num_params: int, latest: Tensor, rows: list[int], updates: ClientUpdates, view: View
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shares of the clients of one model, and the lengths of their signals in units of their steps."""
-        clients, count = np.array([updates.clients[row] for row in rows]), len(rows)
-        length, signal, planned = np.ones(count), 0.0, None
-        if self.needs_noise_std:
-            units = self._planned_steps(updates, view)[rows]
-            planned = num_params * (np.array(updates.noise_std)[rows] / units) ** 2
-        honest = ~false_updates(gram, planned, num_params)
-        if planned is None:
-            length[honest], signal = self._estimated(gram[np.ix_(honest, honest)], num_params, clients[honest], view)
-        squares = np.diag(gram) / length**2
-        noise = np.maximum(squares - signal - self._variance_between(), 1e-3 * squares) if planned is None else planned
-        self._compare(latest / torch.from_numpy(length).float()[:, None], noise, length, clients, honest)
-        rounds = view.schedule.rounds * len(updates.clients) / view.facts.num_clients
-        bias = rounds * self._variance_between()
-        # a short signal is one that the others do not share, not one with less of its own
-        error = noise + bias / np.minimum(length, 1) ** 2 + rounds * excess(squares, noise, num_params)
-        target = np.where(honest, self._target[rows], 0.0)
-        return shares(error, bias, target / target.sum(), self.max_influence), length
-
-    def _compare(
-        self, latest: Tensor, noise: np.ndarray, length: np.ndarray, clients: np.ndarray, honest: np.ndarray
-    ) -> None:
-        """Add what updates of this round and of earlier ones show of the variance between clients."""
+    def _learn(self, signals: Tensor, noise: np.ndarray, clients: np.ndarray, view: View) -> None:
+        """Add what these updates and those of earlier rounds show of the variance between clients."""
         if self._sums is None or self._rounds is None:
-            return
-        known = np.flatnonzero(honest & (self._rounds[clients] > 0).numpy())
+            self._sums = signals.new_zeros(view.facts.num_clients, signals.shape[1])
+            self._rounds = signals.new_zeros(view.facts.num_clients)
+        known = np.flatnonzero((self._rounds[clients] > 0).numpy())
         if len(known) > 1:
             before = self._sums[clients[known]] / self._rounds[clients[known], None]
-            before /= torch.from_numpy(length[known]).float()[:, None]
-            self._between += torch.tensor(spread_of_rounds(latest[known], before, noise[known]))
+            self._between += torch.tensor(spread_of_rounds(signals[known], before, noise[known]))
+        self._sums[clients] += signals
+        self._rounds[clients] += 1
+
+    def _warn(self, view: View) -> None:
+        if new := sorted(self._left_out - self._warned):
+            warn_user(
+                f"round {view.round}: noise_aware gives no weight to {', '.join(map(view.facts.name_of, new))}, whose "
+                "updates point away from most others. They are false, or from records that are unlike those of most "
+                "clients; size_weighted counts them."
+            )
+        self._warned |= self._left_out
 
     def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-        if self._step is None:
-            return combined
         weights = weights.cpu()
-        counted = (weights > 0).double() * torch.from_numpy(self._target)
-        mean = counted @ self._step / counted.sum(dim=1).clamp_min(1)
-        factor = mean / (weights @ self._step).clamp_min(torch.finfo(torch.float64).tiny)
+        counted = (weights > 0).double() * self._target
+        mean = counted @ self._length / counted.sum(dim=1).clamp_min(1)
+        factor = mean / (weights @ self._length).clamp_min(torch.finfo(torch.float64).tiny)
         return combined * factor.to(combined).view(-1, *[1] * (combined.ndim - 1))
 
-    def _planned_steps(self, updates: ClientUpdates, view: View) -> np.ndarray:
-        """Return learning rate times steps of each update, `[C]`; 1 where nothing that clients say is read."""
-        if not self.needs_noise_std:
-            return np.ones(len(updates.clients))
-        return np.array([view.learning_rate[client] for client in updates.clients]) * np.array(updates.steps)
-
     def _estimated(
-        self, gram: np.ndarray, num_params: int, clients: np.ndarray, view: View
-    ) -> tuple[np.ndarray, float]:
-        """Return the relative lengths of signals of these clients by all rounds so far, and the squared mean signal."""
+        self, gram: np.ndarray, num_params: int, clients: np.ndarray, counted: np.ndarray, view: View
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the relative lengths of the clients' signals by all rounds so far, and the noise beside them."""
         if self._aligned is None:
             self._aligned = torch.zeros(3, view.facts.num_clients, dtype=torch.float64)
-        length = np.ones(len(gram))
-        if len(gram) < 3:
-            return length, 0.0
-        for _ in range(4):  # a product shows a client's length if those of the others are known
-            products, variance = alignments(gram, num_params, length)
-            length = lengths_of_signals(products, variance)
-        self._aligned[:, clients] += torch.from_numpy(np.stack([products, variance, np.ones(len(clients))]))
-        total, noise, rounds = self._aligned[:, clients].numpy()
-        return lengths_of_signals(total / rounds, noise / rounds**2), max(float(np.mean(total / rounds)), 0.0)
+        length, signal = np.ones(len(gram)), 0.0
+        if counted.sum() >= 3:
+            of, among, clients = np.ones(counted.sum()), gram[np.ix_(counted, counted)], clients[counted]
+            for _ in range(4):  # a product shows a client's length if those of the others are known
+                products, variance = alignments(among, num_params, of)
+                of = lengths_of_signals(products, variance)
+            self._aligned[:, clients] += torch.from_numpy(np.stack([products, variance, np.ones(len(clients))]))
+            total, noise, rounds = self._aligned[:, clients].numpy()
+            length[counted] = lengths_of_signals(total / rounds, noise / rounds**2)
+            signal = max(float(np.median(total / rounds)), 0.0)
+        squares = np.diag(gram) / length**2
+        return length, np.maximum(squares - signal - self._variance_between(), 1e-3 * squares)
 
     def _variance_between(self) -> float:
         spread, weight = self._between.tolist()
         return max(spread / weight, 0.0) if weight > 0 else 0.0
 
-    def _keep(self, latest: Tensor, updates: ClientUpdates, view: View) -> None:
-        if self._sums is None or self._rounds is None:
-            self._sums = latest.new_zeros(view.facts.num_clients, latest.shape[1])
-            self._rounds = latest.new_zeros(view.facts.num_clients)
-        self._sums[list(updates.clients)] += latest
-        self._rounds[list(updates.clients)] += 1
-
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        return {"variance_between_clients": self._variance_between()}
+        left_out = float(len(self._left_out))
+        return {"variance_between_clients": self._variance_between(), "clients_left_out": left_out}
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, f"_{name}") for name in ("between", "aligned", "sums", "rounds")}
