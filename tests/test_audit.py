@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import audit_mutants
@@ -111,19 +109,6 @@ def test_a_run_without_a_claim_is_not_audited(noise, capsys):
     assert result["clients"] == []
 
 
-def test_help_is_quick_and_loads_no_torch():
-    code = (
-        "import sys; from dpfl_lightning.audit import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'lightning', 'scipy', 'mlflow'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for key in ("--for_clients", "--confidence", "--releases", "--json", "--privacy.epsilon"):
-        assert key in done.stdout
-
-
 # ---- which clients and releases are audited
 
 
@@ -197,18 +182,3 @@ def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
         for name, (_, expected) in broken.items():
             for client in builds[name]["clients"]:
                 assert {f"client {client['client']}: {check}" for check in expected} <= set(builds[name]["refuted"])
-
-
-def test_the_script_audits_every_build(one_engine, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(mutants, "MUTANTS", dict(list(mutants.MUTANTS.items())[-2:]))  # of all, see `test_mutants.py`
-    case = {"digits": ["--config", "conf/digits.yaml", "--rounds", "1"]}
-    results = audit_mutants.audit_all(case, chosen=[0], confidence=0.9999, most_releases=20)
-    text = audit_mutants.report(results)
-    assert "nothing is refuted" in text
-    for name in mutants.MUTANTS:
-        assert f"| {name}" in text and results["cases"]["digits"][name]["refuted"]
-    saved, page = tmp_path / "audit.json", tmp_path / "page.md"
-    saved.write_text(json.dumps(results))
-    shutil.copy(ROOT / "docs" / "audit.md", page)
-    audit_mutants.main(["--load", str(saved), "--page", str(page)])
-    assert text in page.read_text()

@@ -92,20 +92,3 @@ def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_
     for client in bare.clients:
         client["epsilon_spent"] = None
     assert len(figures([], bare)["participation"].axes) == 1, "without privacy there is no budget"
-
-
-def test_many_clients_are_drawn_without_their_numbers(tmp_path):
-    view = a_view(tmp_path, num_clients=101)
-    values = [0.01 * (client + 1) for client in range(101)]
-    shown = drawn(view, weight=values, estimated_noise_std=values, quota=values, participations=values)
-    assert len(shown["participation"].axes[0].patches) == 2
-    assert len(shown["weights"].axes[0].patches) == 1 and len(shown["noise_estimated"].axes[0].texts) == 1
-
-
-def test_an_axis_of_less_than_a_decade_has_numbers(tmp_path):
-    view = a_view(tmp_path)
-    figure = drawn(view, estimated_noise_std=[0.011, 0.02, 0.031])["noise_estimated"]
-    figure.canvas.draw()
-    low, high = figure.axes[0].get_xlim()
-    ticks = [tick for tick in figure.axes[0].xaxis.get_majorticklocs() if low <= tick <= high]
-    assert ticks == pytest.approx([0.01, 0.02])

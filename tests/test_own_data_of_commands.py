@@ -7,10 +7,8 @@ import sys
 import pytest
 
 from dpfl_lightning import build
-from dpfl_lightning.audit import main as audit_command
 from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
-from dpfl_lightning.config.options import DataOptions, Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import main as evaluate_command
@@ -148,15 +146,6 @@ def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, plac
     options, _ = load(["--config", "own.yaml", *words])
     population = build_population(options)
     assert population.names == ("berlin", "rome", "oslo") and population.num_classes == 2
-
-
-def test_a_plan_takes_the_keys_of_a_run_without_a_file(place, capsys):
-    words = ["--data.class_path", "hospitals_of_tests.population", "--model.class_path", "hospitals_of_tests.own"]
-    words += ["--rounds", "3", "--clients.batch_size", "8", "--privacy.epsilon", "8", "--engine.device", "cpu"]
-    assert plan_command(words) == 0
-    assert "berlin" in capsys.readouterr().out
-    assert plan_command([*words, "--epsilon", "2"]) == 2
-    assert "Did you mean `--privacy.epsilon`?" in capsys.readouterr().err
 
 
 def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_that_it_does_not(place, capsys):
@@ -320,32 +309,3 @@ def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsy
     (place / "search.yaml").write_text(f"{CONFIG}\n{search}")
     assert sweep_command(["--config", "search.yaml"]) == 2
     assert "`data.class_path` must be null with objective set without a distilled set" in capsys.readouterr().err
-
-
-@pytest.mark.e2e  # a minute
-def test_an_audit_takes_a_users_clients(place, capsys):
-    assert audit_command(["--config", "own.yaml", "--for_clients", "rome", "--releases", "50"]) == 0
-    assert "refuted" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("result.json", '{"clients": [', "result.json` must be a file that can be read"),
-        ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
-        ("result.json", '{"clients": [{"model": 9}]}', "result.json` must have the model of each client"),
-        ("model.pt", "garbage", "model.pt` must be a saved model"),
-        ("model.pt", None, "model.pt is gone"),
-    ],
-)
-def test_a_damaged_run_is_one_sentence(file, content, words, tmp_path, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    options = Options(data=DataOptions(name="digits"), model={"name": "logistic"}, privacy=None)
-    (run / "options.yaml").write_text(to_yaml(options))
-    (run / "result.json").write_text(json.dumps({"clients": [{"model": 0}]}))
-    (run / "model.pt").write_text("garbage")
-    (run / file).unlink() if content is None else (run / file).write_text(content)
-    assert evaluate_command([str(run)]) == 2
-    error = capsys.readouterr().err
-    assert words in error and "Traceback" not in error

@@ -3,10 +3,7 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,16 +18,13 @@ from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.run import Run
-from dpfl_lightning.fit import fit as train
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.runtime.text import at_most
-from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.costs import Cost
 from dpfl_lightning.search.final import begun_final, with_the_set
 from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.search import Search
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
@@ -200,16 +194,6 @@ def test_a_study_of_another_space_sampler_or_seed_is_refused(search, write, refu
 
 
 @pytest.mark.e2e
-def test_a_combination_that_cannot_be_built_is_a_failed_trial(search):
-    """Norm `group` needs a width that is a multiple of 4."""
-    space = {"model.width": {"choices": [4, 6]}, "model.norm": {"choices": ["group", "none"]}}
-    raw = {**changed(space=space, sampler={"name": "grid"}, trials=4), "model": {"name": "convnet", "depth": 1}}
-    text, result = search(raw)
-    assert sorted(trial["state"] for trial in result["trials"]) == ["complete"] * 3 + ["failed"]
-    assert "1 failed: `model.width` must be a multiple of 4" in text and "failed: `model.width`" in text
-
-
-@pytest.mark.e2e
 def test_private_trials_are_composed_from_what_each_of_them_releases(search, tmp_path):
     text, result = search(changed(**PRIVATE, trials=3))
     cost, folder = result["cost"], tmp_path / "out" / "trials" / "mine"
@@ -301,16 +285,6 @@ def test_a_second_study_in_a_folder_is_refused_and_changes_nothing(search, write
     text = refused(write(changed(trials=1), "--rounds", "1", "--sweep.name", "other"))
     assert "`output_dir` must be the folder of one study" in text and "which has study mine" in text
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
-
-
-def test_workers_share_the_cores_in_trials_only(tmp_path):
-    run = options_of({**SMALL, "output_dir": str(tmp_path)})
-    study = Search(SweepOptions(**{**SMALL["sweep"], **PRIVATE, "name": "s", "trials": 1}), run, train, workers=2)
-    study.work()
-    assert study.finish() == 0
-    in_trials = yaml.safe_load((tmp_path / "trials" / "s" / "0" / "options.yaml").read_text())
-    assert in_trials["engine"]["workers"] == max(1, cores() // 2)
-    assert load(["--config", str(tmp_path / "best.yaml")])[0].engine.workers is None
 
 
 def options_of(raw: dict):
@@ -418,18 +392,6 @@ def test_each_trial_is_a_run_nested_in_that_of_the_search(search, new_store, tmp
     assert {"best.yaml", "result.json", "trials.txt"} <= artifacts
 
 
-@pytest.mark.slow  # three imports of torch
-def test_two_workers_share_the_trials(write, tmp_path):
-    words = write(SMALL, "--sweep.trials", "4", "--workers", "2")
-    environment = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dpfl_lightning.sweep", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert 4 <= len(result["trials"]) <= 5 and all(trial["state"] == "complete" for trial in result["trials"])
-    assert done.stdout.count("Study mine") == 1 and done.stdout.count("Where to look next") == 1
-
-
 # ---- what a set and the run that follows its search cost together
 
 RUN = {key: value for key, value in SMALL.items() if key != "sweep"}
@@ -482,15 +444,6 @@ def test_runs_that_cannot_be_composed_are_named_with_the_reason(folders, tmp_pat
     assert with_the_set(None, {}, run) is with_the_set(source, public, run) is None
 
 
-@pytest.mark.e2e
-def test_the_command_names_the_total_after_the_final_run(folders, search, tmp_path):
-    text, result = search(changed(distilled=str(folders[0]), trials=1), "--final")
-    words = result["final"]["with_the_set"]
-    assert words.startswith("Together with the set, composed from both ledgers: (") and words in text
-    final_run = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
-    assert result["final"]["test_accuracy"] == final_run["test_accuracy"]
-
-
 # ---- one budget for the set and the final run
 
 SHARED = {
@@ -535,16 +488,6 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
     assert all(both.weakest.words() in noted[name] for name in ("mine", "mine: set", "final"))
     left = load(["--config", str(out / "best.yaml")])[0].privacy.epsilon
     assert list(left) == [client["epsilon_budget"] for client in of_final]
-
-
-@pytest.mark.e2e
-def test_a_set_from_one_release_leaves_the_rest_of_the_budget(search, tmp_path):
-    few = {"images_per_class": 4, "nets": 2, "image_steps": 2, "evaluation_epochs": 1}
-    search(shared(trials=1, set_with={"strategies": {"feature_means": few}}), "--final")
-    both = read([tmp_path / "out" / "set" / "ledger.jsonl", tmp_path / "out" / "final" / "ledger.jsonl"])
-    assert [dict(account.releases) for account in both.accounts] == [{"features": 1, "train": 2}] * 5
-    for account, budget in zip(both.accounts, BUDGETS, strict=True):
-        assert 0.999 * budget < account.epsilon <= budget
 
 
 @pytest.mark.e2e

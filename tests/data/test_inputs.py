@@ -1,7 +1,5 @@
 """Records that are whole numbers, tuples or dictionaries of tensors, and records that are read when they are drawn."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -229,11 +227,3 @@ def test_tokens_beyond_the_embedding_are_refused_before_anything_is_charged(toke
 def test_text_and_ragged_tokens_say_what_to_do(records, words):
     with pytest.raises(UserError, match=f"`client berlin` must hold numbers.*{words}"):
         Population.from_datasets({"berlin": (records, [0, 1])}, num_classes=2)
-
-
-def test_torch_does_not_warn_of_slow_layers(make_loop):
-    bag = nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_loop(population_of("words"), ClientModule(bag), private(), rounds=1, engine="serial").run()
-    assert not [one for one in caught if "performance drop" in str(one.message)]

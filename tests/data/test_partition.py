@@ -69,21 +69,6 @@ def test_shards_keep_the_class_bound(num_clients, max_classes, seed):
     assert counts.sum() == len(labels)
 
 
-def test_shards_of_thinned_records_and_of_the_paper():
-    parts = partition("shards", balanced(6_000), 10, rng(), max_classes=3, records_per_client=90)
-    rows = np.concatenate(parts)
-    assert len(np.unique(rows)) == len(rows) == 900 and rows.max() > 5_000
-    assert {len(part) for part in partition("shards", balanced(60_000), 20, rng(), max_classes=8)} == {3000}
-
-
-def test_iid_is_random_in_order_and_in_classes():
-    labels = np.sort(balanced(10_000))
-    parts = partition("iid", labels, 10, rng())
-    counts = class_counts(labels, parts)
-    assert {len(part) for part in parts} == {1000} and len(np.unique(counts)) > 5
-    assert not np.array_equal(parts[0], np.sort(parts[0]))
-
-
 def test_dirichlet_is_redrawn_until_every_client_has_enough():
     labels = balanced(6_000)
     sizes = [len(part) for part in partition("dirichlet", labels, 20, rng(), alpha=0.3, min_records=128)]
@@ -156,13 +141,6 @@ def test_matched_shares_are_disjoint_and_in_proportion(counts, test, seed):
     if both.any():
         rate = (available[both] / held[both]).min()
         assert np.abs(got - rate * counts)[:, both].max() < 1 and got[:, ~both].sum() == 0
-
-
-def test_matched_shares_use_the_whole_test_set_where_the_classes_match():
-    labels = balanced(6_000)
-    parts = partition("dirichlet", labels, 5, rng(), min_records=1)
-    shares = matched_shares(balanced(1_000), class_counts(labels, parts), rng())
-    assert sum(map(len, shares)) == 1_000
 
 
 def test_matched_shares_favour_no_client():

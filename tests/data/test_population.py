@@ -81,15 +81,6 @@ def test_without_held_out_records_the_test_share_has_the_clients_classes():
         assert (held - train * 120 / 600).abs().max() < 1
 
 
-@pytest.mark.parametrize("partition", ["iid", "overlapping"])
-def test_where_clients_are_alike_they_get_equal_random_test_shares(partition):
-    population = Population.partitioned(
-        dataset(test=121), num_clients=6, records_per_client=50, partition=(partition, {})
-    )
-    assert sorted(len(rows) for rows in population.held_out_of) == [20] * 5 + [21]
-    assert sorted(all_of(population, held_out_numbers)) == list(range(10_000, 10_121))
-
-
 def test_same_seed_same_population_and_other_seed_other():
     def rows(seed: int) -> list[int]:
         population = Population.partitioned(dataset(), num_clients=6, held_out_per_client=0.1, seed=seed)
@@ -184,17 +175,6 @@ def test_what_is_printed_of_a_population_holds_no_record():
             "Population(1 clients with 30 records: rome 30; 0 held out, no test set; inputs (2,)"
         )
         assert "0.12" not in repr(people) and "7" not in repr(people)
-
-
-def test_to_moves_everything():
-    population = Population.partitioned(dataset(), num_clients=6, public_records=100)
-    moved = population.to("meta")
-    tensors = [moved.x, moved.y, moved.test, moved.public, *moved.train_of, *moved.held_out_of]
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert moved.num_records == population.num_records and moved.caveats == population.caveats
-    same = population.to("cpu")
-    for one, two in zip(population.train_of + population.held_out_of, same.train_of + same.held_out_of, strict=True):
-        assert torch.equal(one, two)
 
 
 class Words(TorchDataset):

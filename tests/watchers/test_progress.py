@@ -8,9 +8,7 @@ import pytest
 from fakes import a_report, a_result, a_view
 from rich.console import Console
 
-from dpfl_lightning.federated.server.strategy import register
-from dpfl_lightning.reporting.progress import Progress, print_table
-from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.reporting.progress import Progress
 
 UNEVALUATED = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
 
@@ -34,10 +32,6 @@ def show(tmp_path):
         return printed(paper)
 
     return run
-
-
-def test_it_has_no_public_names_but_hooks():
-    register([SizeWeighted()], [Progress()])
 
 
 def test_the_plan_comes_first(show, tmp_path):
@@ -66,13 +60,6 @@ def test_the_plan_says_what_is_unusual(show):
     assert "estimated time: unknown" in show(estimated_seconds=math.nan)
     lowered_by_a_strategy = show(budgets=(1.0, 2.0, 9.5))
     assert "planned" in lowered_by_a_strategy and re.search(r"9.5 +3 +0.001", lowered_by_a_strategy)
-
-
-def test_many_clients_are_summed_up(show):
-    text = show([{}] * 3, {}, num_clients=31)
-    rows = [line.split() for line in text.splitlines() if re.match("(smallest|median|largest) ", line.strip())]
-    assert [row[4] for row in rows[:3]] == ["1", "16", "31"]
-    assert text.count("smallest") == 2 and "over 31 clients" in text
 
 
 @pytest.fixture
@@ -146,16 +133,6 @@ def test_without_a_test_set_the_mean_over_clients_is_not_called_a_test_score(sho
     assert "Test accuracy 50.10% after" in show([], {**means, "test_set": True})
 
 
-def test_names_stay_on_one_line_and_numbers_are_whole():
-    names = ["Centre Hospitalier de Lyon Sud", "Porto"]
-    scores = {f"score {number}": ([0.012345, 0.5], ".4g") for number in range(5)}
-    for width, name in ((80, names[0]), (40, "Centre Ho\N{HORIZONTAL ELLIPSIS}")):
-        paper = Console(file=io.StringIO(), width=width)
-        print_table({"client": (names, ""), **scores}, paper)
-        row = next(line for line in printed(paper).splitlines() if "Centre" in line)
-        assert row.split("  ")[0] == name and row.count("0.01235") == 5
-
-
 def test_the_summary(show, tmp_path):
     for name in ("model.pt", "distilled.pt", "distilled.json"):
         (tmp_path / name).touch()
@@ -180,15 +157,6 @@ def test_the_summary(show, tmp_path):
         "mlflow ui [here]",
     ):
         assert part in words, part
-
-
-def test_the_summary_of_groups(show):
-    accuracies = {"majority": 0.801, "minority": 0.7, "0": 0.7, "1": 0.801}
-    result = {"accuracy_of_groups": accuracies, "accuracy_worst": 0.65, "accuracy_gap": 0.2}
-    text = " ".join(show([], {**result, "metrics": {"clustering_accuracy": 0.904}}).split())
-    assert "Groups: accuracy majority 80.1%, minority 70.0%; worst client 65.0%, best - worst 20.0%; 90% of" in text
-    text = " ".join(show([], {**result, "accuracy_of_groups": {"0": 0.7, "1": 0.8}}).split())
-    assert "Groups: accuracy 70.0% to 80.0%; worst client 65.0%, best - worst 20.0%. Guarantee" in text
 
 
 def test_runs_and_clients_without_noise_have_no_privacy(show, tmp_path):

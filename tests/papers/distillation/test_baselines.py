@@ -16,7 +16,6 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from experiments.papers.distillation.baselines import (
     centralised_matching,
-    local_matching,
     noise_set,
     random_subset,
     train_and_score,
@@ -94,12 +93,6 @@ def test_centralised_matching_is_the_strategy_with_one_client(population, make_l
         run_of(strategy, make_loop, everything, privacy=None, rounds=2, seed=3, clients=clients).run()
     assert torch.equal(found.x, strategy.state_dict()["images"].flatten(0, 1))
     assert found.card["clients"] == 1 and found.card["records"] == 120
-
-
-def test_local_matching_gives_each_client_the_classes_it_has(population):
-    sets = local_matching(population, new_net, rounds=1, **OPTIONS)
-    assert [own.y.tolist() for own in sets] == [[0, 0, 1, 1, 2, 2]] * 3 + [[0, 0, 1, 1]]
-    assert [own.card["records"] for own in sets] == [26, 34, 40, 20]
 
 
 def test_nets_learn_more_from_more(population):
