@@ -119,33 +119,8 @@ def test_a_long_value_is_cut(words):
 
 def mutated(text: str, rng: random.Random) -> str:
     """A configuration with one to four edits: of characters, lines and values."""
-    values = [
-        "[",
-        "{",
-        "*a",
-        "&a ",
-        "null",
-        ".inf",
-        "-.nan",
-        "1e400",
-        "-1",
-        "0",
-        "9" * 30,
-        "9" * 4400,
-        "!!int x",
-        "''",
-        "\0",
-    ]
-    values += [
-        "!!python/object/apply:os.system [touch x]",
-        "<<: *a",
-        "[[1]]",
-        "{a: 1}",
-        "- 1",
-        "2001-99-99",
-        "\t",
-        "é" * 300,
-    ]
+    values = ["[", "*a", "&a ", "null", ".inf", "-.nan", "-1", "0", "9" * 30, "9" * 4400, "''", "\0", "\t", "é" * 300]
+    values += ["!!python/object/apply:os.system [touch x]", "<<: *a", "[[1]]", "{a: 1}", "- 1", "2001-99-99"]
     for _ in range(rng.randint(1, 4)):
         lines = text.split("\n")
         row, kind = rng.randrange(len(lines)), rng.randrange(5)

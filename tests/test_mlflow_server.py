@@ -127,13 +127,6 @@ def test_dead_at_the_start(server, tmp_path):
     all_there(server, folder)
 
 
-def test_dead_in_the_middle(server, tmp_path):
-    server.start()
-    folder, dead = tmp_path / "run", {f"round_{ROUNDS // 3}": server.kill, f"round_{2 * ROUNDS // 3}": server.start}
-    assert trained(folder, server.uri, **dead).finished
-    all_there(server, folder)
-
-
 def test_dead_to_the_end(server, tmp_path, capsys):
     server.start()
     folder = tmp_path / "run"

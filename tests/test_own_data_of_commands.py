@@ -267,22 +267,18 @@ PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
             ["--clients.count", "4", *EQUAL],
             "`clients.count` must be 3, the clients of hospitals_of_tests.population, got 4",
         ),
-        (["--clients.batch_size", "[8, 8]"], "`clients.batch_size` must have 3 values, one per client, got 2"),
         (["--data.class_path", "nowhere.population"], "`data.class_path` must be importable, got 'nowhere.population'"),
-        (["--data.class_path", "hospitals_of_tests.number"], "`data.class_path` must be a class or a function"),
         (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must be a pair"),
         (
             ["--data.init_args.size", "3"],
             "`data.init_args.size` must be an argument of hospitals_of_tests.population (it has none), got 3.",
         ),
         (["--data.population_args.lazy", "true"], "`data.population_args` must be left out if class_path makes a Pop"),
-        ([*PATH, "--data.population_args.lasy", "true"], "`data.population_args` must be arguments of a population"),
         (PATH, "`num_classes` must be the number of classes"),
         (
             ["--data.class_path", "null", "--data.name", "null"],
             "`data.name` must be a data set if there is no data.class_path",
         ),
-        (["--clients.batch_size", "64"], "Client berlin has"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(words, message, place):

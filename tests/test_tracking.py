@@ -16,7 +16,6 @@ import pandas
 import pytest
 import torch
 from fakes import a_report, a_result, a_view
-from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 from torch.utils._pytree import tree_map
 
@@ -30,7 +29,6 @@ from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri
 from dpfl_lightning.reporting.mlflow.store import loggable
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-from experiments.papers.report import log_report
 
 SECRET = "0123456789abcdef0123456789abcdef"
 LEDGER = {"ledger.jsonl", "ledger.head"}
@@ -175,15 +173,6 @@ def test_reading_a_set_creates_no_store(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_report_is_a_finished_run_with_its_figure(store, only_run, request):
-    figure = Figure()
-    figure.add_subplot().plot([1, 2])
-    log_report(request.node.name, "table 1", {"scale": "small"}, "| a |", figure, store)
-    run = only_run()
-    assert run.info.status == "FINISHED" and run.info.run_name == "table 1" and run.tags["scale"] == "small"
-    assert run.files() == {"table.md", "figure.png"} and (run.artifacts / "table.md").read_text() == "| a |"
-
-
 @pytest.mark.usefixtures("blank_figures")
 def test_keys_and_passwords_never_leave(new_tracking, only_run, store, folder):
     play(new_tracking(), a_view(folder, options={"privacy": {"delta": 0.1}, **PASSWORD}), [1])
@@ -281,10 +270,6 @@ def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking,
     assert run.steps("test_loss") == [2] and "test_accuracy" not in run.metrics
     assert not [name for name in run.metrics if name.startswith("val_accuracy")]
     assert columns_of(tracking) == ["train_epsilon_max", "test_loss"]
-    tracking._send_at = 0.0
-    other = {"test_accuracy": None, "client_accuracy": None, "test_metrics": {"mae": 2.0}}
-    tracking.on_round_end(view, a_report(view, 3, **other))
-    assert columns_of(tracking) == ["train_epsilon_max", "test_loss", "test_mae"], "columns of other runs stay"
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -540,11 +525,6 @@ def test_metrics_and_files_that_were_not_sent_are_named_at_the_end(new_tracking,
     assert len(warned) == 2 and "tried again" in str(warned[0].message)
     assert "did not get: metrics of rounds 2 to 10, files and figures" in str(warned[1].message)
     assert str(folder) in str(warned[1].message)
-
-
-def test_an_end_without_a_beginning_is_no_error(new_tracking, tmp_path):
-    view = a_view(tmp_path)
-    new_tracking().on_fit_end(view, a_result(view, finished=False, reason="interrupted"))
 
 
 def test_the_store_is_the_given_one_or_that_of_the_environment(monkeypatch, tmp_path):

@@ -78,16 +78,6 @@ def test_a_personal_input_is_at_first_the_identity_and_counted():
         torch.testing.assert_close(own(x), net(x), rtol=0, atol=0)
 
 
-def test_building_a_model_draws_only_its_parameters():
-    torch.manual_seed(0)
-    net = build("cnn_small", (1, 28, 28), 10)
-    torch.manual_seed(0)
-    expected = [
-        p for layer in (nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5), nn.Linear(1568, 10)) for p in layer.parameters()
-    ]
-    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), expected, strict=True))
-
-
 @pytest.mark.parametrize(
     "name, shape, classes, options, message",
     [
@@ -95,10 +85,7 @@ def test_building_a_model_draws_only_its_parameters():
         ("convnet", (1, 28, 28), 10, {"widht": 3}, r"`model.widht` must be an option .* Did you mean `width`"),
         ("convnet", (1, 28, 28), 10, {"norm": "batch"}, "`model.norm` must be one of instance, group, layer, none"),
         ("convnet", (1, 28, 28), 10, {"width": 6, "norm": "group"}, "`model.width` must be a multiple of 4"),
-        ("convnet", (1, 28, 28), 10, {"depth": 0}, "must be at least 1"),
         ("convnet", (1, 8, 8), 10, {"depth": 4}, r"`input_shape` must be large enough for convnet, got \(1, 8, 8\)"),
-        ("lenet5", (1, 8, 8), 10, {}, "`input_shape` must be large enough for lenet5"),
-        ("resnet20", (3, 32, 32), 10, {"norm": "batch"}, "`model.norm` must be one of group, none"),
         ("cnn_small", (10,), 10, {}, r"It takes images, not records of shape \(10,\)"),
         ("linear", (10,), 3, {}, "`num_classes` must be 1 for linear, a regression, got 3. Use logistic"),
         ("logistic", (10,), 1, {}, "`num_classes` must be at least 2 for logistic, got 1. Use linear"),
@@ -115,9 +102,7 @@ def test_wrong_models_are_named(name, shape, classes, options, message):
     [
         (nn.BatchNorm1d(5), r"`net.1.0` must see one record at a time, got BatchNorm1d.*nn.GroupNorm\(1, 5\)"),
         (nn.BatchNorm2d(4), r"got BatchNorm2d, which mixes the records of a batch. Use nn.GroupNorm\(2, 4\) instead"),
-        (nn.BatchNorm3d(4), "got BatchNorm3d"),
         (nn.BatchNorm2d(4, affine=False, track_running_stats=False), "got BatchNorm2d"),
-        (nn.LazyBatchNorm2d(), "got LazyBatchNorm2d"),
         (nn.SyncBatchNorm(4), "got SyncBatchNorm"),
         (nn.InstanceNorm2d(4, track_running_stats=True), "keeps statistics .* Use track_running_stats=False instead"),
         (nn.LazyLinear(4), "`net.1.0.weight` must have a shape"),

@@ -65,12 +65,6 @@ def test_any_override_is_one_folder_below_the_results(tmp_path):
         assert path.parent.parent == tmp_path / "fake.table1" and read(path)["overrides"] == {"privacy.epsilon": text}
 
 
-def test_another_table_shows_the_same_cells(tmp_path, known):
-    assert required_cells(known, "small") == [Cell("fake.table1", "ours", "b", "small", 0)]
-    write(tmp_path, CELL._replace(column="b"), held(accuracy_best=3.0))
-    assert finished(tmp_path, known, "small")["best", "x"][0]["values"] == {"accuracy_best": 3.0}
-
-
 def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeypatch):
     """Of the same seed and overrides, and only when both are made."""
 

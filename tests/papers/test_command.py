@@ -25,22 +25,15 @@ MISTAKES = """
  | NAME, list
 example.digts | NAME, example.digts, Did you mean `example.digits`?
 list nothing | NAME, nothing
-example.digits list | NAME, list
-example.digits --rows unifrm | --rows, unifrm, Did you mean `uniform`?
 example.digits --columns epsilon5 | --columns, epsilon4, epsilon16, epsilon5
 example.digits --scale big | --scale, small, paper, big
 example.digits --seeds 0,0 | --seeds, 0,0
-example.digits --seed 1 | --seed, --seeds
 example.digits --output_dir x | --output_dir, --runs
 example.digits --jobs 0 | --jobs, at least 1
-example.digits --jobs x | --jobs, x
 example.digits --colums x | --colums, Did you mean `--columns`?
-example.digits --learning_rate 1 | --learning_rate, Did you mean `--clients.learning_rate`?
 example.digits --clients.lerning_rate 1 | Did you mean `clients.learning_rate`?
 example.digits --clients.learning_rate -1 | clients.learning_rate, above 0, -1
-example.digits --clients.learning_rate | clients.learning_rate, value
 example.digits --no_table --json | --no_table
-example.digits --page nowhere.md | --page, nowhere.md
 example.digits --page README.md | --page, README.md, marks
 noise_aware.table3 --rounds 5 | --rounds, privacy.accountant, formulas
 noise_aware.table3 --privacy.accountant nix | privacy.accountant, rdp, nix

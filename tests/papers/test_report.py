@@ -10,7 +10,7 @@ from dpfl_lightning.errors import UserError
 from experiments.papers.cells import RESULTS, Cell, finished, write
 from experiments.papers.experiment import Comparison, Row, Tolerance
 from experiments.papers.registry import experiments
-from experiments.papers.report import best_rival, listing, overview, page, report
+from experiments.papers.report import best_rival, page, report
 
 pytestmark = pytest.mark.usefixtures("known")
 ROOT = Path(__file__).parents[2]
@@ -110,16 +110,6 @@ def test_paired_differences_are_over_common_seeds(tmp_path, monkeypatch):
     cells = finished(tmp_path, table, "small")
     assert best_rival(table, cells, "a") == "third", "55 beside 54 in the seed that both have, though 51.7 is the mean"
     assert best_rival(table, {}, "a") is None and "Differences" not in report(fake(), "small", tmp_path)
-
-
-def test_the_list_counts_cells_and_minutes(results, known):
-    line = row_of(listing([fake(minutes={"small": 30.0, "paper": 60.0})], results), "fake.table1")
-    assert line[1] == "small 3 of 6, paper 0 of 6"
-    assert line[2] == "small 0, paper unknown"  # as the finished ones; the registered fake declares no guess
-    text = overview([fake(title="A long title " * 20)], results)
-    assert "fake.table1  3/6" in text and "0/6, unknown" in text and max(map(len, text.splitlines())) <= 100
-    assert "no folder" not in text
-    assert "because there is no folder none here.\nRun this in the root" in overview([fake()], Path("none"))
 
 
 def test_a_page_is_written_from_files_and_mistakes_are_refused(results, known, tmp_path, monkeypatch):

@@ -22,9 +22,7 @@ from experiments.papers.run import (
     command_of,
     make,
     options_of,
-    ready,
     run_folder,
-    seconds_of,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
@@ -125,26 +123,6 @@ def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_anoth
     assert read(path_of(work.results, CELL))["values"] == before["values"], "cells are simulations"
     ledger.write_bytes(ledger.read_bytes().replace(b'"rounds": 2', b'"rounds": 4', 1))
     assert run_folder(CELL, work)[0] != work.runs / CELL.place, "a changed ledger is not resumed"
-
-
-def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
-    monkeypatch.setenv("DPFL_DATA", str(tmp_path))
-    offline = dataclasses.replace(work, free=(*QUIET, "--data.download=false"))
-    cells = [*cells_of("noise_aware.table12", columns=["dist1"]), CELL]
-    there, reasons = ready(cells, offline)
-    ((reason, count),) = reasons.items()
-    assert there == [CELL] and count == 6
-    assert "mnist" in reason and "--data.folder" in reason and "\n" not in reason
-
-
-def test_time_is_estimated_from_finished_cells_of_the_row_else_as_declared(work):
-    cells = cells_of("example.digits")
-    assert seconds_of(cells, work.results) == pytest.approx(4 * 6)
-    make([CELL], work)
-    seconds = read(path_of(work.results, CELL))["seconds"]
-    assert sum(cell.row == CELL.row for cell in cells) == 2
-    assert seconds_of(cells, work.results) == pytest.approx(2 * seconds + 2 * 6)
-    assert seconds_of([], work.results) == 0
 
 
 def test_several_at_once(work, capfd):

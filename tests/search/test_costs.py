@@ -10,7 +10,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, NonPrivateEvent
-from dpfl_lightning.search.costs import Cost, costs_of, details, headline, summary, together
+from dpfl_lightning.search.costs import Cost, costs_of, details, headline, set_text, summary, together
 
 PLD = get_accountant("pld")
 

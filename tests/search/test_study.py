@@ -121,16 +121,6 @@ def test_workers_and_resumed_studies_share_one_grid_that_ends(url):
     assert len({tuple(trial.found.values()) for trial in last.trials()}) == len(last.trials()) == 12
 
 
-def test_workers_and_resumed_studies_continue_one_sequence(tmp_path):
-    sequences = []
-    for name, parts in (("whole", [8]), ("parts", [3, 6, 8])):
-        for number, trials in enumerate(parts):
-            one = study(f"sqlite:///{tmp_path}/{name}.db", 1, number == 0, trials=trials, sampler={"name": "qmc"})
-            work(one)
-        sequences.append([trial.found for trial in one.trials()])
-    assert sequences[0] == sequences[1]
-
-
 def test_every_sampler_draws_and_every_pruner_answers(tmp_path):
     def act(running):
         for step in range(3):
@@ -221,6 +211,27 @@ def test_concurrent_workers_take_each_trial_once(url):
     workers = [study(url, trials=12, first=False) for _ in range(4)]
     at_once(*(lambda worker=worker: work(worker, act) for worker in workers))
     assert sorted(numbers) == list(range(12)) and len(first.trials()) == len(first.begun()) == 12
+
+
+def test_the_last_trial_is_made_once_though_several_workers_take_it(url, monkeypatch):
+    """All see that one is left before the first of them takes it."""
+    workers = [study(url, trials=1, first=number == 0) for number in range(3)]
+    numbers, ended, left = [], [], Study._left
+    monkeypatch.setattr(Study, "_left", lambda self, last=math.inf: 1 if last == math.inf else left(self, last))
+
+    def act(running):
+        numbers.append(running.number)
+        return width(running)
+
+    for worker in workers:
+        worker._on_end = ended.append
+        worker._one_trial(act)
+    assert numbers == [0] and [trial.number for trial in ended] == [0]
+    monkeypatch.undo()
+    assert [trial.number for trial in workers[0].trials()] == [0] and len(workers[0].begun()) == 1
+    more = study(url, trials=2)
+    work(more, act)
+    assert len(numbers) == 2 and len(more.trials()) == 2
 
 
 DYING = """

@@ -54,14 +54,6 @@ def test_the_plan_comes_first(show, tmp_path):
     assert text.endswith("1.25\n\n2 of 3 clients a round.\nIt sends 3 MB.\n")
 
 
-def test_the_plan_says_what_is_unusual(show):
-    assert "Resuming at round 4 of 10" in show(first_round=4)
-    assert show(first_round=11).startswith("All 10 rounds are done: nothing to resume.\n")
-    assert "estimated time: unknown" in show(estimated_seconds=math.nan)
-    lowered_by_a_strategy = show(budgets=(1.0, 2.0, 9.5))
-    assert "planned" in lowered_by_a_strategy and re.search(r"9.5 +3 +0.001", lowered_by_a_strategy)
-
-
 @pytest.fixture
 def now(monkeypatch):
     """A list whose only element is the time, in seconds."""
@@ -84,10 +76,8 @@ def test_plain_lines_where_there_is_no_terminal(show, now):
     ("seconds", "estimate", "changes", "lines"),
     [
         (25.0, None, UNEVALUATED, [1, 4, 7, 10]),
-        (4.0, None, {}, [1, 4, 7, 10]),
         (0.01, None, {}, [1, 10]),
         (1000.0, 0.1, {}, [1, 10]),  # without exact times the time of a round is not used
-        (0.01, 40.0, {}, [1, 4, 7, 10]),
     ],
 )
 def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, changes, lines):
@@ -102,19 +92,6 @@ def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, chang
     assert [int(round) for round, _ in found] == lines
     if seconds == 25.0:
         assert [left for _, left in found][:3] == ["3 min 45 s", "2 min 30 s", "1 min 15 s"]
-
-
-def test_less_detail(tmp_path):
-    texts = {}
-    for detail in ("short", "quiet", "silent"):
-        paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path)
-        progress = Progress(paper, next_steps=["mlflow ui"], detail=detail)
-        progress.on_fit_start(view)
-        progress.on_round_end(view, a_report(view, 1))
-        progress.on_fit_end(view, a_result(view))
-        texts[detail] = printed(paper).splitlines()
-    assert [line.partition(" ")[0] for line in texts["quiet"]] == ["Test", "Guarantee:", "Output"]
-    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"] and texts["silent"] == []
 
 
 def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp_path):

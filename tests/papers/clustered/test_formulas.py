@@ -28,14 +28,3 @@ def test_noise_by_the_batch_of_later_rounds():
         assert ours == pytest.approx(z, rel=5e-3), later
         assert update_variance(RECORDS, ours) == pytest.approx(of_first, rel=0.01), later
         assert update_variance(later, ours) == pytest.approx(of_later, rel=0.01), later
-
-
-def test_what_raises_noise():
-    for less, more in (
-        ({"first_batch": 2048}, {"first_batch": 6600}),
-        ({"batch": 32}, {"batch": 64}),
-        ({"epochs": 1}, {"epochs": 2}),
-        ({"rounds": 100}, {"rounds": 200}),
-        ({"records": 13_200}, {"records": 6600}),
-    ):
-        assert noise_multiplier(5.0, **less) < noise_multiplier(5.0, **more) < noise_multiplier(4.0, **more), more

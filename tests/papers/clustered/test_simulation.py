@@ -14,8 +14,6 @@ from experiments.papers.clustered.simulation import (
 
 pytestmark = pytest.mark.e2e
 
-CNN = 28_938
-
 
 def test_cheap_updates_have_the_law_of_drawn_ones():
     """Mean squared distances within and between groups, 300 draws each; seeds 0 to 299. False alarm below 1e-4: 5 %

@@ -10,7 +10,6 @@ from dpfl_lightning import data, models
 from dpfl_lightning.algorithms.server_training import Training
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.strategies.distillation.distillation import Distillation
@@ -104,13 +103,3 @@ def test_nets_learn_more_from_more(population):
     matched = centralised_matching(population, new_net, 3, image_steps=10, reinit_every=3, **OPTIONS)
     assert everything > 0.9 and everything > few > noise + 0.1
     assert train_and_score(new_net, population, matched.records, QUICK, networks=1).mean > noise + 0.1
-
-
-def test_every_set_is_shown_to_the_same_nets(population):
-    records, training = random_subset(population, 2), Training(epochs=2)
-    three = train_and_score(new_net, population, records, training)
-    one = train_and_score(new_net, population, records, training, networks=1)
-    assert len(three.accuracies) == 3 and three.accuracies[0] == one.accuracies[0]
-    assert three.mean == pytest.approx(sum(three.accuracies) / 3)
-    with pytest.raises(UserError, match="`test` must be given for a comparison"):
-        train_and_score(new_net, dataclasses.replace(population, test=None), records)

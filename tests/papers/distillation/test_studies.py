@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,31 +152,3 @@ def test_a_hold_out_is_of_public_records_alone(work):
     assert found["holdout_accuracy"] == 100 and found["test_accuracy"] < 90
     rows = torch.cat([*population.train_of, population.test])
     assert not torch.isin(population.public, rows).any()
-
-
-def test_images_of_the_set_rank_nets_that_they_did_not_train(work, calls, monkeypatch):
-    images, labels = torch.randn(60, 1, 8, 8), torch.arange(60) % 10
-    made_set = SimpleNamespace(records=(images, labels))
-    monkeypatch.setattr(studies.DistilledSet, "load", lambda folder: made_set)
-    values = {"gigabytes": 1.0, "run_seconds": 2.0}
-    run = SimpleNamespace(output_dir=".")
-    monkeypatch.setattr(CellContext, "run_of", lambda *args: setattr(args[-1][0], "record", {"values": values}) or run)
-    trained, ranked = calls("trained_on"), calls("scored")
-    found = made(work, "hpo", "rate19", "set_only", DIGITS)["values"]
-    assert len(trained) == len(ranked) == 2 and found["set_gigabytes"] == 1.0
-    for (_, _, (x, y), *_), (_, population, _) in zip(trained, ranked, strict=True):
-        judges = population.x[population.public]
-        assert len(x) == 40 and y.bincount().tolist() == [4] * 10 and len(judges) == 20
-        everything = torch.cat([x, judges]).flatten(1)
-        assert torch.equal(everything.sum(dim=1).sort().values, images.flatten(1).sum(dim=1).sort().values)
-        assert torch.equal(population.y[population.public].bincount(), torch.full((10,), 2))
-
-
-def test_public_records_train_as_clients_would_and_others_rank(work, calls):
-    trained, ranked = calls("trained_on"), calls("scored")
-    made(work, "hpo", "rate19", "public", DIGITS)
-    ((*_, records, training, _),), ((_, population, _),) = trained, ranked
-    assert (training.epochs, training.batch_size) == (2 * 2, 64)
-    assert len(records[1]) == 167 and len(population.public) == 33
-    everyone = population.public_records()[0]
-    assert not (records[0][:, None] == everyone[None]).flatten(2).all(dim=2).any()
