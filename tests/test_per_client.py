@@ -81,6 +81,13 @@ def test_published_and_sampled_budgets_fit_their_distribution(dist: str):
     assert abs(statistics.fmean(values) - mean) < 5 * statistics.stdev(values) / 20_000**0.5 + 0.01
 
 
+def test_mixture_components_have_their_shares():
+    values = resolve("privacy.epsilon", {"name": "dist2", "source": "sampled"}, 20_000, seed=0)
+    shares = [sum(low < v <= high for v in values) / len(values) for low, high in ((0, 0.3), (0.5, 1.5), (2.5, 99))]
+    # Standard errors 0.003; 0.6 % of the third component lie below 2.5.
+    assert shares == pytest.approx([0.2, 0.6, 0.2], abs=0.016)
+
+
 def test_published_budgets_by_name_and_scale():
     assert resolve("privacy.epsilon", {"name": "dist7"}, 40, seed=9) == EPSILONS["dist7"][40]
     scaled = resolve("privacy.epsilon", {"name": "dist7", "scale": 10}, 20, seed=0)

@@ -69,6 +69,14 @@ def test_shards_keep_the_class_bound(num_clients, max_classes, seed):
     assert counts.sum() == len(labels)
 
 
+def test_iid_is_random_in_order_and_in_classes():
+    labels = np.sort(balanced(10_000))
+    parts = partition("iid", labels, 10, rng())
+    counts = class_counts(labels, parts)
+    assert {len(part) for part in parts} == {1000} and len(np.unique(counts)) > 5
+    assert not np.array_equal(parts[0], np.sort(parts[0]))
+
+
 def test_dirichlet_is_redrawn_until_every_client_has_enough():
     labels = balanced(6_000)
     sizes = [len(part) for part in partition("dirichlet", labels, 20, rng(), alpha=0.3, min_records=128)]
