@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import dpfl_lightning
-from dpfl_lightning import strategies
 from dpfl_lightning.config.load import from_mapping, load, to_yaml
 from dpfl_lightning.config.options import (
     ClientOptions,
@@ -258,15 +257,6 @@ except SystemExit as end:
     assert max(map(len, shown.stdout.splitlines())) <= 80
     for key, known in all_keys().items():
         assert f"--{key} " in text and known.help and known.help in text
-
-
-def test_help_of_a_key_lists_its_names(printed):
-    text = printed("--strategies.help")
-    for name in strategies.STRATEGIES:
-        assert any(line.startswith(f"{name} ") and len(line.split()) > 3 for line in text.splitlines()), name
-    assert (
-        re.search("^noise_aware +Weights that balance noise", text, re.MULTILINE) and "--strategies.help NAME" in text
-    )
 
 
 def test_help_of_a_name_shows_its_docstring_and_its_options(printed):

@@ -117,13 +117,7 @@ def test_results_are_in_the_volume_of_a_user_without_rights(target):
     assert one("USER", target) not in ("0", "root")
     assert environment(target)["MLFLOW_TRACKING_URI"].startswith("sqlite:////results/")
     assert environment(target)["DPFL_DATA"].startswith("/results/")
-
-
-def test_a_gpu_is_offered_to_the_gpu_image_alone():
-    assert environment()["NVIDIA_VISIBLE_DEVICES"] == "all"
-    assert "compute" in environment()["NVIDIA_DRIVER_CAPABILITIES"].split(",")
-    assert "NVIDIA_VISIBLE_DEVICES" not in environment("cpu")
-    assert load(DEFAULT_ARGUMENTS[1:])[0].engine.device == "auto"
+    assert ("NVIDIA_VISIBLE_DEVICES" in environment(target)) == (target == "gpu"), "a GPU is offered to that image alone"
 
 
 # ---- compose.yaml

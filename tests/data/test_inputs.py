@@ -83,11 +83,6 @@ def test_every_engine_trains_on_every_kind_of_inputs(kind, make_loop, one_noise)
     assert [row["name"] for row in results["fast"].clients] == list(SIZES)
 
 
-def test_the_trainer_gets_a_tuple(make_loop, one_noise):
-    loops = [trained(make_loop, "tuple", name, rounds=1) for name in ("serial", "trainer")]
-    assert torch.equal(*(loop.run() and loop.state.models for loop in loops))
-
-
 def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(make_loop, tmp_path):
     for kind in ("words", "dictionary"):
         loop = trained(make_loop, kind, "fast", parts=[Distillation()], privacy=private(), rounds=1)

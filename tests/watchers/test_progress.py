@@ -125,10 +125,6 @@ def test_the_summary(show, tmp_path):
         "Test accuracy 50.00% after 10 rounds in 1 min 01 s, 1 min 00 s of it in rounds (2,000 records/s); all 10 "
         "rounds are done.",
         "Guarantee: (3, 0.001)-differential privacy per record.",
-        f"Where to look next, in {tmp_path}: guarantee.html:",
-        "result.json: results of every client model.pt: the trained parameters",
-        "distilled.pt and distilled.md: the distilled set, and its data card",
-        f"python -m dpfl_lightning.report {tmp_path}",
         f"--sweep.distilled {tmp_path}: search on the set",
         f"python -m dpfl_lightning.evaluate {tmp_path}",
         "mlflow ui [here]",
