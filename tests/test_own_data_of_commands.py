@@ -9,6 +9,7 @@ import pytest
 from dpfl_lightning import build
 from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
+from dpfl_lightning.config.options import DataOptions, Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import main as evaluate_command
@@ -305,3 +306,26 @@ def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsy
     (place / "search.yaml").write_text(f"{CONFIG}\n{search}")
     assert sweep_command(["--config", "search.yaml"]) == 2
     assert "`data.class_path` must be null with objective set without a distilled set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("result.json", '{"clients": [', "result.json` must be a file that can be read"),
+        ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
+        ("result.json", '{"clients": [{"model": 9}]}', "result.json` must have the model of each client"),
+        ("model.pt", "garbage", "model.pt` must be a saved model"),
+        ("model.pt", None, "model.pt is gone"),
+    ],
+)
+def test_a_damaged_run_is_one_sentence(file, content, words, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    options = Options(data=DataOptions(name="digits"), model={"name": "logistic"}, privacy=None)
+    (run / "options.yaml").write_text(to_yaml(options))
+    (run / "result.json").write_text(json.dumps({"clients": [{"model": 0}]}))
+    (run / "model.pt").write_text("garbage")
+    (run / file).unlink() if content is None else (run / file).write_text(content)
+    assert evaluate_command([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error
