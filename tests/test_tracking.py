@@ -527,6 +527,15 @@ def test_metrics_and_files_that_were_not_sent_are_named_at_the_end(new_tracking,
     assert str(folder) in str(warned[1].message)
 
 
+def test_files_that_cannot_be_sent_leave_the_status(new_tracking, only_run, folder, monkeypatch):
+    tracking = new_tracking()
+    monkeypatch.setattr(tracking.store.client, "log_artifact", lambda *args: 1 / 0)
+    with pytest.warns(UserWarning) as warned:
+        play(tracking, a_view(folder), [1])
+    assert "did not get: some files and figures" in str(warned[-1].message)
+    assert only_run().info.status == "FINISHED"
+
+
 def test_the_store_is_the_given_one_or_that_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
