@@ -22,6 +22,15 @@ from dpfl_lightning.privacy.noise import Streams
 torch.set_num_threads(1)  # tests run side by side
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk():
+    """A short run syncs thirty times, and no test takes away the real power; tests of syncs watch the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        patch.setattr("dpfl_lightning.privacy.ledger.ledger._sync", lambda descriptor: None)
+        yield
+
+
 def blobs(num_clients: int = 4, records: int = 60, classes: int = 3, features: int = 6, seed: int = 0) -> Population:
     """Well separated classes; clients differ in size (records, records + 10, ...)."""
     generator = torch.Generator().manual_seed(seed)
@@ -109,6 +118,14 @@ def new_store(empty_store):
         return f"sqlite:///{shutil.copy(empty_store, folder / 'mlflow.db')}"
 
     return make
+
+
+@pytest.fixture
+def blank_figures(monkeypatch):
+    """Figures are saved as empty files: drawing one takes half a second."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: Path(path).write_bytes(b""))
 
 
 @pytest.fixture

@@ -86,9 +86,3 @@ def test_a_full_disk_ends_nothing(loop, monkeypatch):
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile._save_data", full)
     with pytest.warns(UserNotice, match=r"cannot be cached \(.*No space left"):
         assert times(loop(2)) == 2
-
-
-def test_where_nothing_can_be_written_each_process_compiles():
-    inside: dict = {}
-    exec(LOOP, inside)  # of no file, so there is no folder either
-    assert times(compiled(inside["outer"](2))) == 2

@@ -29,11 +29,3 @@ def unsafe(text: str) -> list[str]:
 @pytest.mark.parametrize("file", FILES)
 def test_no_pin_is_below_the_first_safe_version(file):
     assert unsafe((ROOT / file).read_text()) == []
-
-
-@pytest.mark.parametrize("name", SAFE)
-def test_a_lower_pin_is_found(name):
-    texts = [text for file in FILES if name in pins(text := (ROOT / file).read_text())]
-    assert texts, "a package of the table that no file pins"
-    for text in texts:
-        assert unsafe(text.replace(f"{name}=={pins(text)[name]}", f"{name}==0.1")) == [name]

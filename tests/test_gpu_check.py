@@ -35,9 +35,7 @@ def test_the_report_shows_every_section_and_only_wrong_results_count():
         "- correct: passed, 1 distances of at most 2e-06; products highest, TF32 of cuDNN off",
         "- company: passed, 264 models; one record at a time: gru (fast)",
         "- common: FAILED, not done after 80 s",
-        "1,234 MiB of GPU memory, 56 % busy",
         "| **2.00 x** | 1.50 to 2.50 | mixed         | plain SGD without privacy | 100 records/s | 50.0 records/s |",
-        "On a GPU, torch 2.13, 400.0 s.",
     ):
         assert words in text, (words, text)
     assert status(results) == 0
@@ -61,10 +59,6 @@ def test_a_section_keeps_what_it_found_before_it_failed(code, failed):
     code = f"import os, signal, sys, time; print('{{\"a\": 1}}'); print('{{\"a\": 2}}', flush=True); {code}"
     found = in_process([sys.executable, "-c", code], seconds=1.0 if failed and "1 s" in failed else 30.0)
     assert found == {"a": 2, **({"failed": failed} if failed else {})}
-
-
-def test_the_stages_take_less_than_eight_minutes():
-    assert sum(seconds for seconds, _ in SECTIONS.values()) < 480
 
 
 @pytest.mark.e2e

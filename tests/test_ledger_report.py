@@ -5,7 +5,6 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import FIXED_KEY
@@ -297,8 +296,6 @@ def test_damage_is_status_2_and_an_error_in_json(path, trained, capsys):
     [
         ("nowhere", "`RUN` must be a ledger, or the folder of a run, got 'nowhere'"),
         ("PATH --delta 1", "`--delta` must be in (0, 1), got 1.0"),
-        ("PATH --delta x", "`--delta` must be a number, got 'x'."),
-        ("PATH --accountant gpd", "`accountant` must be one of"),
         ("PATH --accountant gdp", "`accountant` must be one of pld, rdp, paper_ma, got 'gdp'"),
         ("PATH more", "`RUN` must be a ledger, or the folder of a run, got 'more'"),
         ("PATH PATH", "`RUN` must name each run once"),
@@ -323,20 +320,3 @@ def test_the_report_loads_no_torch(path, trained):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Largest epsilon: (" in done.stdout, done.stderr
-
-
-@pytest.mark.e2e
-def test_many_clients_are_composed_together(path, report):
-    equal, different = [TRAIN] * 20_000, [GaussianEvent(0.1, 1 + client / 2000, 10) for client in range(2000)]
-    seconds = {}
-    for kind, events in (("equal", equal), ("different", different)):
-        file = path.with_name(kind)
-        ledger, start = new_ledger(file, len(events)), time.process_time()
-        charge(ledger, events)
-        charged = time.process_time()
-        epsilons = column(report(file)[1]["clients"], "epsilon")
-        seconds[kind] = (charged - start, time.process_time() - charged)
-        assert epsilons == sorted(epsilons, reverse=True) and len(epsilons) == len(events)
-    assert len(set(epsilons)) > 1900
-    assert seconds["equal"][0] < 5 and seconds["equal"][1] < 15  # measured: 0.2 s and 1.2 s
-    assert seconds["different"][1] < 30  # measured: 1.5 s

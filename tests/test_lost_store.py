@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import json
-import math
 import os
 import socket
 import subprocess
@@ -23,13 +22,14 @@ from dpfl_lightning.privacy.ledger.file import Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.reporting.curves import Curves, of_round
 from dpfl_lightning.reporting.mlflow import Tracking
-from dpfl_lightning.reporting.mlflow import run as tracked
 from dpfl_lightning.reporting.mlflow.sync import sync
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.sync import main as sync_command
 
-ROUNDS = 30
-OTHERS = [(by, dead) for by in ("resume", "sync") for dead in (1, 30)]
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
+ROUNDS = 10
+OTHERS = [(by, dead) for by in ("resume", "sync") for dead in (1, ROUNDS)]
 
 
 def begin_ledger(folder):
@@ -43,7 +43,7 @@ def folder(tmp_path):
     run = tmp_path / "run1"
     run.mkdir()
     begin_ledger(run)
-    write_text(run / "options.yaml", "rounds: 30\ntracking: {experiment: lost}\nstrategies: {size_weighted: {}}\n")
+    write_text(run / "options.yaml", "rounds: 10\ntracking: {experiment: lost}\nstrategies: {size_weighted: {}}\n")
     return run
 
 
@@ -74,7 +74,7 @@ def play(tracking, view, rounds, dead, patch):
 
 @pytest.mark.filterwarnings("ignore:MLflow at")
 @pytest.mark.parametrize(
-    "by, dead", [("resume", 15), ("sync", 15), *(pytest.param(*one, marks=pytest.mark.e2e) for one in OTHERS)]
+    "by, dead", [("resume", 5), ("sync", 5), *(pytest.param(*one, marks=pytest.mark.e2e) for one in OTHERS)]
 )
 def test_rounds_without_a_store_are_sent_later(by, dead, folder, new_store, tmp_path, monkeypatch, capsys):
     """Killed, so that nothing in memory is left: on resume, or by the command, and only once."""
@@ -129,17 +129,6 @@ def test_another_run_in_the_same_place_keeps_its_curves(folder, new_store, tmp_p
     assert sorted([point.step for point in history] for history in histories) == [[1], [1, 2]]
 
 
-def test_a_run_that_is_tracked_from_its_resume_on_has_all_rounds(folder, new_store, tmp_path):
-    uri, view = new_store(tmp_path / "store"), a_view(folder)
-    Curves().on_fit_start(view)
-    for round in (1, 2):
-        Curves().on_round_end(view, a_report(view, round))
-    resumed = dataclasses.replace(a_view(folder, first_round=3), round=3)
-    start(tracking := Tracking("lost", uri=uri), resumed)
-    end_round(tracking, resumed, a_report(resumed, 3))
-    assert steps(uri) == [1, 2, 3]
-
-
 def test_a_changed_ledger_and_what_is_no_run_are_not_sent(folder, tmp_path, capsys):
     ledger = folder / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace("rdp", "pld"))
@@ -151,22 +140,6 @@ def test_a_changed_ledger_and_what_is_no_run_are_not_sent(folder, tmp_path, caps
         assert sync_command([str(run), "--uri", f"sqlite:///{tmp_path}/new.db"]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "new.db").exists()
-
-
-def test_after_two_time_outs_the_store_is_left_alone_until_the_end(folder, new_store, tmp_path, monkeypatch):
-    uri, view, tries = new_store(tmp_path / "store"), a_view(folder), []
-    tracking = Tracking("lost", uri=uri)
-    start(tracking, view)
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="MLflow at"):
-        patch.setattr(tracked, "_SLOW", 0.0)
-        patch.setattr(tracking.store.client, "log_batch", lambda *args, **more: tries.append(1) or broken())
-        for round in range(1, 11):
-            end_round(tracking, view, a_report(view, round))
-            if not math.isinf(tracking._send_at):
-                tracking._send_at = 0.0
-    assert len(tries) == 2
-    tracking.on_fit_end(view, a_result(view))
-    assert steps(uri) == list(range(1, 11)) and runs_of(uri)[0].info.status == "FINISHED"
 
 
 def test_runs_whose_process_is_gone_are_marked(folder, new_store, tmp_path):

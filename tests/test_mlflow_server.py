@@ -4,21 +4,16 @@
 of rounds.
 """
 
-import base64
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import warm
 from conftest import private, small_loop
 from mlflow.tracking import MlflowClient
 from ranked_runs import free_port
@@ -83,53 +78,6 @@ def server(tmp_path, monkeypatch):
     server.kill()
 
 
-@contextmanager
-def in_front(server: Server, delay: float = 0.0, login: str = ""):
-    """The address of a server that passes everything on, after `delay` seconds and with this login only."""
-
-    class Passing(BaseHTTPRequestHandler):
-        def pass_on(self):
-            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            time.sleep(passing.delay)
-            wanted = f"Basic {base64.b64encode(passing.login.encode()).decode()}"
-            if passing.login and self.headers.get("Authorization") != wanted:
-                self.answer(401, {}, b"no")
-                return
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host",)}
-            request = urllib.request.Request(server.uri + self.path, content or None, headers, method=self.command)
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    self.answer(answer.status, answer.headers, answer.read())
-            except urllib.error.HTTPError as error:
-                self.answer(error.code, error.headers, error.read())
-
-        def answer(self, status, headers, content):
-            self.send_response(status)
-            for name in ("Content-Type",):
-                if name in headers:
-                    self.send_header(name, headers[name])
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = pass_on
-
-        def log_message(self, *args):
-            pass
-
-    passing = ThreadingHTTPServer(("127.0.0.1", 0), Passing)
-    passing.delay, passing.login = delay, login
-    passing.uri = f"http://127.0.0.1:{passing.server_port}"
-    thread = threading.Thread(target=passing.serve_forever)
-    thread.start()
-    try:
-        yield passing
-    finally:
-        passing.shutdown()
-        passing.server_close()
-        thread.join()
-
-
 class At(Callback):
     """Calls a function after a round."""
 
@@ -179,13 +127,6 @@ def test_dead_at_the_start(server, tmp_path):
     all_there(server, folder)
 
 
-def test_dead_in_the_middle(server, tmp_path):
-    server.start()
-    folder, dead = tmp_path / "run", {f"round_{ROUNDS // 3}": server.kill, f"round_{2 * ROUNDS // 3}": server.start}
-    assert trained(folder, server.uri, **dead).finished
-    all_there(server, folder)
-
-
 def test_dead_to_the_end(server, tmp_path, capsys):
     server.start()
     folder = tmp_path / "run"
@@ -193,47 +134,6 @@ def test_dead_to_the_end(server, tmp_path, capsys):
     server.start()
     assert sync([str(folder), "--uri", server.uri, "--experiment", EXPERIMENT]) == 0
     all_there(server, folder)
-
-
-def test_slow(server, tmp_path):
-    server.start()
-    with in_front(server, delay=1.0) as slow:
-        begun = time.monotonic()
-        assert trained(tmp_path / "run", slow.uri).finished
-        print(f"{time.monotonic() - begun:.0f} s")
-    all_there(server, tmp_path / "run")
-
-
-def test_wrong_credentials(server, tmp_path, monkeypatch, capsys):
-    """At the start one line; if the password is changed in the middle, the rest is sent with the new one."""
-    server.start()
-    folder = tmp_path / "run"
-    with in_front(server, login="me:hunter2") as locked:
-        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong-secret")
-        with pytest.raises(UserError, match="that answers") as error:
-            trained(tmp_path / "first", locked.uri)
-        assert "wrong-secret" not in str(error.value) and not (tmp_path / "first").exists()
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hunter2")
-        changed = {f"round_{ROUNDS // 3}": lambda: setattr(locked, "login", "me:another")}
-        assert trained(folder, locked.uri, **changed).finished
-        words = [str(folder), "--uri", locked.uri, "--experiment", EXPERIMENT]
-        assert sync(words) == 2 and "hunter2" not in capsys.readouterr().err
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another")
-        assert sync(words) == 0
-    all_there(server, folder)
-
-
-def test_eight_processes_at_once(server, tmp_path):
-    server.start()
-    folders = [tmp_path / str(number) for number in range(8)]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    each = [warm.Process(__file__, server.uri, str(folder), cwd=tmp_path, env=environment) for folder in folders]
-    for process in each:
-        out, err = process.communicate(timeout=3600)
-        assert process.returncode == 0, out + err
-    all_there(server, *folders)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from dpfl_lightning import build
-from dpfl_lightning.audit import main as audit_command
 from dpfl_lightning.build import build_loop, build_module, build_population
 from dpfl_lightning.config.load import load, to_yaml
 from dpfl_lightning.config.options import DataOptions, Options
@@ -150,15 +149,6 @@ def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, plac
     assert population.names == ("berlin", "rome", "oslo") and population.num_classes == 2
 
 
-def test_a_plan_takes_the_keys_of_a_run_without_a_file(place, capsys):
-    words = ["--data.class_path", "hospitals_of_tests.population", "--model.class_path", "hospitals_of_tests.own"]
-    words += ["--rounds", "3", "--clients.batch_size", "8", "--privacy.epsilon", "8", "--engine.device", "cpu"]
-    assert plan_command(words) == 0
-    assert "berlin" in capsys.readouterr().out
-    assert plan_command([*words, "--epsilon", "2"]) == 2
-    assert "Did you mean `--privacy.epsilon`?" in capsys.readouterr().err
-
-
 def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_that_it_does_not(place, capsys):
     words = ["--config", "own.yaml", "--model.personal_input", "true", "--clients.learning_rate", "5"]
     assert fit_command(words) == 0 and capsys.readouterr()
@@ -278,22 +268,18 @@ PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
             ["--clients.count", "4", *EQUAL],
             "`clients.count` must be 3, the clients of hospitals_of_tests.population, got 4",
         ),
-        (["--clients.batch_size", "[8, 8]"], "`clients.batch_size` must have 3 values, one per client, got 2"),
         (["--data.class_path", "nowhere.population"], "`data.class_path` must be importable, got 'nowhere.population'"),
-        (["--data.class_path", "hospitals_of_tests.number"], "`data.class_path` must be a class or a function"),
         (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must be a pair"),
         (
             ["--data.init_args.size", "3"],
             "`data.init_args.size` must be an argument of hospitals_of_tests.population (it has none), got 3.",
         ),
         (["--data.population_args.lazy", "true"], "`data.population_args` must be left out if class_path makes a Pop"),
-        ([*PATH, "--data.population_args.lasy", "true"], "`data.population_args` must be arguments of a population"),
         (PATH, "`num_classes` must be the number of classes"),
         (
             ["--data.class_path", "null", "--data.name", "null"],
             "`data.name` must be a data set if there is no data.class_path",
         ),
-        (["--clients.batch_size", "64"], "Client berlin has"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(words, message, place):
@@ -320,12 +306,6 @@ def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsy
     (place / "search.yaml").write_text(f"{CONFIG}\n{search}")
     assert sweep_command(["--config", "search.yaml"]) == 2
     assert "`data.class_path` must be null with objective set without a distilled set" in capsys.readouterr().err
-
-
-@pytest.mark.e2e  # a minute
-def test_an_audit_takes_a_users_clients(place, capsys):
-    assert audit_command(["--config", "own.yaml", "--for_clients", "rome", "--releases", "50"]) == 0
-    assert "refuted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

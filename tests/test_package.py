@@ -46,6 +46,7 @@ def test_the_commands_are_listed_with_the_version(capsys):
     [
         ("dpfl_lightning", {"torch", "lightning", "mlflow", "optuna", "matplotlib"}),
         ("dpfl_lightning.build", {"mlflow", "optuna"}),
+        *((f"dpfl_lightning.{name}", {"torch", "lightning", "mlflow", "opacus"}) for name in ("plan", "audit")),
     ],
 )
 def test_importing_is_cheap(imported, absent):

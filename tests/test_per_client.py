@@ -37,12 +37,6 @@ def test_every_named_distribution_stays_in_its_range(num_clients: int, seed: int
     assert min(drawn("privacy.epsilon", name="dist1", source="sampled")) >= 0.15
 
 
-def test_whole_number_uniform_reaches_both_ends():
-    values = resolve("clients.batch_size", {"name": "uniform", "low": 1, "high": 3}, 600, seed=0, kind=int)
-    # Each count is binomial(600, 1/3): mean 200, standard deviation 11.5; false alarm below 1e-5 a count.
-    assert all(abs(values.count(value) - 200) < 52 for value in (1, 2, 3))
-
-
 def test_options_and_seeds_are_drawn_independently():
     spread = {"name": "uniform", "low": 0.1, "high": 0.9}
     draws = [
@@ -75,14 +69,6 @@ def test_published_lists_are_those_of_the_release():
     }
 
 
-def test_published_clients_are_in_their_places():
-    dist5 = EPSILONS["dist5"][20]
-    assert [i for i, epsilon in enumerate(dist5) if epsilon == 0.95] == [0, 10, 16]
-    assert {BATCH_SIZES[20][i] for i in (0, 10, 16)} == {32}
-    assert EPSILONS["dist1"][60].index(3.73) == 43 and BATCH_SIZES[60][43] == 128
-    assert sorted(EPSILONS["dist1"][60])[-2] == 3.73
-
-
 @pytest.mark.parametrize("dist", DISTS)
 def test_published_and_sampled_budgets_fit_their_distribution(dist: str):
     low, high = UNIFORMS.get(dist, (0.15, math.inf))
@@ -109,48 +95,30 @@ def test_published_budgets_by_name_and_scale():
     assert resolve("clients.batch_size", {"name": "published"}, 60, seed=0, kind=int) == BATCH_SIZES[60]
 
 
-def test_floor_raises_small_draws():
-    sampled = {"name": "dist8", "source": "sampled", "floor": 0.3}
-    values = resolve("privacy.epsilon", sampled, 50, seed=0)
-    assert min(values) == 0.3 < max(values)
-
-
 # ---- mistakes
 
 
 MISTAKES = [
     ("privacy.epsilon", [1.0, 2.0], "`privacy.epsilon` must have 3 values", "got 2"),
-    ("privacy.epsilon", [], "got 0"),
     ("privacy.epsilon", 0, "be above 0, got 0"),
     ("privacy.epsilon", [1, 2, -1], "be above 0, got -1", "client 2"),
     ("privacy.epsilon", math.nan, "be a number"),
-    ("privacy.epsilon", True, "be a number, got True"),
-    ("privacy.epsilon", "dist1", "be a number, got 'dist1'"),
     ("privacy.delta", 1, "be in [0, 1), got 1"),
     ("privacy.noise_multiplier", -0.1, "be >= 0"),
     ("clients.learning_rate", math.inf, "finite"),
     ("clients.batch_size", 2.5, "be a whole number, got 2.5"),
-    ("clients.batch_size", 0, "be above 0"),
     ("privacy.epsilon", {"name": "dist11"}, "`privacy.epsilon.name`", "Did you mean `dist1`?"),
-    ("privacy.epsilon", {}, "`privacy.epsilon.name` must be one of"),
     ("privacy.epsilon", {"name": "dist1"}, "20, 40 or 60 clients", "got 3", "source: sampled"),
-    ("privacy.epsilon", {"name": "dist1", "source": "published", "floor": 1}, "20, 40 or 60"),
     ("privacy.epsilon", {"name": "dist1", "sorce": "sampled"}, "Did you mean `source`?"),
-    ("privacy.epsilon", {"name": "dist1", "source": "sample"}, "Did you mean `sampled`?"),
-    ("privacy.epsilon", {"name": "dist1", "source": "sampled", "floor": "a"}, "be a number"),
     ("privacy.epsilon", {"name": "dist1", "source": "sampled", "scale": -1}, "be above 0"),
     ("privacy.epsilon", {"name": "dist1", "source": "sampled", "floor": 0}, "epsilon.floor` must be above 0"),
-    ("privacy.epsilon", {"name": "published"}, "be one of"),
     ("clients.learning_rate", {"name": "dist1"}, "be one of"),
     ("clients.batch_size", {"name": "published"}, "20, 40 or 60 clients", "choice"),
     ("clients.batch_size", {"name": "choice", "values": 16}, "`clients.batch_size.values` must be a list"),
-    ("clients.batch_size", {"name": "choice", "values": [1.5]}, "be a whole number, got 1.5"),
-    ("clients.batch_size", {"name": "uniform", "low": 1.5, "high": 3}, "`clients.batch_size.low`"),
     ("clients.batch_size", {"name": "uniform", "low": 4, "high": 3}, "at most `high`"),
     ("privacy.epsilon", {"name": "uniform", "low": 1, "high": math.inf}, "finite"),
     ("privacy.epsilon", {"name": "uniform", "low": 1}, "`privacy.epsilon.high` must be given"),
     ("privacy.epsilon", {"name": "normal", "mean": 1, "std": -1, "floor": 1}, ".std` must be >= 0"),
-    ("privacy.epsilon", {"name": "normal", "mean": 0, "std": 0, "floor": 0}, "be above 0"),
     ("privacy.epsilon", {"name": "uniform", "low": 1, "high": 2, 3: 4}, "`privacy.epsilon.3`"),
 ]
 

@@ -246,7 +246,7 @@ def test_ci_runs_the_very_test_command():
 
 
 def test_container_commands_name_real_options(monkeypatch):
-    """What follows the image's name are words of `dpfl`; tests/test_dockerfile.py runs the image's steps."""
+    """What follows the image's name are words of `dpfl`."""
     monkeypatch.chdir(ROOT)
     stages = re.findall(r"^FROM .* AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     for line in lines("docker build"):

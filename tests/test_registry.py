@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dpfl_lightning.config.registry import NAMES, REGISTRIES, call, help_text, names_of
+from dpfl_lightning.config.registry import NAMES, call, names_of
 from dpfl_lightning.errors import UserError
 
 
@@ -33,40 +33,6 @@ def test_call_passes_arguments_and_options():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(UserError, match=message):
         call("thing", {"scale": scale}, "scale", 2.0, **options)
-
-
-class Base:
-    """Does much.
-
-    Args:
-        first: one thing,
-            on two lines.
-        left_out: not an option of `Derived`.
-
-    More text.
-    """
-
-
-class Derived(Base):
-    """Does more.
-
-    Args:
-        second: another thing.
-    """
-
-    def __init__(self, first: int = 1, second: float = 2.0) -> None: ...
-
-
-class Bare(Derived):
-    """Does less."""
-
-
-def test_the_help_of_a_class_describes_the_options_of_its_bases(monkeypatch):
-    monkeypatch.setattr("dpfl_lightning.models.MODELS", {"derived": Derived, "bare": Bare})
-    monkeypatch.setitem(REGISTRIES, "model", REGISTRIES["model"]._replace(given=0))
-    described = "Args:\n    first: one thing, on two lines.\n    second: another thing."
-    assert f"Does more.\n\n{described}\n" in help_text("model", "derived", "")
-    assert f"Does less.\n\n{described}\n" in help_text("model", "bare", "")
 
 
 @pytest.mark.parametrize("key", NAMES)

@@ -3,10 +3,7 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,16 +18,13 @@ from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.run import Run
-from dpfl_lightning.fit import fit as train
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import Composed, read
 from dpfl_lightning.runtime.text import at_most
-from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.costs import Cost
 from dpfl_lightning.search.final import begun_final, with_the_set
 from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.search import Search
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
@@ -148,13 +142,6 @@ def test_the_best_is_trained_by_fit_and_nothing_is_trained_again(search, tmp_pat
         (changed(space={"clients.learning_rate": {"low": -1.0, "high": 1.0}}), ["clients.learning_rate", "above 0"]),
         (changed(distilled="runs/nowhere"), ["distilled", "runs/nowhere", "strategy distillation"]),
         (changed(trails=3), ["sweep.trails", "Did you mean `sweep.trials`"]),
-        (changed(trials=0), ["sweep.trials", "be >= 1, got 0. Set in "]),
-        (changed(sampler={"seed": 1}), ["`sweep.sampler` must have a `name`"]),
-        (changed(trials="many"), ["sweep.trials", "a whole number", "many"]),
-        (changed(objective="publick"), ["sweep.objective", "Did you mean `public`"]),
-        (changed(training={"epoch": 3}), ["sweep.training.epoch", "Did you mean `epochs`"]),
-        (changed(training={"momentum": 1.0}), ["sweep.training.momentum", "[0, 1)"]),
-        (changed(scores=["accuracy", "num_params"], pruner={"name": "median"}), ["sweep.pruner.name", "several"]),
         ({**SMALL, "data": {"name": "digits"}}, ["data.public_records", "--sweep.distilled"]),
         ({**changed(objective="public", training={}), "data": {"name": "digits"}}, ["data.public_records"]),
         ({**changed(objective="private", training={}), "privacy": None}, ["privacy.epsilon", "a budget for each"]),
@@ -164,7 +151,6 @@ def test_the_best_is_trained_by_fit_and_nothing_is_trained_again(search, tmp_pat
         (changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={"batch_size": 16}),
          ["sweep.training.batch_size", "be left out if clients.batch_size is given for trials"]),
         (changed(trials_with={"rounds": 3}), ["sweep.trials_with.rounds", "model, clients, data, engine"]),
-        (changed(networks=40), ["sweep.networks", "the number of records of the rarest class"]),
         ({**changed(objective="private", training={}), "privacy": {**SMALL["privacy"], "diagnostics": True}},
          ["privacy.diagnostics", "be false with objective private", "without a bound"]),
         ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
@@ -197,16 +183,6 @@ def test_a_study_of_another_space_sampler_or_seed_is_refused(search, write, refu
     error = refused(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}})))
     assert "`sweep.space` must be the same as in study mine of that storage" in error
     assert "`seed` must be the same" in refused(write(SMALL, "--seed", "1"))
-
-
-@pytest.mark.e2e
-def test_a_combination_that_cannot_be_built_is_a_failed_trial(search):
-    """Norm `group` needs a width that is a multiple of 4."""
-    space = {"model.width": {"choices": [4, 6]}, "model.norm": {"choices": ["group", "none"]}}
-    raw = {**changed(space=space, sampler={"name": "grid"}, trials=4), "model": {"name": "convnet", "depth": 1}}
-    text, result = search(raw)
-    assert sorted(trial["state"] for trial in result["trials"]) == ["complete"] * 3 + ["failed"]
-    assert "1 failed: `model.width` must be a multiple of 4" in text and "failed: `model.width`" in text
 
 
 @pytest.mark.e2e
@@ -301,16 +277,6 @@ def test_a_second_study_in_a_folder_is_refused_and_changes_nothing(search, write
     text = refused(write(changed(trials=1), "--rounds", "1", "--sweep.name", "other"))
     assert "`output_dir` must be the folder of one study" in text and "which has study mine" in text
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
-
-
-def test_workers_share_the_cores_in_trials_only(tmp_path):
-    run = options_of({**SMALL, "output_dir": str(tmp_path)})
-    study = Search(SweepOptions(**{**SMALL["sweep"], **PRIVATE, "name": "s", "trials": 1}), run, train, workers=2)
-    study.work()
-    assert study.finish() == 0
-    in_trials = yaml.safe_load((tmp_path / "trials" / "s" / "0" / "options.yaml").read_text())
-    assert in_trials["engine"]["workers"] == max(1, cores() // 2)
-    assert load(["--config", str(tmp_path / "best.yaml")])[0].engine.workers is None
 
 
 def options_of(raw: dict):
@@ -418,18 +384,6 @@ def test_each_trial_is_a_run_nested_in_that_of_the_search(search, new_store, tmp
     assert {"best.yaml", "result.json", "trials.txt"} <= artifacts
 
 
-@pytest.mark.slow  # three imports of torch
-def test_two_workers_share_the_trials(write, tmp_path):
-    words = write(SMALL, "--sweep.trials", "4", "--workers", "2")
-    environment = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dpfl_lightning.sweep", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert 4 <= len(result["trials"]) <= 5 and all(trial["state"] == "complete" for trial in result["trials"])
-    assert done.stdout.count("Study mine") == 1 and done.stdout.count("Where to look next") == 1
-
-
 # ---- what a set and the run that follows its search cost together
 
 RUN = {key: value for key, value in SMALL.items() if key != "sweep"}
@@ -480,15 +434,6 @@ def test_runs_that_cannot_be_composed_are_named_with_the_reason(folders, tmp_pat
     assert "belongs to another run" in with_the_set(source, other, run)
     public = {**card, "data": {**card["data"], "use_public": True}}
     assert with_the_set(None, {}, run) is with_the_set(source, public, run) is None
-
-
-@pytest.mark.e2e
-def test_the_command_names_the_total_after_the_final_run(folders, search, tmp_path):
-    text, result = search(changed(distilled=str(folders[0]), trials=1), "--final")
-    words = result["final"]["with_the_set"]
-    assert words.startswith("Together with the set, composed from both ledgers: (") and words in text
-    final_run = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
-    assert result["final"]["test_accuracy"] == final_run["test_accuracy"]
 
 
 # ---- one budget for the set and the final run
@@ -544,16 +489,6 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
 
 
 @pytest.mark.e2e
-def test_a_set_from_one_release_leaves_the_rest_of_the_budget(search, tmp_path):
-    few = {"images_per_class": 4, "nets": 2, "image_steps": 2, "evaluation_epochs": 1}
-    search(shared(trials=1, set_with={"strategies": {"feature_means": few}}), "--final")
-    both = of_both(tmp_path / "out")
-    assert [dict(account.releases) for account in both.accounts] == [{"features": 1, "train": 2}] * 5
-    for account, budget in zip(both.accounts, BUDGETS, strict=True):
-        assert 0.999 * budget < account.epsilon <= budget
-
-
-@pytest.mark.e2e
 def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path, monkeypatch):
     """Ctrl-C in the set, in a trial and in the final run; then the same command goes on."""
     out, rounds = tmp_path / "out", Run.evaluate
@@ -593,16 +528,10 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         (without(shared(space={"clients.batch_size": {"choices": [8, 16]}}, training={}), "training"),
          ["sweep.space.clients.batch_size", "known before the set is made"]),
         (shared(set_with={"privacy.epsilon": 3}), ["sweep.set_with.privacy.epsilon", "those of the run"]),
-        (shared(set_with={"clients.count": 3}), ["sweep.set_with.clients.count` must be left out", "those of the run"]),
         (shared(set_with={"clients": {"count": 3}}), ["sweep.set_with.clients.count` must be left out", "got 3"]),
-        (shared(set_share=0.999999999), ["sweep.set_share` must be in (0, 0.999], got 0.999999999"]),
-        (shared(set_with={"strategies": {"uniform": {}, "distillation": None}}), ["strategies"]),
         (shared(set_with={"strategies": {"uniform": {}}}), ["sweep.set_with.strategies", "one of distillation and fe"]),
         (shared(set_with={"rounds": 3, "strategies": {"feature_means": {}}}),
          ["sweep.set_with` must give", "rounds` must be 1"]),
-        (shared(networks=11), ["sweep.networks", "the number of records of the rarest class"]),
-        (shared(space={"model.width": {"choices": [8]}}), ["sweep.space.model.width", "it has none"]),
-        (shared(sampler={"name": "grid"}), ["sweep.space.clients.learning_rate", "sampler grid"]),
         ({**SHARED, "privacy": None}, ["privacy.epsilon", "a budget for each client"]),
         ({**SHARED, "privacy": {"epsilon": 2, "noise_multiplier": 1.0}}, ["privacy.noise_multiplier", "be null"]),
         ({**SHARED, "rounds": 3, "strategies": {"two_stage_selection": {"warmup_rounds": 2}},

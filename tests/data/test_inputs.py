@@ -1,7 +1,5 @@
 """Records that are whole numbers, tuples or dictionaries of tensors, and records that are read when they are drawn."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -83,11 +81,6 @@ def test_every_engine_trains_on_every_kind_of_inputs(kind, make_loop, one_noise)
     assert results["fast"].test_accuracy > 0.8 and "exact rules for all layers" in loops["fast"].clients.description
     torch.testing.assert_close(loops["fast"].state.models, loops["serial"].state.models, rtol=1e-4, atol=1e-5)
     assert [row["name"] for row in results["fast"].clients] == list(SIZES)
-
-
-def test_the_trainer_gets_a_tuple(make_loop, one_noise):
-    loops = [trained(make_loop, "tuple", name, rounds=1) for name in ("serial", "trainer")]
-    assert torch.equal(*(loop.run() and loop.state.models for loop in loops))
 
 
 def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(make_loop, tmp_path):
@@ -229,11 +222,3 @@ def test_tokens_beyond_the_embedding_are_refused_before_anything_is_charged(toke
 def test_text_and_ragged_tokens_say_what_to_do(records, words):
     with pytest.raises(UserError, match=f"`client berlin` must hold numbers.*{words}"):
         Population.from_datasets({"berlin": (records, [0, 1])}, num_classes=2)
-
-
-def test_torch_does_not_warn_of_slow_layers(make_loop):
-    bag = nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_loop(population_of("words"), ClientModule(bag), private(), rounds=1, engine="serial").run()
-    assert not [one for one in caught if "performance drop" in str(one.message)]

@@ -91,23 +91,19 @@ def test_several_columns_are_labels():
         ({}, {"scale": {"age": (50, 0)}}, "`scale: age` must be the public mean and standard deviation"),
         ({}, {"scale": {"bmi": (50, 1)}}, r"`scale` must be of columns of features \(age, sex\), got \['bmi'\]"),
         ({}, {"features": ["age", "outcome"]}, "`features` must be different columns other than cli.*got 'outcome'"),
-        ({}, {"features": ["age", "hospital"]}, "`features` must be different columns other than cli.*got 'hospital'"),
         ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client and .*got 'age'"),
         ({}, {"features": "age"}, "`features` must be a list of columns, got 'age'"),
         ({}, {"label": ["outcome"]}, "`client berlin: y` must be one label for each record if classes are named"),
         ({}, {"label": []}, r"`label` must be the name of a column, or a list of different names, got \[\]"),
         ({}, {"label": "hospital"}, "`label` must be another column than client, got 'hospital'"),
         ({}, {"categories": {"sex": ["f", "m", "f"]}}, "`categories: sex` must be a list of different values"),
-        ({}, {"categories": {"sex": "fm"}}, "`categories: sex` must be a list of different values, got 'fm'"),
         (
             {},
             {"test": patients().rename(columns={"sex": 7})},
             "`df` must have columns of different names, each a text, got 7. Rename them",
         ),
-        ({}, {"test": patients().rename(columns={"sex": "age"})}, "`df` must have columns of different names.*'age'"),
         ({}, {"test": "nowhere.csv"}, "`df` must be .* the path of a file, got 'nowhere.csv'. There is no such file"),
         ({}, {"label": "Outcome"}, "`label` must name columns .*got 'Outcome'. Did you mean `outcome`?"),
-        ({}, {"features": ["Age"]}, "`features` must name columns .*got 'Age'. Did you mean `age`?"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused_by_column_and_client(changes, choices, message):

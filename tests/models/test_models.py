@@ -1,7 +1,5 @@
 """Parameter counts that the papers state, outputs one record at a time, and which nets are refused."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -43,16 +41,6 @@ def test_parameter_counts_are_those_of_the_papers():
             assert count(build(name, shape, classes, **options)) == parameters, (name, shape, classes, options)
 
 
-def test_convnet_family_has_the_sizes_of_its_paper():
-    """The extremes of the 432 nets of the 720-net grid with a norm other than batch's."""
-    with torch.device("meta"):
-        smallest, largest = (
-            count(build("convnet", (3, 32, 32), 10, width=width, depth=depth, norm=norm, pooling=pooling))
-            for width, depth, norm, pooling in ((32, 3, "none", "avg"), (256, 4, "layer", "none"))
-        )
-    assert (smallest, largest) == (24_522, 6_496_010)
-
-
 SMALL = {"convnet": {"width": 8}}
 SHAPES = {"linear": (10,), "logistic": (3, 4)}
 
@@ -80,14 +68,6 @@ def test_per_record_outputs_and_gradients_are_those_of_the_batch():
             torch.testing.assert_close(one.sum(dim=0), summed, rtol=1e-3, atol=1e-4)
 
 
-def test_convnet_options_change_the_outputs():
-    x, outputs = torch.randn(2, 1, 8, 8), []
-    for options in ({}, {"activation": "leaky_relu"}, {"activation": "sigmoid"}, {"pooling": "max"}):
-        torch.manual_seed(0)
-        outputs.append(build("convnet", (1, 8, 8), 10, width=8, **options)(x))
-    assert not any(torch.allclose(one, other) for one, other in itertools.combinations(outputs, 2))
-
-
 def test_a_personal_input_is_at_first_the_identity_and_counted():
     for shape, extra in (((1, 28, 28), 785), ((3, 32, 32), 3_075), ((10,), 20)):
         net = build("linear", shape, 1)
@@ -98,28 +78,6 @@ def test_a_personal_input_is_at_first_the_identity_and_counted():
         torch.testing.assert_close(own(x), net(x), rtol=0, atol=0)
 
 
-def test_small_images_fit_the_small_models():
-    for name in ("cnn_small", "cnn_tiny", "convnet", "resnet20"):
-        assert build(name, (1, 8, 8), 10, **SMALL.get(name, {}))(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
-
-
-def test_resnet_starts_as_published():
-    """Kaiming normal, fan out: the last convolution of ResNet-18 has standard deviation sqrt(2 / (9 * 512))."""
-    torch.manual_seed(0)
-    convolutions = [layer for layer in build("resnet18", (3, 32, 32), 10).modules() if isinstance(layer, nn.Conv2d)]
-    assert convolutions[-1].weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
-
-
-def test_building_a_model_draws_only_its_parameters():
-    torch.manual_seed(0)
-    net = build("cnn_small", (1, 28, 28), 10)
-    torch.manual_seed(0)
-    expected = [
-        p for layer in (nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5), nn.Linear(1568, 10)) for p in layer.parameters()
-    ]
-    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), expected, strict=True))
-
-
 @pytest.mark.parametrize(
     "name, shape, classes, options, message",
     [
@@ -127,10 +85,7 @@ def test_building_a_model_draws_only_its_parameters():
         ("convnet", (1, 28, 28), 10, {"widht": 3}, r"`model.widht` must be an option .* Did you mean `width`"),
         ("convnet", (1, 28, 28), 10, {"norm": "batch"}, "`model.norm` must be one of instance, group, layer, none"),
         ("convnet", (1, 28, 28), 10, {"width": 6, "norm": "group"}, "`model.width` must be a multiple of 4"),
-        ("convnet", (1, 28, 28), 10, {"depth": 0}, "must be at least 1"),
         ("convnet", (1, 8, 8), 10, {"depth": 4}, r"`input_shape` must be large enough for convnet, got \(1, 8, 8\)"),
-        ("lenet5", (1, 8, 8), 10, {}, "`input_shape` must be large enough for lenet5"),
-        ("resnet20", (3, 32, 32), 10, {"norm": "batch"}, "`model.norm` must be one of group, none"),
         ("cnn_small", (10,), 10, {}, r"It takes images, not records of shape \(10,\)"),
         ("linear", (10,), 3, {}, "`num_classes` must be 1 for linear, a regression, got 3. Use logistic"),
         ("logistic", (10,), 1, {}, "`num_classes` must be at least 2 for logistic, got 1. Use linear"),
@@ -147,9 +102,7 @@ def test_wrong_models_are_named(name, shape, classes, options, message):
     [
         (nn.BatchNorm1d(5), r"`net.1.0` must see one record at a time, got BatchNorm1d.*nn.GroupNorm\(1, 5\)"),
         (nn.BatchNorm2d(4), r"got BatchNorm2d, which mixes the records of a batch. Use nn.GroupNorm\(2, 4\) instead"),
-        (nn.BatchNorm3d(4), "got BatchNorm3d"),
         (nn.BatchNorm2d(4, affine=False, track_running_stats=False), "got BatchNorm2d"),
-        (nn.LazyBatchNorm2d(), "got LazyBatchNorm2d"),
         (nn.SyncBatchNorm(4), "got SyncBatchNorm"),
         (nn.InstanceNorm2d(4, track_running_stats=True), "keeps statistics .* Use track_running_stats=False instead"),
         (nn.LazyLinear(4), "`net.1.0.weight` must have a shape"),

@@ -304,15 +304,6 @@ def test_floating_labels_of_0_and_1_fit_a_named_task():
             check_fits(named, people)
 
 
-def test_a_segmentation_may_have_more_outputs_than_classes():
-    people = population("segmentation")
-    module, engine = ClientModule(nn.Conv2d(1, 9, 1)), SerialEngine()
-    engine.setup(module, people, Streams(), "poisson")
-    check_fits(module, people)
-    scores = evaluation.evaluate(module, people, ClientModels(module.flat[None], (0, 0, 0)), engine)
-    assert scores.test.metrics["iou"] is not None
-
-
 class Reconstruction(nn.Sequential):
     """An autoencoder that returns the difference to its input, which its loss squares."""
 

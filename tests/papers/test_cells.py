@@ -1,7 +1,6 @@
 """Cells as files: where they lie, what is read again, what a recorder writes, and what a damaged one says."""
 
 import dataclasses
-import json
 
 import pytest
 from fake_experiments import CELL, fake, held
@@ -13,7 +12,6 @@ from experiments.papers.cells import (
     declaration,
     finished,
     missing_cells,
-    path_of,
     read,
     required_cells,
     write,
@@ -67,12 +65,6 @@ def test_any_override_is_one_folder_below_the_results(tmp_path):
         assert path.parent.parent == tmp_path / "fake.table1" and read(path)["overrides"] == {"privacy.epsilon": text}
 
 
-def test_another_table_shows_the_same_cells(tmp_path, known):
-    assert required_cells(known, "small") == [Cell("fake.table1", "ours", "b", "small", 0)]
-    write(tmp_path, CELL._replace(column="b"), held(accuracy_best=3.0))
-    assert finished(tmp_path, known, "small")["best", "x"][0]["values"] == {"accuracy_best": 3.0}
-
-
 def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeypatch):
     """Of the same seed and overrides, and only when both are made."""
 
@@ -91,12 +83,6 @@ def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeyp
     write(tmp_path, reference._replace(seed=1), held(accuracy=57.0))
     first, second = finished(tmp_path, table, "small", overrides)["ours", "a"]
     assert first["values"] == {"accuracy": 50.0} and second["values"] == {"accuracy": 50.0, "behind": 7.0}
-
-
-def test_a_file_is_json_that_others_read(tmp_path):
-    path = write(tmp_path, CELL, {**held(accuracy=1 / 3, epsilon=float("inf")), "curve": {"1": 2.0}})
-    assert json.loads(path.read_text())["values"] == {"accuracy": 0.333333333, "epsilon": None}
-    assert path == path_of(tmp_path, CELL) and not list(path.parent.glob("*.partial"))
 
 
 def test_a_cell_that_was_made_with_other_options_or_has_another_seed_is_not_shown(tmp_path, known):
@@ -142,20 +128,3 @@ def test_a_run_is_read(make_loop):
     assert list(found["curve"]) == ["2", "3"] and found["curve"]["3"] == pytest.approx(found["values"]["accuracy"])
     assert found["values"]["test_accuracy"] == pytest.approx(100 * result.test_accuracy)
     assert found["clients"]["epsilon_budget"] == [4.0, 6.0, 8.0, 10.0] and recorder.device == "cpu"
-
-
-def test_a_resumed_run_is_read_as_a_whole(make_loop, tmp_path):
-    class StopsAfterTwo(Recorder):
-        def on_round_end(self, view, report):
-            super().on_round_end(view, report)
-            if report.round == 2:
-                raise KeyboardInterrupt
-
-    folder, again, whole = tmp_path / "run", Recorder(), Recorder()
-    with pytest.raises(KeyboardInterrupt):
-        make_loop(parts=[StopsAfterTwo()], rounds=4, output_dir=folder).run()
-    make_loop(parts=[again], rounds=4, output_dir=folder).run(resume=True)
-    make_loop(parts=[whole], rounds=4).run()
-    assert list(whole.record["curve"]) == ["1", "2", "3", "4"]
-    assert again.record["values"] == whole.record["values"]
-    assert set(again.record["curve"].items()) <= set(whole.record["curve"].items()) and "4" in again.record["curve"]

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from dpfl_lightning.errors import UserError
 from experiments.papers.__main__ import main
 from experiments.papers.cells import read
 from experiments.papers.run import NOISE_KEY
@@ -26,22 +25,15 @@ MISTAKES = """
  | NAME, list
 example.digts | NAME, example.digts, Did you mean `example.digits`?
 list nothing | NAME, nothing
-example.digits list | NAME, list
-example.digits --rows unifrm | --rows, unifrm, Did you mean `uniform`?
 example.digits --columns epsilon5 | --columns, epsilon4, epsilon16, epsilon5
 example.digits --scale big | --scale, small, paper, big
 example.digits --seeds 0,0 | --seeds, 0,0
-example.digits --seed 1 | --seed, --seeds
 example.digits --output_dir x | --output_dir, --runs
 example.digits --jobs 0 | --jobs, at least 1
-example.digits --jobs x | --jobs, x
 example.digits --colums x | --colums, Did you mean `--columns`?
-example.digits --learning_rate 1 | --learning_rate, Did you mean `--clients.learning_rate`?
 example.digits --clients.lerning_rate 1 | Did you mean `clients.learning_rate`?
 example.digits --clients.learning_rate -1 | clients.learning_rate, above 0, -1
-example.digits --clients.learning_rate | clients.learning_rate, value
 example.digits --no_table --json | --no_table
-example.digits --page nowhere.md | --page, nowhere.md
 example.digits --page README.md | --page, README.md, marks
 noise_aware.table3 --rounds 5 | --rounds, privacy.accountant, formulas
 noise_aware.table3 --privacy.accountant nix | privacy.accountant, rdp, nix
@@ -77,11 +69,6 @@ def test_a_table_is_made_shown_and_skipped_the_next_time(capsys, places, tmp_pat
     assert {path: path.read_bytes() for path in files} == files
 
 
-def test_show_makes_nothing(capsys, places, tmp_path):
-    assert main(["example.digits", "--show", *places]) == 0
-    assert "0 of 4 cells are made." in capsys.readouterr().out and not list(tmp_path.iterdir())
-
-
 def test_seeds_and_keys_make_cells_of_their_own(capsys, places, tmp_path):
     assert main([*EXAMPLE, "--seeds", "1,2", "--clients.learning_rate", "0.1", *places, *QUIET]) == 0
     assert "with clients.learning_rate 0.1" in capsys.readouterr().out
@@ -103,17 +90,6 @@ def test_what_cannot_be_made_is_status_1(capsys, places, monkeypatch, tmp_path):
     assert (tmp_path / "results/noise_aware.figure13/paper/figure.svg").read_text().count("<svg") == 1
 
 
-def test_a_cell_that_fails_is_status_1_and_told_at_the_end(capsys, places, monkeypatch):
-    def fail(*_, **__):
-        raise UserError("`epsilon` must be larger.")
-
-    monkeypatch.setattr("experiments.papers.noise_aware.formulas.noise_multipliers", fail)
-    assert main(["noise_aware.table3", "--columns", "dist1", *places, "--tracking", "null"]) == 1
-    printed = capsys.readouterr()
-    assert "not made: noise_aware.table3: dist1" in printed.err and "must be larger" in printed.err
-    assert "0 of 1 cells are made." in printed.out
-
-
 def test_tables_and_figures_are_tracked_in_one_experiment(places, new_store, tmp_path):
     from mlflow.tracking import MlflowClient
 
@@ -133,11 +109,6 @@ def test_tables_and_figures_are_tracked_in_one_experiment(places, new_store, tmp
     assert main(["noise_aware.figure8", *places, "--tracking.uri", store]) == 0
     (run,) = [run for run in client.search_runs([experiment.experiment_id]) if run.info.run_id not in known]
     assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"table.md", "figure.png"}
-
-
-def test_one_process_only(monkeypatch, capsys):
-    monkeypatch.setattr("experiments.papers.__main__.launched", lambda: type("Two", (), {"size": 2}))
-    assert main(["example.digits"]) == 2 and "--jobs" in capsys.readouterr().err
 
 
 def test_the_list_is_quick():

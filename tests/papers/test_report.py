@@ -8,9 +8,9 @@ from fake_experiments import CELL, fake, held
 
 from dpfl_lightning.errors import UserError
 from experiments.papers.cells import RESULTS, Cell, finished, write
-from experiments.papers.experiment import Column, Comparison, Row, Tolerance
+from experiments.papers.experiment import Comparison, Row, Tolerance
 from experiments.papers.registry import experiments
-from experiments.papers.report import as_dict, best_rival, listing, numbers, overview, page, report
+from experiments.papers.report import best_rival, page, report
 
 pytestmark = pytest.mark.usefixtures("known")
 ROOT = Path(__file__).parents[2]
@@ -91,25 +91,6 @@ def test_what_is_within_the_tolerance():
         assert comparison.holds("ours", "a", ours, 50.0) == within, (comparison, ours)
 
 
-def test_special_tolerances_say_why_once(results):
-    special = {("ours", "b"): Tolerance(None, "the paper says so"), ("theirs", "b"): Tolerance(9.0, "never told")}
-    text = shown(results, paper=PAPER, comparison=Comparison(0.1, True, special=special))
-    assert "2 of 2 numbers are within 10% of the paper's, unless said otherwise." in text
-    assert "ours, B: not compared, because the paper says so." in text and "never told" not in text
-    assert "-8.3%" in text  # shown all the same
-    special = {(row, ""): Tolerance(None, "it is another loss") for row in ("ours", "theirs", "formula")}
-    text = shown(results, paper=PAPER, comparison=Comparison(0.1, special=special))
-    assert "ours; theirs: not compared, because it is another loss." in text and text.count("another loss") == 1
-
-
-def test_a_table_without_the_papers_numbers_compares_nothing(results):
-    text = shown(results)
-    assert "the paper's" not in text and "within" not in text and row_of(text, "theirs")[1] == "52.00"
-    write(results, CELL, held(accuracy=51.0, worst=7.0))
-    text = shown(results, rows={"worst": Row("worst client", "worst", "ours")}, columns={"a": Column("A")})
-    assert row_of(text, "worst client")[1] == "7.00", "a row reads its own value, which only seed 0 has"
-
-
 def test_paired_differences_are_over_common_seeds(tmp_path, monkeypatch):
     """In a: theirs 50, 54, 51 for seeds 0, 1, 2 and ours 1 and 3 more for two of them; in b nobody has ours."""
     for row, column, values in (("theirs", "a", [50, 54, 51]), ("ours", "a", [51, 57]), ("theirs", "b", [40])):
@@ -129,24 +110,6 @@ def test_paired_differences_are_over_common_seeds(tmp_path, monkeypatch):
     cells = finished(tmp_path, table, "small")
     assert best_rival(table, cells, "a") == "third", "55 beside 54 in the seed that both have, though 51.7 is the mean"
     assert best_rival(table, {}, "a") is None and "Differences" not in report(fake(), "small", tmp_path)
-
-
-def test_for_programs(results):
-    content = as_dict(fake(paper=PAPER, comparison=POINTS, seeds={"small": (0, 1)}), "small", results)
-    (one,) = [one for one in content["numbers"] if (one["row"], one["column"]) == ("ours", "a")]
-    place = {"row": "ours", "column": "a", "ours": 52.0, "std": 0, "seeds": 2}
-    assert one | {"std": 0} == place | {"paper": 50.0, "difference": 2.0, "within": True}
-    assert content["missing"] == 6 and len(numbers(fake(), {})) == 6
-
-
-def test_the_list_counts_cells_and_minutes(results, known):
-    line = row_of(listing([fake(minutes={"small": 30.0, "paper": 60.0})], results), "fake.table1")
-    assert line[1] == "small 3 of 6, paper 0 of 6"
-    assert line[2] == "small 0, paper unknown"  # as the finished ones; the registered fake declares no guess
-    text = overview([fake(title="A long title " * 20)], results)
-    assert "fake.table1  3/6" in text and "0/6, unknown" in text and max(map(len, text.splitlines())) <= 100
-    assert "no folder" not in text
-    assert "because there is no folder none here.\nRun this in the root" in overview([fake()], Path("none"))
 
 
 def test_a_page_is_written_from_files_and_mistakes_are_refused(results, known, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,14 @@ from dpfl_lightning.config.load import load
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.fit import fit
 from experiments.papers.cells import Cell, finished, path_of, read, required_cells
-from experiments.papers.jobs import fitting, make_at_once
+from experiments.papers.jobs import make_at_once
 from experiments.papers.registry import experiments
 from experiments.papers.run import (
-    CellContext,
     RunnerOptions,
     command_of,
     make,
     options_of,
-    ready,
     run_folder,
-    seconds_of,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
@@ -129,42 +125,6 @@ def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_anoth
     assert run_folder(CELL, work)[0] != work.runs / CELL.place, "a changed ledger is not resumed"
 
 
-def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
-    monkeypatch.setenv("DPFL_DATA", str(tmp_path))
-    offline = dataclasses.replace(work, free=(*QUIET, "--data.download=false"))
-    cells = [*cells_of("noise_aware.table12", columns=["dist1"]), CELL]
-    there, reasons = ready(cells, offline)
-    ((reason, count),) = reasons.items()
-    assert there == [CELL] and count == 6
-    assert "mnist" in reason and "--data.folder" in reason and "\n" not in reason
-
-
-def test_time_is_estimated_from_finished_cells_of_the_row_else_as_declared(work):
-    cells = cells_of("example.digits")
-    assert seconds_of(cells, work.results) == pytest.approx(4 * 6)
-    make([CELL], work)
-    seconds = read(path_of(work.results, CELL))["seconds"]
-    assert sum(cell.row == CELL.row for cell in cells) == 2
-    assert seconds_of(cells, work.results) == pytest.approx(2 * seconds + 2 * 6)
-    assert seconds_of([], work.results) == 0
-
-
-def test_several_jobs_take_turns_with_a_run_that_all_need(work, monkeypatch):
-    inside, most = [], []
-
-    def run(context, watchers=()):
-        inside.append(context.cell)
-        most.append(len(inside))
-        time.sleep(0.02)
-        inside.pop()
-
-    monkeypatch.setattr(CellContext, "run", run)
-    one, other = cells_of("example.digits")[:2]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: CellContext(one, work).run_of(other), range(4)))
-    assert most == [1] * 4
-
-
 def test_several_at_once(work, capfd):
     cells = cells_of("example.digits", columns=["epsilon4"])
     assert make_at_once(cells, work, 2) == []
@@ -172,21 +132,6 @@ def test_several_at_once(work, capfd):
     assert "2 cells, 2 at once" in capfd.readouterr().out
     log = (work.runs / CELL.place).with_name(f"{CELL.place.name}.log").read_text()
     assert "round 2/2" in log and "**example.digits**" not in log
-
-
-def test_an_error_of_a_process_is_reported(work, tmp_path):
-    broken = dataclasses.replace(work, free=(*QUIET, f"--data.folder={tmp_path / 'nowhere'}"))
-    cells = cells_of("noise_aware.table13", columns=["dist1"], rows=["weiavg"])
-    (problem,) = make_at_once(cells, broken, 2)
-    assert "weiavg" in problem and "data.folder" in problem and ".log" in problem
-
-
-def test_no_core_is_left_without_work(work, monkeypatch):
-    cells = cells_of("example.digits")  # five clients each
-    for cores, jobs in ((2, 1), (9, 1), (10, 2), (64, 4)):
-        monkeypatch.setattr("dpfl_lightning.runtime.threads.cores", lambda cores=cores: cores)
-        assert fitting(cells, work) == jobs
-    assert fitting([], work) == 1
 
 
 @pytest.mark.slow

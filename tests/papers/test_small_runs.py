@@ -73,36 +73,3 @@ def test_a_run_has_all_metrics_and_is_read_beside_its_reference(run, groups, cap
     shown = table(capsys.readouterr().out)
     assert ["DPFedAvg: F_acc", f"{fairness(plain, reference)['fairness_gap_accuracy']:.2f}"] in shown
     assert ["DPFedAvg: best - worst", f"{plain['values']['accuracy_gap']:.2f}"] in shown
-
-
-def test_the_leaderboards_number_is_that_of_the_test_set_where_data_are_alike(run, groups):
-    groups |= {"data__test_per_client": 16, "data__public_records": 100, "data__records_per_client": 70}
-    words = "leaderboard.tuning --rows local_0.05,dpfedavg_0.08 --columns dist1 --seeds 0 --rounds 1"
-    plain, local = run(f"{words} --clients.batch_size 10", **groups)
-    for cell in (local, plain):
-        assert cell["values"]["accuracy"] == pytest.approx(cell["values"]["test_accuracy"])
-    assert len(set(plain["clients"]["accuracy"])) == 1 < len(set(local["clients"]["accuracy"]))
-    assert local["values"]["accuracy_worst"] == 100 * min(local["clients"]["accuracy"])
-
-
-def test_a_picture_of_updates_needs_one_round(run, groups):
-    (cell,) = run("clustered.figure1 --rows full_eps4 --columns fashion_mnist --seeds 0", **groups)
-    assert cell["rounds"] == 1 and -1 <= cell["values"]["silhouette"] <= 1
-    assert len(cell["points"]) == 21 and max(x * x + y * y for x, y in cell["points"]) == pytest.approx(1)
-
-
-def test_a_selection_run_has_what_tables_and_figures_read(run, small_fashion):  # noqa: F811
-    rows = "fedsgd_0.05,uniform_0.05,biased_0.05,two_stage_0.05,privatefl_two_stage_0.05,ours_0.05"
-    words = f"selection.tuning --rows {rows} --columns fashion_mnist_gaussian --rounds 12 --clients.count 25 --seeds 0"
-    words += " --model.name logistic --evaluation.every 6 --data.public_records 120 --data.records_per_client 20"
-    cells = {cell["row"].removesuffix("_0.05"): cell for cell in run(words, data__folder=small_fashion)}
-    assert len(cells) == 6
-    values = {row: cell["values"] for row, cell in cells.items()}
-    for row, cell in cells.items():
-        assert set(cell["test_curve"]) == {"6", "12"} and 0 <= values[row]["test_accuracy"] <= 100
-        counts = cell["clients"]["participations"]
-        assert sum(counts) == 12 * 5 and 0 < values[row]["equality"] <= 1
-        assert values[row]["never"] == 4 * sum(not count for count in counts)
-    assert values["uniform"]["equality"] > max(values[row]["equality"] for row in ("biased", "two_stage"))
-    assert len(cells["two_stage"]["clients"]["unlikeness"]) == 25 and values["ours"]["variance_between_clients"] >= 0
-    assert min(values["two_stage"][name] for name in ("decides", "fitted_smoothness")) > 0

@@ -121,22 +121,6 @@ def test_workers_and_resumed_studies_share_one_grid_that_ends(url):
     assert len({tuple(trial.found.values()) for trial in last.trials()}) == len(last.trials()) == 12
 
 
-def test_workers_and_resumed_studies_continue_one_sequence(tmp_path):
-    sequences = []
-    for name, parts in (("whole", [8]), ("parts", [3, 6, 8])):
-        for number, trials in enumerate(parts):
-            one = study(f"sqlite:///{tmp_path}/{name}.db", 1, number == 0, trials=trials, sampler={"name": "qmc"})
-            work(one)
-        sequences.append([trial.found for trial in one.trials()])
-    assert sequences[0] == sequences[1]
-
-
-def test_workers_at_the_start_of_a_sequence_draw_differently(url):
-    """Nothing is known of the space until a first trial ended, and they must not all make the same one."""
-    workers = [study(url, 1, first, sampler={"name": "qmc"}, trials=3) for first in (True, False, False)]
-    assert len({worker._study.sampler._independent_sampler._rng.rng.random() for worker in workers}) == 3
-
-
 def test_every_sampler_draws_and_every_pruner_answers(tmp_path):
     def act(running):
         for step in range(3):
@@ -212,21 +196,6 @@ def test_ctrl_c_loses_no_trial(url):
     assert stopped.again and stopped.reason == "stopped by Ctrl-C" and again.found == stopped.found
 
 
-def test_a_trial_that_was_given_to_another_worker_may_still_end(url):
-    """Its worker was silent for too long, and comes back."""
-
-    def act(running):
-        if running.number == 0:
-            other = study(url)
-            other._study._storage.set_trial_state_values(1, optuna.trial.TrialState.FAIL)
-            other._given_up(other._study, other._study.trials[0])
-        return width(running)
-
-    one = study(url, trials=2)
-    work(one, act)
-    assert Counter(trial.state for trial in one.trials()) == {"failed": 1, "complete": 2}
-
-
 def test_concurrent_workers_take_each_trial_once(url):
     """Twelve waiting trials and four workers: SQLite alone would hand some of them out twice."""
     numbers, lock = [], threading.Lock()
@@ -263,17 +232,6 @@ def test_the_last_trial_is_made_once_though_several_workers_take_it(url, monkeyp
     more = study(url, trials=2)
     work(more, act)
     assert len(numbers) == 2 and len(more.trials()) == 2
-
-
-def test_workers_may_begin_at_once_on_a_new_database(url):
-    barrier, begun = threading.Barrier(5), []
-
-    def begin(number: int) -> None:
-        barrier.wait()
-        begun.append(study(url, first=number == 0))
-
-    at_once(*(lambda number=number: begin(number) for number in range(5)))
-    assert len(begun) == 5
 
 
 DYING = """

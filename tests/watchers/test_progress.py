@@ -8,9 +8,7 @@ import pytest
 from fakes import a_report, a_result, a_view
 from rich.console import Console
 
-from dpfl_lightning.federated.server.strategy import register
-from dpfl_lightning.reporting.progress import Progress, print_table
-from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.reporting.progress import Progress
 
 UNEVALUATED = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
 
@@ -36,10 +34,6 @@ def show(tmp_path):
     return run
 
 
-def test_it_has_no_public_names_but_hooks():
-    register([SizeWeighted()], [Progress()])
-
-
 def test_the_plan_comes_first(show, tmp_path):
     text = show(strategy_notes=("2 of 3 clients a round.", "It sends 3 MB."))
     lines = text.splitlines()
@@ -58,21 +52,6 @@ def test_the_plan_comes_first(show, tmp_path):
     ]
     assert "Resuming" not in text and str(tmp_path) in text
     assert text.endswith("1.25\n\n2 of 3 clients a round.\nIt sends 3 MB.\n")
-
-
-def test_the_plan_says_what_is_unusual(show):
-    assert "Resuming at round 4 of 10" in show(first_round=4)
-    assert show(first_round=11).startswith("All 10 rounds are done: nothing to resume.\n")
-    assert "estimated time: unknown" in show(estimated_seconds=math.nan)
-    lowered_by_a_strategy = show(budgets=(1.0, 2.0, 9.5))
-    assert "planned" in lowered_by_a_strategy and re.search(r"9.5 +3 +0.001", lowered_by_a_strategy)
-
-
-def test_many_clients_are_summed_up(show):
-    text = show([{}] * 3, {}, num_clients=31)
-    rows = [line.split() for line in text.splitlines() if re.match("(smallest|median|largest) ", line.strip())]
-    assert [row[4] for row in rows[:3]] == ["1", "16", "31"]
-    assert text.count("smallest") == 2 and "over 31 clients" in text
 
 
 @pytest.fixture
@@ -97,10 +76,8 @@ def test_plain_lines_where_there_is_no_terminal(show, now):
     ("seconds", "estimate", "changes", "lines"),
     [
         (25.0, None, UNEVALUATED, [1, 4, 7, 10]),
-        (4.0, None, {}, [1, 4, 7, 10]),
         (0.01, None, {}, [1, 10]),
         (1000.0, 0.1, {}, [1, 10]),  # without exact times the time of a round is not used
-        (0.01, 40.0, {}, [1, 4, 7, 10]),
     ],
 )
 def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, changes, lines):
@@ -115,19 +92,6 @@ def test_a_log_has_a_line_in_ten_seconds(tmp_path, now, seconds, estimate, chang
     assert [int(round) for round, _ in found] == lines
     if seconds == 25.0:
         assert [left for _, left in found][:3] == ["3 min 45 s", "2 min 30 s", "1 min 15 s"]
-
-
-def test_less_detail(tmp_path):
-    texts = {}
-    for detail in ("short", "quiet", "silent"):
-        paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path)
-        progress = Progress(paper, next_steps=["mlflow ui"], detail=detail)
-        progress.on_fit_start(view)
-        progress.on_round_end(view, a_report(view, 1))
-        progress.on_fit_end(view, a_result(view))
-        texts[detail] = printed(paper).splitlines()
-    assert [line.partition(" ")[0] for line in texts["quiet"]] == ["Test", "Guarantee:", "Output"]
-    assert [line.split()[0] for line in texts["short"]] == ["round", "Test"] and texts["silent"] == []
 
 
 def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp_path):
@@ -146,16 +110,6 @@ def test_without_a_test_set_the_mean_over_clients_is_not_called_a_test_score(sho
     assert "Test accuracy 50.10% after" in show([], {**means, "test_set": True})
 
 
-def test_names_stay_on_one_line_and_numbers_are_whole():
-    names = ["Centre Hospitalier de Lyon Sud", "Porto"]
-    scores = {f"score {number}": ([0.012345, 0.5], ".4g") for number in range(5)}
-    for width, name in ((80, names[0]), (40, "Centre Ho\N{HORIZONTAL ELLIPSIS}")):
-        paper = Console(file=io.StringIO(), width=width)
-        print_table({"client": (names, ""), **scores}, paper)
-        row = next(line for line in printed(paper).splitlines() if "Centre" in line)
-        assert row.split("  ")[0] == name and row.count("0.01235") == 5
-
-
 def test_the_summary(show, tmp_path):
     for name in ("model.pt", "distilled.pt", "distilled.json"):
         (tmp_path / name).touch()
@@ -171,24 +125,11 @@ def test_the_summary(show, tmp_path):
         "Test accuracy 50.00% after 10 rounds in 1 min 01 s, 1 min 00 s of it in rounds (2,000 records/s); all 10 "
         "rounds are done.",
         "Guarantee: (3, 0.001)-differential privacy per record.",
-        f"Where to look next, in {tmp_path}: guarantee.html:",
-        "result.json: results of every client model.pt: the trained parameters",
-        "distilled.pt and distilled.md: the distilled set, and its data card",
-        f"python -m dpfl_lightning.report {tmp_path}",
         f"--sweep.distilled {tmp_path}: search on the set",
         f"python -m dpfl_lightning.evaluate {tmp_path}",
         "mlflow ui [here]",
     ):
         assert part in words, part
-
-
-def test_the_summary_of_groups(show):
-    accuracies = {"majority": 0.801, "minority": 0.7, "0": 0.7, "1": 0.801}
-    result = {"accuracy_of_groups": accuracies, "accuracy_worst": 0.65, "accuracy_gap": 0.2}
-    text = " ".join(show([], {**result, "metrics": {"clustering_accuracy": 0.904}}).split())
-    assert "Groups: accuracy majority 80.1%, minority 70.0%; worst client 65.0%, best - worst 20.0%; 90% of" in text
-    text = " ".join(show([], {**result, "accuracy_of_groups": {"0": 0.7, "1": 0.8}}).split())
-    assert "Groups: accuracy 70.0% to 80.0%; worst client 65.0%, best - worst 20.0%. Guarantee" in text
 
 
 def test_runs_and_clients_without_noise_have_no_privacy(show, tmp_path):

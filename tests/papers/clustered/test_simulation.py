@@ -7,25 +7,12 @@ import torch
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram
 from experiments.papers.clustered import simulation
 from experiments.papers.clustered.simulation import (
-    calibration,
-    group_means,
     methods_at,
-    numbers_of_groups,
-    recovery,
     true_groups,
     updates_at,
 )
 
 pytestmark = pytest.mark.e2e
-
-CNN = 28_938
-
-
-def test_nested_means_are_pairs():
-    means = group_means(5.0, nested=True)
-    distances = np.linalg.norm(means[:, None] - means[None], axis=2)
-    assert distances[0, 1] == pytest.approx(10) and distances[2, 3] == pytest.approx(10)
-    np.testing.assert_allclose(distances[:2, 2:], 30)
 
 
 def test_cheap_updates_have_the_law_of_drawn_ones():
@@ -61,16 +48,3 @@ def test_methods_on_a_small_model(monkeypatch):
     assert 9 < none["raw_separation"] < 20
     assert none["paper_separation"] == pytest.approx(1.22, abs=0.4)
     assert abs(none["ward_ari"]) < 0.2 and none["split_groups"] == 1
-
-
-def test_the_number_of_groups(monkeypatch):
-    """Of groups within groups the inner ones are tested with few clients: 78 % of 40 draws at this distance."""
-    monkeypatch.setattr(simulation, "RUNS", 10)
-    assert recovery(0.0, CNN)["found"] >= 80 and recovery(1.5, CNN, nested=True)["found"] >= 50
-    assert numbers_of_groups(3)["right"] >= 90
-
-
-def test_reported_probabilities_are_sorted_into_classes():
-    values = calibration(draws=12)
-    assert sum(values[f"draws_{low}"] for low in (0, 25, 50, 75, 90)) == 12
-    assert 90 <= values["reported_90"] <= 100 and 0 <= values["right_90"] <= 100

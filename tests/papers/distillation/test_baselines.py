@@ -10,13 +10,11 @@ from dpfl_lightning import data, models
 from dpfl_lightning.algorithms.server_training import Training
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from experiments.papers.distillation.baselines import (
     centralised_matching,
-    local_matching,
     noise_set,
     random_subset,
     train_and_score,
@@ -96,12 +94,6 @@ def test_centralised_matching_is_the_strategy_with_one_client(population, make_l
     assert found.card["clients"] == 1 and found.card["records"] == 120
 
 
-def test_local_matching_gives_each_client_the_classes_it_has(population):
-    sets = local_matching(population, new_net, rounds=1, **OPTIONS)
-    assert [own.y.tolist() for own in sets] == [[0, 0, 1, 1, 2, 2]] * 3 + [[0, 0, 1, 1]]
-    assert [own.card["records"] for own in sets] == [26, 34, 40, 20]
-
-
 def test_nets_learn_more_from_more(population):
     """Real records, and matched images, against noise: the same net for every set."""
     everything, few, noise = (
@@ -111,13 +103,3 @@ def test_nets_learn_more_from_more(population):
     matched = centralised_matching(population, new_net, 3, image_steps=10, reinit_every=3, **OPTIONS)
     assert everything > 0.9 and everything > few > noise + 0.1
     assert train_and_score(new_net, population, matched.records, QUICK, networks=1).mean > noise + 0.1
-
-
-def test_every_set_is_shown_to_the_same_nets(population):
-    records, training = random_subset(population, 2), Training(epochs=2)
-    three = train_and_score(new_net, population, records, training)
-    one = train_and_score(new_net, population, records, training, networks=1)
-    assert len(three.accuracies) == 3 and three.accuracies[0] == one.accuracies[0]
-    assert three.mean == pytest.approx(sum(three.accuracies) / 3)
-    with pytest.raises(UserError, match="`test` must be given for a comparison"):
-        train_and_score(new_net, dataclasses.replace(population, test=None), records)

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,16 +81,6 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
     assert values["test_accuracy"] == pytest.approx(100 * again.mean)
 
 
-def test_what_a_round_sends(work):
-    """5 clients a round get the model, and send a matched gradient and two counts for each of 10 classes."""
-    values = made(work, "baselines", "one_step", "alpha1", QUICK)["values"]
-    _, build = population_and_net(work, cell("baselines", "one_step", "alpha1", QUICK))
-    parameters = list(build(0).parameters())
-    matched = sum(parameter.numel() for parameter in parameters if parameter.dim() >= 2)
-    every = sum(parameter.numel() for parameter in parameters)
-    assert values["gigabytes"] == pytest.approx(2 * 5 * 4 * (every + 10 * (matched + 2)) / 1e9)
-
-
 def test_baselines_need_no_run_and_random_records_are_as_many_as_the_images(work, calls):
     scored = calls("train_and_score")
     for row in ("random", "noise", "whole", "public", "random_dsa"):
@@ -99,14 +88,6 @@ def test_baselines_need_no_run_and_random_records_are_as_many_as_the_images(work
         assert 0 <= values["test_accuracy"] <= 100 and not list(work.runs.glob("**/ledger.jsonl")), row
     counts = [records[1].bincount().tolist() for _, _, records, *_ in scored]
     assert counts[:2] == [[10] * 10] * 2 and sum(counts[2]) == 1100 and sum(counts[3]) == 200
-
-
-def test_local_matching_is_of_some_clients(work):
-    content = made(work, "baselines", "local", "alpha1", QUICK)
-    values = content["values"]
-    assert len(content["of_clients"]) == 2
-    assert values["test_accuracy_worst"] <= values["test_accuracy"] <= values["test_accuracy_best"]
-    assert values["test_accuracy"] == pytest.approx(sum(content["of_clients"]) / 2)
 
 
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
@@ -123,13 +104,6 @@ def test_few_records_are_given_away_unless_there_is_noise(work):
     plain, private = (made(work, "inversion", row, "logistic", data) for row in ("records10", "records10_private"))
     assert plain["values"]["own"] > plain["values"]["strangers"] + 0.05 and plain["values"]["own"] > 0.8
     assert abs(private["values"]["own"]) < 0.4 and private["epsilon_max"] <= 8 + 1e-6
-
-
-def test_the_nearest_record_is_that_of_the_largest_correlation():
-    image = torch.tensor([[[1.0, 2.0, 4.0]]])
-    records = torch.tensor([[[4.0, 2.0, 1.0]], [[10.0, 12.0, 16.0]], [[0.0, 1.0, 0.0]]])
-    assert studies._nearest(image, records) == pytest.approx(1.0)
-    assert studies._nearest(image, records[:1]) == pytest.approx(-39 / 42)
 
 
 def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeypatch):
@@ -178,39 +152,3 @@ def test_a_hold_out_is_of_public_records_alone(work):
     assert found["holdout_accuracy"] == 100 and found["test_accuracy"] < 90
     rows = torch.cat([*population.train_of, population.test])
     assert not torch.isin(population.public, rows).any()
-
-
-def test_images_of_the_set_rank_nets_that_they_did_not_train(work, calls, monkeypatch):
-    images, labels = torch.randn(60, 1, 8, 8), torch.arange(60) % 10
-    made_set = SimpleNamespace(records=(images, labels))
-    monkeypatch.setattr(studies.DistilledSet, "load", lambda folder: made_set)
-    values = {"gigabytes": 1.0, "run_seconds": 2.0}
-    run = SimpleNamespace(output_dir=".")
-    monkeypatch.setattr(CellContext, "run_of", lambda *args: setattr(args[-1][0], "record", {"values": values}) or run)
-    trained, ranked = calls("trained_on"), calls("scored")
-    found = made(work, "hpo", "rate19", "set_only", DIGITS)["values"]
-    assert len(trained) == len(ranked) == 2 and found["set_gigabytes"] == 1.0
-    for (_, _, (x, y), *_), (_, population, _) in zip(trained, ranked, strict=True):
-        judges = population.x[population.public]
-        assert len(x) == 40 and y.bincount().tolist() == [4] * 10 and len(judges) == 20
-        everything = torch.cat([x, judges]).flatten(1)
-        assert torch.equal(everything.sum(dim=1).sort().values, images.flatten(1).sum(dim=1).sort().values)
-        assert torch.equal(population.y[population.public].bincount(), torch.full((10,), 2))
-
-
-def test_hyperparameters_are_tried_as_clients_would(work, calls):
-    trained = calls("trained_on")
-    made(work, "hpo", "rate19", "random", DIGITS)
-    ((*_, training, _),) = trained
-    found = training.epochs, training.learning_rate, training.batch_size, training.momentum
-    assert found == (2 * 2, 0.3, 64, 0.0)
-
-
-def test_public_records_train_as_clients_would_and_others_rank(work, calls):
-    trained, ranked = calls("trained_on"), calls("scored")
-    made(work, "hpo", "rate19", "public", DIGITS)
-    ((*_, records, training, _),), ((_, population, _),) = trained, ranked
-    assert (training.epochs, training.batch_size) == (2 * 2, 64)
-    assert len(records[1]) == 167 and len(population.public) == 33
-    everyone = population.public_records()[0]
-    assert not (records[0][:, None] == everyone[None]).flatten(2).all(dim=2).any()

@@ -1,16 +1,15 @@
 """What the tables of the distillation paper compare: equal records, exact accounting, and what is free."""
 
 import itertools
-import math
 from pathlib import Path
 
 import pytest
 
 from dpfl_lightning.privacy.accounting.accountant import EXACT, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.strategies.distillation.options import loops, participants
-from experiments.papers.cells import Cell, path_of, source
-from experiments.papers.experiment import NotYet, Training
+from dpfl_lightning.strategies.distillation.options import participants
+from experiments.papers.cells import Cell, source
+from experiments.papers.experiment import Training
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
@@ -57,42 +56,6 @@ def test_centralised_gradients_are_of_as_many_records_as_federated_ones(table, r
         assert records_of_a_gradient(run) == federated, row
 
 
-def test_image_steps_are_those_that_the_tuning_chooses():
-    rows = {
-        "baselines": "tuned",
-        "sizes": "tuned",
-        "published": "tuned",
-        "figure6": "paper_mean",
-        "rounds": "tuned",
-    }
-    for name, row in rows.items():
-        for _, run in cells(f"distillation.{name}", TABLES[f"distillation.{name}"].scale(None), [row]):
-            found = run.strategies["distillation"]
-            assert (found["image_steps"], found["image_learning_rate"]) == (30, 1060), name
-
-
-def test_all_missing_cells_of_a_tuning_are_named(results):
-    for row in ("lr318_steps10", "lr3180_steps30"):
-        path_of(results, Cell("distillation.tuning", row, "public", "small", 0)).unlink()
-    with pytest.raises(NotYet, match=r"distillation\.tuning --rows lr318_steps10,lr3180_steps30 --columns public$"):
-        options(Cell("distillation.rounds", "tuned", "r5", "small"))
-
-
-def test_private_rows_have_the_rounds_and_rates_that_their_tuning_chooses():
-    for row, column, expected in (
-        ("tuned", "eps0.5_ipc10", (5, 318, 1)),
-        ("tuned", "eps1_ipc50", (5, 318, 1)),
-        ("tuned", "eps4_ipc10", (20, 318, 5)),
-        ("dpfedavg", "eps2_ipc10", (5, 0.25, None)),
-        ("dpfedavg", "eps8_ipc50", (5, 0.05, None)),
-    ):
-        run = options(source(TABLES["distillation.one_shot"], row, column, "small"))
-        found = run.strategies.get("distillation")
-        rate = run.clients.learning_rate if found is None else found["image_learning_rate"]
-        assert (run.rounds, rate, found and found["reinit_every"]) == expected, (row, column)
-        assert run.evaluation.every == run.rounds
-
-
 def test_private_settings_are_chosen_with_the_records_and_the_noise_of_the_private_runs():
     for _, run in cells("distillation.private_tuning", "small"):
         (private,) = {
@@ -101,17 +64,6 @@ def test_private_settings_are_chosen_with_the_records_and_the_noise_of_the_priva
         }
         assert (run.data.public_records, run.clients.count) == private and run.data.use_public
         assert run.data.records_per_client == (60_000 - 12_000) / run.clients.count
-
-
-def test_sets_of_all_sizes_are_made_with_as_many_nets():
-    """Null would be one net for 50 images in 20 rounds, and twenty for one image."""
-    for name, row in (("sizes", "tuned"), ("one_shot", "tuned"), ("published", "tuned")):
-        nets = {}
-        for _, run in cells(f"distillation.{name}", TABLES[f"distillation.{name}"].scale(None), [row]):
-            budget, found = run.privacy and run.privacy.epsilon > 2, run.strategies["distillation"]
-            every = found.get("reinit_every", loops(found["images_per_class"])[0])
-            nets.setdefault(budget, set()).add(math.ceil(run.rounds / every))
-        assert all(len(numbers) == 1 and min(numbers) > 1 for numbers in nets.values()), (name, nets)
 
 
 def test_sets_of_full_batches_are_accounted_exactly():
@@ -127,9 +79,3 @@ def test_sets_of_full_batches_are_accounted_exactly():
                 assert bound[1] == EXACT, (name, row, scale)
                 found += 1
     assert found > 5
-
-
-@pytest.mark.parametrize("name", ["baselines", "one_shot", "nas", "hpo"])
-def test_what_public_records_give_for_nothing_stands_beside_sets(name):
-    table = TABLES[f"distillation.{name}"]
-    assert "public" in (table.rows if name in ("baselines", "one_shot") else table.columns)

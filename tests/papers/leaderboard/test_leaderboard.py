@@ -1,28 +1,22 @@
 """The leaderboard: settings come from finished cells of the tuning, rows of a column differ in their method alone."""
 
 import itertools
-import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 from fake_experiments import held
 
 from dpfl_lightning import strategies
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.server.aggregate import normalised
 from experiments.papers import __main__ as command
 from experiments.papers import cells, run
 from experiments.papers.cells import Cell, declaration, finished, missing_cells, required_cells, write
 from experiments.papers.declarations import read_paper
 from experiments.papers.experiment import NotYet
 from experiments.papers.leaderboard import tuning
-from experiments.papers.leaderboard.figures import spread
 from experiments.papers.leaderboard.tuning import candidates, choices
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
-pytestmark = pytest.mark.usefixtures("in_the_repository")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 TUNING = "leaderboard.tuning"
 TABLE, ACCURACY = experiments()[TUNING], experiments()["leaderboard.accuracy"]
 
@@ -66,9 +60,7 @@ def test_a_setting_has_the_best_mean_over_the_seeds(results):
     [
         ([75.0, 70.0, 75.0], None, None, ""),
         ([75.0, 70.0, 75.0], 74.0, 0.08, ""),
-        ([75.0, 70.0, 75.0], 76.0, 0.032, " (an end of the range)"),
         ([70.0, 75.0, 76.0], 77.0, 1.25, " (an end of the range)"),
-        ([70.0, 75.0, 76.0], 75.5, 0.5, ""),
     ],
 )
 def test_beyond_an_end_of_the_range_one_more_setting_is_tried(results, accuracies, beyond, setting, end):
@@ -84,15 +76,6 @@ def test_beyond_an_end_of_the_range_one_more_setting_is_tried(results, accuracie
     write(results, further, held(accuracy=beyond))
     assert chosen("pfa", "dist1", "small") == setting
     assert choices(TABLE, finished(results, TABLE, "small")) == f"Chosen for Dist1: PFA, {setting}{end}."
-
-
-def test_nothing_is_tried_beyond_a_best_setting_that_is_no_end(results):
-    further = Cell(TUNING, "pfa_beyond", "dist1", "small", 0)
-    assert further in required_cells(TABLE, "small"), "not known before the others are finished"
-    tune(results, "pfa", [70.0, 75.0, 70.0])
-    assert further not in required_cells(TABLE, "small")
-    write(results, further, held(accuracy=90.0))
-    assert chosen("pfa", "dist1", "small") == 0.2 and ("pfa_beyond", "dist1") not in finished(results, TABLE, "small")
 
 
 def test_a_cell_of_another_setting_than_the_chosen_one_is_missing(results):
@@ -121,24 +104,6 @@ def test_missing_cells_of_the_tuning_are_named_and_nothing_is_made(results, tmp_
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_row_without_settings_in_the_tuning_says_what_it_needs(results):
-    with pytest.raises(UserError, match=r"`row mine` must have rows of its settings in .*, such as mine_0.2, so that"):
-        chosen("mine", "dist1", "small")
-
-
-def test_settings_are_read_from_the_folder_of_the_command(results, tmp_path, capsys):
-    other = tmp_path / "elsewhere"
-    tune(other, "dpfedavg", [70.0, 75.0, 70.0])
-    with pytest.raises(NotYet):
-        chosen("dpfedavg", "dist1", "small")
-    words = ["leaderboard.accuracy", "--rows", "dpfedavg", "--columns", "dist1", "--seeds", "0", "--show", "--json"]
-    for folder, missing in ((results, 1), (other, 0)):
-        write(folder, Cell(ACCURACY.name, "dpfedavg", "dist1", "small", 0), held(accuracy=78.0))
-        assert command.main([*words, "--results", str(folder)]) == 0
-        assert json.loads(capsys.readouterr().out)["missing"] == missing
-
-
-@pytest.mark.e2e
 def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(results, monkeypatch):
     made = []
 
@@ -189,43 +154,3 @@ def test_rows_of_a_column_differ_in_their_method_alone(results):
     assert options(Cell(ACCURACY.name, "fedavg", "dist1", "small", 0)).privacy is None
     assert options(Cell(ACCURACY.name, "fedadam", "dist1", "small", 0)).strategies["fedadam"] == {"learning_rate": 0.01}
     assert options(Cell(ACCURACY.name, "mr_mtl", "groups", "small", 0)).strategies["mr_mtl"] == {"pull": 0.5}
-
-
-def test_cells_without_a_budget_stand_in_all_columns_of_alike_data():
-    assert {ACCURACY.source("fedavg", f"dist{n}")[1:] for n in (1, 3, 5, 7, 9)} == {("fedavg", "dist1")}
-    assert ACCURACY.source("fedavg", "groups")[1:] == ("fedavg", "groups")
-    worst = experiments()["leaderboard.worst"]
-    sources = [
-        [table.source(row, column) for row in worst.rows for column in worst.columns] for table in (worst, ACCURACY)
-    ]
-    assert sources[0] == sources[1]
-
-
-def test_the_figure_has_the_columns_of_alike_data_by_the_spread_of_their_budgets():
-    """As its note says."""
-    cells_of_all = {(row, column): [held(accuracy=50.0)] for row in ACCURACY.rows for column in ACCURACY.columns}
-    (figure,) = ACCURACY.panels(cells_of_all)
-    assert len(figure.series) == len(ACCURACY.rows) - 2
-    for points in figure.series.values():
-        titles = [x.split() for x, *_ in points]
-        assert titles == [
-            [name.title(), f"{spread(name):.2f}"] for name in ("dist9", "dist1", "dist7", "dist5", "dist3")
-        ]
-    assert spread("dist1") == pytest.approx(spread("dist9"), rel=0.02)
-    assert spread("dist1") < spread("dist7") < spread("dist5") < spread("dist3")
-
-
-def test_uniform_weights_are_weights_by_size_where_all_clients_have_as_many_records(results):
-    for column in TABLE.columns:
-        tune(results, "dpfedavg", [50.0, 60.0, 50.0], column)
-    for column in ACCURACY.columns:
-        _, row, place = ACCURACY.source("uniform", column)
-        each = options(Cell(ACCURACY.name, row, place, "small", 0)).data.records_per_client
-        assert (row == "dpfedavg") == (each is not None), column
-        if each is not None:
-            facts = SimpleNamespace(num_records=[each] * 20)
-            of_size, equal = (
-                normalised(rule.weigh(SimpleNamespace(clients=range(20)), SimpleNamespace(facts=facts))[None])
-                for rule in strategies.build({"size_weighted": None}) + strategies.build({"uniform": None})
-            )
-            assert torch.equal(of_size, equal), "bit for bit"

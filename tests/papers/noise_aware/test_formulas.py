@@ -9,13 +9,10 @@ from reference import paper_noise_multipliers
 
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from experiments.papers.noise_aware.formulas import (
-    falsified_noise,
     noise_multipliers,
-    noise_vars,
     of_sum,
     oracle_weights,
     table3,
-    weights_of_60,
 )
 from experiments.papers.registry import experiments
 
@@ -50,49 +47,6 @@ def test_noise_multipliers_are_those_of_the_released_code():
         ours = noise_multipliers(EPSILONS[dist][20], BATCH_SIZES[20])
         theirs = paper_noise_multipliers(np.array(EPSILONS[dist][20]), BATCH_SIZES[20], 2400)
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=0.006, err_msg=dist)
-
-
-def test_noise_grows_with_the_sample_rate_more_slowly_than_in_proportion():
-    """Figure 8."""
-    rates = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2]
-    z = [noise_multipliers((1.0,), (round(60_000 * rate),), 60_000)[0] for rate in rates]
-    assert z == pytest.approx([4.47, 6.28, 8.86, 13.98, 19.76, 27.92], abs=0.006)
-    for epsilon in (0.5, 1.0, 2.0):
-        once, twice = noise_multipliers((epsilon,) * 2, (64, 128))
-        assert 1.3 < twice / once < 1.45
-    falling = noise_multipliers((0.5, 1.0, 2.0, 5.0), (64,) * 4)
-    assert list(falling) == sorted(falling, reverse=True)
-
-
-def test_noise_by_batch_and_data_size():
-    """Figures 2 and 11."""
-    found = [28_938 * 0.01**2 * noise_vars([1.0], [size])[0] for size in (16, 32, 64, 128)]
-    assert found == pytest.approx([404.3, 100.1, 25.24, 6.295], rel=0.01)
-    found = [size * noise_multipliers((3.0,), (32,), size)[0] ** 2 for size in (500, 1000, 2000, 3000, 5000)]
-    assert found == pytest.approx([15575, 15829, 16321, 16802, 17738], rel=0.001)
-
-
-def test_anchors_of_figures_12_and_13():
-    equal, published = weights_of_60([128] * 60), weights_of_60(BATCH_SIZES[60])
-    assert equal["epsilon"] == sorted(equal["epsilon"]) and equal["epsilon"][58] == 3.73
-    assert equal["oracle_weights"][58] == pytest.approx(0.049, abs=0.001)
-    assert published["oracle_weights"][58] == pytest.approx(0.191, abs=0.001)
-    assert sum(sorted(published["oracle_weights"])[-6:]) == pytest.approx(0.537, abs=0.001)
-    assert sum(equal["weiavg_weights"]) == pytest.approx(1.0)
-
-
-def test_the_largest_best_weight():
-    weights = [0.387, 0.348, 0.551, 0.383, 0.543, 0.274, 0.227, 0.209, 0.605]
-    for dist, client, weight in zip(DISTS, [13, 13, 13, 11, 13, 8, 15, 13, 13], weights, strict=True):
-        best = oracle_weights(noise_vars(EPSILONS[dist][20], BATCH_SIZES[20]))
-        assert max(range(20), key=best.__getitem__) == client and best[client] == pytest.approx(weight, abs=0.005), dist
-
-
-def test_a_false_claim_spoils_the_sum():
-    """Figure 5, right."""
-    noises, weights = zip(*falsified_noise([0.95, 2, 5, 10, 20, 50, 100]), strict=True)
-    assert noises == pytest.approx([4.59, 4.43, 5.04, 7.45, 12.61, 22.03, 28.34], rel=0.005)
-    assert weights == pytest.approx([0.055, 0.109, 0.235, 0.381, 0.551, 0.754, 0.860], abs=0.001)
 
 
 def test_no_weights_give_less_noise_than_the_best():
