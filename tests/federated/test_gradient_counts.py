@@ -8,21 +8,17 @@ import math
 import pytest
 import torch
 from conftest import EVERY_ENGINE, FIXED_KEY, blobs, break_off, small_net
-from reference import summed
 from rich.console import Console
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.plan import main as plan
-from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.sampling import draw_steps
@@ -131,23 +127,6 @@ def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
     loop.run()
     assert loop.clients.engine.state_dict()["counts"].tolist() == due
     assert all(0 < clipped < every for every, clipped, _ in due)
-
-
-@pytest.mark.parametrize("kind", [VmapClippedSum, FastClippedSum])
-def test_norms_are_noted_in_the_order_of_the_records(kind):
-    net = small_net()
-    module = ClientModule(net)
-    clipped_sum = kind(module.sample_loss, 4) if kind is VmapClippedSum else kind(net, size=4)
-    generator, params = torch.Generator().manual_seed(0), module.unflatten(module.flat)
-    x, y = torch.randn(11, 6, generator=generator), torch.randint(3, (11,), generator=generator)
-    x[5], x[9] = math.nan, math.inf
-    alone, together = [], []
-    for row in range(11):
-        summed(clipped_sum, params, x[row : row + 1], y[row : row + 1], 0.5, norms=alone)
-    summed(clipped_sum, params, x, y, 0.5, y, 3, together)
-    torch.testing.assert_close(torch.cat(together), torch.cat(alone), equal_nan=True)
-    assert torch.cat(together).isfinite().logical_not().nonzero().flatten().tolist() == [5, 9]
-    assert summed(clipped_sum, params, x[:0], y[:0], 0.5, norms=together).abs().sum() == 0
 
 
 def test_a_resumed_run_counts_on(make_loop):

@@ -360,13 +360,6 @@ def test_metrics_of_a_taken_name_or_another_shape_are_refused(make_loop):
             make_loop(parts=[tells(one) for one in metrics], rounds=1).run()
 
 
-def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
-    loop = make_loop(parts=[a_strategy(caveats=("a toy",))], rounds=1)
-    result = loop.run()
-    assert "Caveat: a toy." in result.guarantee
-    assert all(one.caveats[-1] == "a toy" for one in loop.clients.budgets.guarantees())
-
-
 def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
     for change, words in (
         (
@@ -406,12 +399,6 @@ def test_options_are_checked_in_python_too(section, values, message):
         section(**values)
 
 
-@pytest.mark.parametrize("key", ["k", "z" * 32, "0" * 33, 10**31])
-def test_a_noise_key_is_checked_in_python_too(key):
-    with pytest.raises(UserError, match=r"`privacy\.noise_key` must be (32 hexadecimal digits|text or null), got"):
-        PrivacyOptions(epsilon=1.0, noise_key=key)
-
-
 def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path, monkeypatch):
     def refused(*_):
         raise UserError("late")
@@ -443,10 +430,3 @@ def test_regression_reports_a_loss(make_loop):
     options = {"module": ClientModule(torch.nn.Linear(3, 1)), "clients": clients, "privacy": privacy}
     result = make_loop(Population.from_datasets(pairs), rounds=5, **options).run()
     assert result.test_accuracy is None and result.test_loss < 0.3
-
-
-def test_the_time_of_a_run_is_estimated_where_clients_take_it(make_loop):
-    for parts, known in (([], True), ([a_strategy(trains_on_server=True)], False)):
-        loop = make_loop(parts=parts)
-        loop.run()
-        assert math.isfinite(loop.info.estimated_seconds) is known

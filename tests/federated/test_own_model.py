@@ -11,14 +11,14 @@ import torchmetrics
 from conftest import FIXED_KEY, blobs, break_off, private, small_net
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
-from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings
+from dpfl_lightning.federated.client.configured import ConfiguredOptimizer
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
@@ -220,16 +220,6 @@ def test_what_a_training_step_does_only_in_training_is_trained(of, make_loop):
     if of in (augmented, penalised):
         ours, reference = (trained(make_loop, step(of), name, rounds=1) for name in ("fast", "serial"))
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
-
-
-def test_random_draws_of_forward_leave_the_layer_rules(make_loop):
-    class Dropout(Lit):
-        def __init__(self):
-            super().__init__()
-            self.net.append(nn.Dropout(0.5))
-
-    module = make_loop(module=Dropout()).module
-    assert not module.adapted.whole
 
 
 def weighted(self, x, y):
@@ -470,18 +460,6 @@ def test_a_net_that_is_frozen_after_it_was_wrapped_is_refused(make_loop):
         make_loop(module=module)
 
 
-def test_settings_of_a_schedule_are_those_of_its_optimiser():
-    def new():
-        optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.4)
-        return ConfiguredOptimizer("optimizer", optimizer, CosineAnnealingLR(optimizer, T_max=5))
-
-    usual, settings = new(), GroupSettings(new())
-    for number in range(5):
-        assert settings.after(number)[0]["lr"] == usual.optimizer.param_groups[0]["lr"]
-        usual.optimizer.step()
-        usual.scheduler.step()
-
-
 ADAM = ClientOptions(
     4, batch_size=16, learning_rate=0.05, optimizer={"name": "adam"}, schedule={"name": "cosine", "warmup_rounds": 1}
 )
@@ -615,40 +593,3 @@ def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeyp
     report = evaluate_run(options, tmp_path / "run")
     assert report["test_accuracy"] == pytest.approx(result.test_accuracy)
     assert report["test_loss"] == pytest.approx(result.test_loss, rel=1e-4), "by the module's loss"
-
-
-class Adapter(nn.Module):
-    """A linear layer with a frozen weight and a trained matrix of rank 2 beside it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-
-    def forward(self, x):
-        return self.frozen(x) + self.up(self.down(x))
-
-
-class Tokens(nn.Module):
-    """One block of attention over 6 tokens of width 8, frozen but for its adapters and its head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.norm = nn.Linear(1, 8).requires_grad_(False), nn.LayerNorm(8).requires_grad_(False)
-        self.query, self.key, self.value, self.head = Adapter(8), Adapter(8), Adapter(8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        tokens = self.norm(self.embed(x[..., None]))
-        mixed = F.scaled_dot_product_attention(self.query(tokens), self.key(tokens), self.value(tokens))
-        return self.head((tokens + mixed).mean(dim=1))
-
-
-def test_adapters_beside_frozen_weights_are_trained_by_layer_rules(make_loop):
-    loop = make_loop(module=ClientModule(Tokens()), rounds=1, clients=ADAM)
-    frozen = loop.module.net.query.frozen.weight.clone()
-    loop.run()
-    assert "exact rules for all layers" in loop.clients.description
-    assert torch.equal(loop.module.net.query.frozen.weight, frozen)
-    expected = trained(make_loop, ClientModule(Tokens()), "serial", rounds=1, clients=ADAM)
-    torch.testing.assert_close(loop.state.models[0], expected, rtol=1e-4, atol=1e-5)

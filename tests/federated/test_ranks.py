@@ -127,12 +127,6 @@ def test_the_command_gives_the_same_run_on_ranks(srun, tmp_path):
     _same_as_alone(srun, 2, tmp_path)
 
 
-@pytest.mark.slow  # as above, but each rank imports torch, and so does torchrun
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_torchrun_gives_the_same_run_on_any_number_of_ranks(ranks, torchrun, tmp_path):
-    _same_as_alone(torchrun, ranks, tmp_path)
-
-
 def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     processes = srun(2, str(ROOT / "tests" / "ranked_runs.py"), str(together))
@@ -188,31 +182,6 @@ def _script(folder: Path, main: str) -> Path:
     return path
 
 
-def test_what_ended_a_run_is_said_though_the_launcher_sends_its_signal_late(srun, tmp_path):
-    """`torchrun` looks only now and then whether its ranks live: rank 0 may have saved the run by then."""
-    script = _script(
-        tmp_path,
-        """
-        from dpfl_lightning.errors import UserError
-        from dpfl_lightning.federated.transport.ranked import RankedEngine
-
-        def main(argv):
-            loop = make_loop(sys.argv[1])
-            if launched().rank == 1:
-                RankedEngine._train = lambda *share: os._exit(1)
-            try:
-                loop.run()
-            except UserError:
-                signal.raise_signal(signal.SIGTERM)
-                signal.raise_signal(signal.SIGINT)
-                raise
-        """,
-    )
-    (status, _, err), (other, *silent) = [_ended(process) for process in srun(2, str(script), str(tmp_path / "run"))]
-    assert (status, other, silent) == (2, 1, ["", ""])
-    assert err.startswith("error: `ranks` must all run until the run ends, got the end of rank 1.")
-
-
 @pytest.mark.slow
 def test_a_rank_that_nobody_looks_after_is_missed_too(srun, tmp_path):
     ranks = srun(3, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
@@ -253,16 +222,6 @@ def test_a_mistake_is_told_once_and_is_status_2_on_every_rank(srun):
     ended = [_ended(process) for process in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rouns", "3")]
     assert [status for status, _, _ in ended] == [2, 2]
     assert ended[0][2].startswith("error: ") and "Did you mean `--rounds`" in ended[0][2] and ended[1][1:] == ("", "")
-
-
-@pytest.mark.slow
-def test_help_and_what_rank_0_alone_finds_wrong_are_told_once(srun, tmp_path):
-    ended = [_ended(process) for process in srun(2, "-m", "dpfl_lightning.fit", "--help")]
-    assert [status for status, _, _ in ended] == [0, 0] and "--resume" in ended[0][1] and ended[1][1:] == ("", "")
-    (tmp_path / "precious.txt").write_text("mine")
-    ended = [_ended(one) for one in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--output_dir", str(tmp_path))]
-    assert [status for status, _, _ in ended] == [2, 2] and ended[1][1:] == ("", "")
-    assert ended[0][2].count("error: ") == 1 and "which holds other files" in ended[0][2]
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from dpfl_lightning.federated.server.settings import (
 )
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
-from dpfl_lightning.runtime.text import slow_notice
 
 
 def test_each_client_has_settings_of_its_own_and_a_budget_or_noise():
@@ -82,10 +81,3 @@ def test_what_strategies_plan_beside_given_noise_is_paid_first():
     )
     with pytest.raises(UserError, match=r"`epsilon` must be above .*, the cost of full with the given noise.* got 4"):
         solved(loud, judge)
-
-
-def test_only_something_slow_is_noticed(capsys):
-    slow_notice("solving", patience_seconds=60)(1, 2)
-    assert capsys.readouterr().err == ""
-    slow_notice("solving", patience_seconds=-1)(1, 2)
-    assert capsys.readouterr().err == "solving: 1 of 2\n"

@@ -108,14 +108,6 @@ def test_the_terminal_shows_no_time_of_a_round(tmp_path, monkeypatch):
     assert "records/s" not in texts[0] and "in at most 1 min 04 s; all 10" in " ".join(texts[0].split())
 
 
-def test_without_an_estimate_no_remaining_time_is_shown(tmp_path):
-    paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path, exact_times=False, estimated_seconds=math.nan)
-    progress = Progress(paper)
-    progress.on_fit_start(view)
-    progress.on_round_end(view, a_report(view, 1, seconds=None))
-    assert "round  1/10" in paper.file.getvalue() and "left" not in paper.file.getvalue()
-
-
 def test_mlflow_gets_no_time_of_a_round(tmp_path):
     view = a_view(tmp_path, exact_times=False)
     values = of_round(a_report(view, 1, seconds=None), view.facts).values

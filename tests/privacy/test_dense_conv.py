@@ -294,20 +294,6 @@ def test_loops_that_go_wrong_are_refused(monkeypatch):
             make.__wrapped__(*sizes)
 
 
-def test_compiled_loops_are_found_in_the_cache():
-    from dpfl_lightning.kernels import dense_loops
-
-    outputs, weights, inputs = dense_conv.matrices(3)
-    (_, into), _ = LOOPS[0](3), LOOPS[1](3)
-    x, weight, dy = dense_conv._example(8, 3)
-    forward = dense_loops.forward_loops(inputs.tolist(), outputs.tolist())
-    dense_conv._in_blocks(forward, into, x, weight, None, (1, 2), len(x))
-    backward = dense_loops.weight_loops(inputs.tolist(), outputs.T.tolist(), weights.T.tolist())
-    dense_conv._weights_in_blocks(backward, x, dy, 3, (1, 2))
-    for loops in (forward, backward):
-        assert sum(loops.stats.cache_hits.values()) == 1, "the process compiled them again"
-
-
 def body(channels, size):
     conv = {"kernel_size": size, "padding": size // 2}
     return nn.Sequential(

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import PowerCut, blobs, cut_at, private, small_net
+from conftest import blobs, private, small_net
 from fakes import a_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,13 +228,6 @@ def test_a_client_without_a_budget_needs_a_number(choosing):
     assert loop.schedule.planned(1, "select").event == SelectionEvent(0.2) and paid(loop, 1) == [2]
 
 
-def test_given_noise_leaves_room_for_the_choices(choosing):
-    loop, _ = choosing(9, loop={"privacy": private(2.0, noise_multiplier=2.0)}, epsilon=0.4, rounds=2)
-    result = loop.run()
-    assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
-    assert any(client["releases"] < 9 + 2 for client in result.clients), "rounds were given up for it"
-
-
 def test_a_regression_needs_a_bound(choosing):
     population = blobs()
     real = dataclasses.replace(population, y=population.y.float(), num_classes=1)
@@ -299,22 +292,6 @@ def test_a_lost_answer_costs_no_later_choice(choosing, monkeypatch):
     assert paid(loop, 3) == paid(loop, 0) == [2, 3, 4]
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("options", [{"rounds": 3, "epsilon": 0.02}, {"selection": "paper_argmin"}])
-def test_a_run_cut_between_its_choices_resumes(options, choosing):
-    unbroken, whole = choosing(6, **options)
-    unbroken.run()
-    broken, _ = choosing(6, **options)
-    cut_at(broken, 3)
-    with pytest.raises(PowerCut):
-        broken.run()
-    assert paid(broken) == [2, 3], "asked, charged, and lost with the round"
-    again, strategy = choosing(6, loop={"output_dir": broken.output_dir}, **options)
-    again.run(resume=True)
-    assert strategy._seen == whole._seen and paid(again) == paid(unbroken)
-    assert torch.equal(again.state.models, unbroken.state.models)
-
-
 # ---- what nothing protects
 
 
@@ -329,14 +306,6 @@ def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_
         assert client["epsilon_spent"] is None and without["epsilon_spent"] is not None
     charges = read_ledger(loop.clients.folder.ledger_file)
     assert {one.event for one in charges if one.purpose == "select"} == {NonPrivateEvent(PLAIN_CHOICES)}
-
-
-def test_an_unprotected_choice_that_was_never_made_costs_nothing(choosing):
-    """Between equal models nobody is asked: the plan's epsilon is infinite, the run's is that of its training."""
-    loop, _ = choosing(3, selection="paper_argmin", same=(2, 3))
-    result = loop.run()
-    assert not paid(loop)
-    assert all(0.9 * one["epsilon_budget"] < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
 
 
 def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(choosing):

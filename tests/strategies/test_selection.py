@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -25,8 +24,7 @@ from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise, update_noise
-from dpfl_lightning.strategies.selection.quotas import with_quotas
+from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise
 from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -120,17 +118,6 @@ def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_
     assert [type(one) for one in alone.strategies] == [Uniform, BiasedSelection]
     named = federation(make_loop, SizeWeighted(), BiasedSelection(COHORT))
     assert [type(one) for one in named.strategies] == [SizeWeighted, BiasedSelection]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", ["noise_aware", "pfa", "epsilon_weighted"])
-@pytest.mark.parametrize("selection", ["biased_selection", "uniform_selection"])
-def test_it_works_with_every_base_rule(base, selection, make_loop):
-    built = strategies.build({base: {}, selection: {"clients_per_round": COHORT, "top_fraction": 0.25}})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserNotice)
-        result = federation(make_loop, *built, rounds=3).run()
-    assert result.finished and sum(row["releases"] for row in result.clients) == 3 * COHORT
 
 
 @pytest.mark.slow
@@ -245,16 +232,6 @@ def resumed(make_loop, cut, **options):
     return again, again.run(resume=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [1, 4])
-def test_a_resumed_run_has_the_same_cohorts_and_bits(cut, make_loop):
-    whole = federation(make_loop, BiasedSelection(COHORT))
-    whole.run()
-    again, result = resumed(make_loop, cut)
-    assert torch.equal(again.state.models, whole.state.models)
-    assert [row["releases"] for row in result.clients] == again.strategies[-1]._quota.tolist()
-
-
 def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop):
     again, result = resumed(make_loop, 3, privacy={"noise_key": None, "reserve_rounds": 1})
     quota = again.strategies[-1]._quota
@@ -295,37 +272,11 @@ def unsolved(loop, count):
     return loop.view(ServerState(loop.module.flat[None], (0,) * COUNT)), loop.schedule.replan(free)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("batch_size", [4, [4, 8, 16, 32, 40, 12, 5, 44]], ids=["equal", "mixed"])
-def test_quotas_of_sampled_batches_are_nearly_optimal_for_the_noise_that_is_required(batch_size, make_loop):
-    """Against dynamic programming over the noise that the accountant requires of 1, 2, ... participations."""
-    clients, strategy = ClientOptions(COUNT, batch_size, learning_rate=0.3), BiasedSelection(COHORT, dissimilarity=0.0)
-    loop = planned(make_loop, strategy, clients=clients, privacy=SAMPLED["privacy"])
-    view, schedule = unsolved(loop, ROUNDS)
-    noise = [update_noise(view.solve(with_quotas(schedule, [n] * COUNT)), "train", view) for n in range(1, ROUNDS + 1)]
-    cost = np.vstack([np.zeros(COUNT), np.array(noise) * np.arange(1, ROUNDS + 1)[:, None]]).T
-    best = np.where(np.arange(COHORT * ROUNDS + 1) == 0, 0.0, np.inf)
-    for row in cost:
-        tried = [np.concatenate([np.full(own, np.inf), best[: len(best) - own] + c]) for own, c in enumerate(row)]
-        best = np.min(tried, axis=0)
-    assert cost[range(COUNT), strategy._quota].sum() <= best[-1] * 1.003
-
-
 def test_laplace_noise_at_a_delta_grows_slower_than_pure_noise(make_loop):
     loop = planned(make_loop, UniformSelection(COHORT), laplace=True, privacy={"delta": DELTA}, rounds=60)
     view, schedule = unsolved(loop, 60)
     growth = participation_noise(schedule, view, np.full(COUNT, 15)).exponent
     assert bool(((growth > 1) & (growth < 2)).all())
-
-
-def test_learning_rates_decay_from_round_to_round(make_loop):
-    clients = ClientOptions(COUNT, learning_rate=0.3, schedule={"name": "inverse", "half_after": 4.0})
-    loop = planned(make_loop, Uniform(), privacy=None, rounds=4, clients=clients)
-    rates = []
-    for finished in range(4):
-        view = loop.view(ServerState(loop.module.flat[None], (0,) * COUNT, finished))
-        rates.append(loop.plan_of_all(view).learning_rate_of)
-    assert rates == [(pytest.approx(0.3 / (1 + t / 4)),) * COUNT for t in (1, 2, 3, 4)]
 
 
 def test_personal_inputs_stay_with_the_selected_clients(make_loop):

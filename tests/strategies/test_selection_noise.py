@@ -15,10 +15,8 @@ from experiments.papers.selection.estimates import (
     NoiseModel,
     bias_noise_ratio,
     estimated_skew,
-    fit_constants,
     gaussian_noise,
     laplace_noise,
-    predicted_loss,
 )
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
@@ -161,22 +159,3 @@ def test_the_papers_skew():
     assert estimated_skew([2, 0, 0], {0: 1.0, 1: 0.5}, max_loss=2.0) == pytest.approx(1 / 0.75)
     assert estimated_skew([2, 0, 0], {0: -5.0, 1: 9.0}, max_loss=2.0) == pytest.approx(0.0), "clipped after noise"
     assert estimated_skew([2, 0, 0], {0: -5.0}, max_loss=2.0) == 1.0
-
-
-def test_the_predicted_loss_term_by_term():
-    """Each constant's term alone: the others made to vanish."""
-    stage = a_stage()
-    base = Constants(0.0, 2.0, 0.0, 3.0, 0.5)
-    more_start = Constants(1.0, 2.0, 0.0, 3.0, 0.5)
-    assert predicted_loss(more_start, stage) - predicted_loss(base, stage) == pytest.approx(3.0 * 2.0 / (2 * 11.0))
-    sampled = Constants(0.0, 2.0, 1.0, 3.0, 0.5)
-    assert predicted_loss(sampled, stage) - predicted_loss(base, stage) == pytest.approx(4 * 3.0 / (11 * 0.25 * 6))
-
-
-def test_many_constants_predict_the_same_loss():
-    stage, ratios = a_stage(), []
-    for start in (None, Constants(5, 20, 0.1, 4, 1.0), Constants(0.1, 1, 3, 0.5, 0.3), Constants(50, 100, 1, 9, 0.01)):
-        found, residual = fit_constants(stage, start)
-        assert residual < 1e-5 and found.smoothness > found.strong_convexity
-        ratios.append(found.smoothness + 3 / 8 * found.strong_convexity * (found.lr_offset + 190))
-    assert max(ratios) > 2 * min(ratios)

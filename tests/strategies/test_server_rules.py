@@ -81,17 +81,6 @@ def test_a_model_without_updates_stays_and_other_shapes_begin_anew(name):
     assert torch.equal(stepped(optimizer, more)[0], stepped(fresh, more)[0])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_with_noise_aware_weights(name, make_loop):
-    """Unequal steps scale the sum, which the optimiser then receives."""
-    (optimizer,) = strategies.build({name: None})
-    received, step = [], optimizer.step
-    loop = make_loop(blobs(records=40), parts=[NoiseAware(), optimizer], rounds=2)
-    optimizer.__dict__["step"] = lambda *args: received.append(args[1]) or step(*args)
-    result = loop.run()
-    assert result.finished and len(received) == 2 and all(bool(one.isfinite().all()) for one in received)
-
-
 @pytest.mark.parametrize("kind", [GeometricMedian, Median, NormBound, TrimmedMean])
 def test_a_robust_mean_is_not_scaled_by_weights_that_it_ignores(kind, make_loop):
     robust, scaled = kind(), []

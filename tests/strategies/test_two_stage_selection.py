@@ -162,21 +162,6 @@ def assert_within_budgets(loop):
         assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("round", "kind"), [(2, TwoStageSelection), (WARMUP + 1, PaperTwoStages), (WARMUP + 3, TwoStageSelection)]
-)
-def test_a_resumed_run_has_the_same_quotas_and_bits(round, kind, make_loop):
-    whole = federation(make_loop, two_stages(kind))
-    whole.run()
-    again = cut(make_loop, round, kind)
-    result = again.run(resume=True)
-    assert torch.equal(again.state.models, whole.state.models)
-    assert again.strategies[1]._quota.tolist() == whole.strategies[1]._quota.tolist()
-    ledger = whole.clients.budgets.ledger
-    assert [row["releases"] for row in result.clients] == [len(ledger.events(n)) for n in range(COUNT)]
-
-
 def test_a_run_pays_for_what_it_repeats(make_loop):
     again = cut(make_loop, WARMUP + 2, privacy={"noise_key": None, "reserve_rounds": 1})
     again.run(resume=True)
