@@ -13,7 +13,6 @@ from rich.console import Console
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -79,35 +78,6 @@ def test_every_engine_counts_them_and_trains_on(engine, clients, make_loop):
     assert noted(loop) == due and [row["not_finite"] > 0 for row in due] == [False, True, False, True]
     if clients is not SAMPLED:
         assert [row["not_finite"] for row in due] == [0, 3 * 2 * clients.local_epochs, 0, 1 * 2 * clients.local_epochs]
-
-
-class EachClass(Strategy):
-    """One draw a round, its sums class by class."""
-
-    def plan_run(self, schedule, view):
-        def change(client, planned):
-            line = planned.planned[0]
-            once = dataclasses.replace(line, event=dataclasses.replace(line.event, steps=1))
-            return dataclasses.replace(planned, planned=(once,))
-
-        return schedule.replan(change)
-
-    def plan_round(self, plan, view):
-        return view.plan(job=ClassGradients(view.facts.num_classes))
-
-    def step(self, state, combined, view):
-        return dataclasses.replace(state, models=state.models - combined.sum(dim=1))
-
-
-@pytest.mark.parametrize("clients", [SAMPLED, FULL], ids=["sampled", "full"])
-@pytest.mark.parametrize("engine", EVERY_ENGINE)
-def test_class_gradients_are_counted_too(engine, clients, make_loop):
-    """Groups are classes there, or classes of clients side by side."""
-    options = {"engine": ENGINES[engine](), "clients": clients, "privacy": PRIVACY, "parts": [EachClass()]}
-    loop = make_loop(with_broken_records(), **options)
-    loop.run()
-    due = expected(loop, steps=1)
-    assert noted(loop) == due and due[1]["not_finite"] > 0
 
 
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
@@ -250,21 +220,12 @@ def test_a_resumed_run_with_diagnostics_charges_them_once(key, make_loop):
 
 
 @pytest.mark.e2e
-def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, new_store, request):
-    from mlflow.tracking import MlflowClient
-
+def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     argv = ["--config", "conf/digits.yaml", "--rounds", "2", "--privacy.diagnostics", "true"]
     assert plan([*argv, "--json"]) == 0
     printed = capsys.readouterr().out
     assert WORDS in printed
     assert all(client["epsilon"] is None for client in json.loads(printed)["clients"])
-    uri = new_store(tmp_path)
-    assert fit([*argv, "--tracking.uri", uri, "--output_dir", str(tmp_path / "run")]) == 0
+    assert fit([*argv, "--tracking", "null", "--output_dir", str(tmp_path / "run")]) == 0
     assert WORDS in capsys.readouterr().out
-    client = MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
-    assert run.data.tags["guarantee"].startswith(WORDS) and "train_epsilon_max" not in run.data.metrics
-    curves = [client.get_metric_history(run.info.run_id, f"train_clip_fraction_{k}") for k in ("min", "max")]
-    assert all([point.step for point in curve] == [1, 2] and 0 < curve[0].value <= 1 for curve in curves)
-    assert run.data.metrics["train_gradients_not_finite_max"] == 0

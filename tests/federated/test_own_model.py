@@ -18,7 +18,6 @@ from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
-from dpfl_lightning.federated.client.configured import ConfiguredOptimizer
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
@@ -133,18 +132,6 @@ def test_what_is_not_used_of_a_lightning_module_is_said(make_loop):
     ]
 
 
-class Contrast(Lit):
-    def training_step(self, batch, batch_idx):
-        output = self(batch[0])
-        return (output - output.mean(dim=0)).pow(2).mean()
-
-
-class Reads(Lit):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss if loss.item() < 100 else 0 * loss
-
-
 class Keeps(Lit):
     def __init__(self):
         super().__init__()
@@ -159,14 +146,6 @@ class Manual(Lit):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-
-
-@pytest.mark.parametrize(
-    "kind, words", [(Contrast, "other records"), (Reads, "without .item"), (Manual, "Manual"), (Keeps, "losses")]
-)
-def test_a_training_step_without_losses_of_single_records_is_refused(kind, words, make_loop):
-    with pytest.raises(UserError, match=words):
-        make_loop(module=kind())
 
 
 class Step(Lit):
@@ -195,29 +174,20 @@ def noisy(self, x, y):
     return F.cross_entropy(self(x + torch.randn_like(x) * self.training), y)
 
 
-def seldom(self, x, y):
-    return F.cross_entropy(self(x.flip(1) if self.training and random.random() < 1e-9 else x), y)
-
-
-def dropped(self, x, y):
-    return F.cross_entropy(self.net(F.dropout(x, 0.9, self.training)), y)
-
-
 @pytest.mark.e2e
-@pytest.mark.parametrize("of", [augmented, penalised, noisy, seldom, dropped])
+@pytest.mark.parametrize("of", [augmented, penalised, noisy])
 def test_what_a_training_step_does_only_in_training_is_trained(of, make_loop):
     loop = make_loop(module=step(of), rounds=1)
     module, batch = loop.module, (torch.ones(3, 6), torch.arange(3))
     assert module.adapted.whole
     with torch.no_grad():
         plain = F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
-        moved = not torch.allclose(module.sample_loss(module.named_trainable, *batch), plain, rtol=1e-2)
-        assert moved == (of is not seldom)
+        assert not torch.allclose(module.sample_loss(module.named_trainable, *batch), plain, rtol=1e-2)
         rows = torch.arange(5)
         x, y = loop.population.x[rows], loop.population.y[rows]
         reported = module.reported_loss(module.flat, loop.population.x, rows, module.net(x), y)
         torch.testing.assert_close(reported, F.cross_entropy(module.net(x), y, reduction="none"))
-    if of in (augmented, penalised):
+    if of is not noisy:
         ours, reference = (trained(make_loop, step(of), name, rounds=1) for name in ("fast", "serial"))
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
@@ -232,6 +202,11 @@ def of_epoch(self, x, y):
 
 def of_step(self, x, y):
     return F.cross_entropy(self(x), y) * min(1.0, self.global_step / 2)
+
+
+def read(self, x, y):
+    loss = F.cross_entropy(self(x), y)
+    return loss if loss.item() < 100 else 0 * loss
 
 
 def squeezed(self, x, y):
@@ -261,6 +236,9 @@ class NoForward(L.LightningModule):
 @pytest.mark.parametrize(
     "module, words",
     [
+        (lambda: Manual(), "Manual"),
+        (lambda: Keeps(), "losses"),
+        (lambda: step(read), "without .item"),
         (lambda: step(weighted), "weighs classes"),
         (lambda: step(mixed_up), "other records"),
         (lambda: step(of_epoch), "trainer.current_epoch"),
@@ -325,22 +303,22 @@ def configured(answer) -> ClientModule:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "answer, rates",
     [
-        lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": StepLR(one, 1, gamma=0.5), "interval": "epoch"}},
-        lambda one: {"optimizer": one, "lr_scheduler": StepLR(one, 1, gamma=0.5)},
-        lambda one: ([one], [{"scheduler": StepLR(one, 1, gamma=0.25), "frequency": 2}]),
-        lambda one: [one],
+        (
+            lambda one: {"optimizer": one, "lr_scheduler": {"scheduler": StepLR(one, 1, 0.5), "interval": "epoch"}},
+            {"name": "step", "every": 1, "gamma": 0.5},
+        ),
+        (
+            lambda one: ([one], [{"scheduler": StepLR(one, 1, 0.25), "frequency": 2}]),
+            {"name": "step", "every": 2, "gamma": 0.25},
+        ),
+        (lambda one: [one], {"name": "constant"}),
     ],
 )
-def test_schedules_go_on_from_round_to_round(answer, make_loop, one_noise):
+def test_schedules_go_on_from_round_to_round(answer, rates, make_loop, one_noise):
     """As the schedule `step` of the options does, for which one round is one epoch."""
     ours = trained(make_loop, configured(answer))
-    every = {1: 0.5, 2: 0.25}
-    scheduled = ConfiguredOptimizer.of(answer(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "optimizer")
-    rates = {"name": "constant"}
-    if scheduled.scheduler is not None:
-        rates = {"name": "step", "every": scheduled.frequency, "gamma": every[scheduled.frequency]}
     clients = ClientOptions(4, batch_size=16, learning_rate=0.3, schedule=rates)
     expected = trained(make_loop, ClientModule(small_net()), clients=clients)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
@@ -388,11 +366,6 @@ def freezing(self):
     return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
 
 
-def resetting(self):
-    nn.init.zeros_(self.net[0].weight)
-    return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def by_epoch(factor, of=None):
     def configure(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -409,13 +382,11 @@ def by_epoch(factor, of=None):
         (lambda self: torch.optim.Adam(small_net().parameters()), "parameters that the run trains"),
         (lambda self: torch.optim.SGD([torch.zeros(1)], lr=0.1), "parameters that the run trains"),
         (lambda self: Needing(self.parameters(), lr=0.1), "not callable.*test_own_model.py, line"),
-        (lambda self: torch.optim.SGD(self.parameters(), lr=-1), "Invalid learning rate.*test_own_model.py, line"),
         (lambda self: torch.optim.SGD(self.parameters(), lr=torch.nan), "finite.*round 1, got nan"),
         (by_epoch(lambda epoch, rounds: 1 - epoch), "round 3, got -0.1"),
         (by_epoch(lambda epoch, rounds: 0), "above 0 in some round, got 0"),
         (by_epoch(lambda epoch, rounds: 1, torch.optim.SGD([torch.zeros(1)], lr=0.1)), "a schedule of another"),
         (freezing, "leave the parameters"),
-        (resetting, "leave the parameters"),
     ],
 )
 def test_an_optimiser_that_would_fail_or_train_nothing_is_refused(configure, words):

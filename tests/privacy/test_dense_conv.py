@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from dpfl_lightning.kernels import dense_conv
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
-from dpfl_lightning.privacy.clipping.layer_rules import Dense, conv2d_forward
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of
 
 ONE = (1, 1)
@@ -267,15 +265,9 @@ def test_weights_and_inputs_may_lie_anywhere(by_loops):
             torch.testing.assert_close(
                 dx, torch.nn.grad.conv2d_input(x.shape, weight, y.float(), 1, 1), atol=1e-3, rtol=0
             )
-        negative = torch._neg_view(x)  # as the imaginary part of a conjugate
-        assert_close(
-            dense_conv.conv2d(negative, weight, None, ONE, ONE, ONE, 1),
-            F.conv2d(-x.double(), weight.double(), None, 1, 1),
-        )
-        one = torch.randn(2, 1, 1, 1).expand(2, channels, 8, 8)
-        assert_close(
-            dense_conv.conv2d(one, weight, None, ONE, ONE, ONE, 1), F.conv2d(one.double(), weight.double(), None, 1, 1)
-        )
+        for images in (torch._neg_view(x), torch.randn(2, 1, 1, 1).expand(2, channels, 8, 8)):
+            found = dense_conv.conv2d(images, weight, None, ONE, ONE, ONE, 1)
+            assert_close(found, F.conv2d(images.double(), weight.double(), None, 1, 1))
 
 
 def test_loops_that_go_wrong_are_refused(monkeypatch):
@@ -350,27 +342,6 @@ def test_clipped_sums_are_the_references(by_loops, channels, size, pool):
     torch.testing.assert_close(norms, true_norms, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float32 is summed by compiled loops
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("beside", [True, False])
-def test_gradients_of_one_parameter_are_summed_in_any_orders(dtype, groups, beside):
-    grads = torch.randn(6, 4, 3, 2, 5).to(dtype)  # [B, O, C, height, width]
-    params = {"w": grads[0], "b": torch.zeros(7)} if beside else {"w": grads[0]}
-    group, factors = torch.arange(6) % groups, torch.rand(6).double()
-    expected = torch.zeros(groups, sum(p.numel() for p in params.values())).double()
-    orders = [(0, 1, 4, 2, 3), (0, 4, 3, 1, 2), ()]  # of [B, O, height, width, C], [B, height, width, C, O]
-    forms = [grads.permute(0, 1, 3, 4, 2), grads.permute(0, 3, 4, 2, 1), grads]
-    for first in range(3):
-        totals = Totals(params, torch.zeros_like(expected))
-        for i in range(4):
-            form = Dense(forms[(first + i) % 3].contiguous(), orders[(first + i) % 3])
-            totals.add(ChunkGradients({"w": form}, 2), factors, group)
-        once = torch.zeros(groups, grads[0].numel()).double()
-        once.index_add_(0, group, factors[:, None] * grads.flatten(1).double())
-        expected[:, : once.shape[1]] = 4 * once
-        torch.testing.assert_close(totals.result(), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_a_vector_that_does_not_fit_is_refused():
     net = body(16, 3)
     params, x, y = batch(net)
@@ -396,15 +367,6 @@ def test_threads_with_copies_of_a_net_compute_what_one_thread_does():
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(work, sums))
-
-
-def test_inputs_without_a_batch_or_on_a_graph():
-    layer = nn.Conv2d(16, 16, 3, padding=1)
-    x = torch.randn(16, 8, 8)
-    assert torch.equal(conv2d_forward(layer, x, 1), layer(x))
-    y = conv2d_forward(layer, x[None].requires_grad_(), 1)
-    torch.testing.assert_close(y, layer(x[None]).detach(), rtol=1e-4, atol=1e-5)
-    assert not y.requires_grad
 
 
 @pytest.mark.e2e

@@ -219,20 +219,6 @@ def test_targets_near_the_floor_are_solved_or_refused():
         calibrate([one_phase(1e-300, 1.0, 1)], PLD)
 
 
-def test_schedule_reads_back():
-    first, train = GaussianEvent(1.0, 5.0), GaussianEvent(0.1, None, 10)
-    lines = (Planned("select", SelectionEvent(0.1), 99), Planned("first", first, 1), Planned("train", train, 30))
-    schedule = ClientSchedule(1.0, 1e-5, lines)
-    assert schedule.count_of("train") == 30 and schedule.count_of("nothing") == 0
-    assert schedule.noise_multiplier("first") == 5.0
-    assert schedule.main == train, "the most frequent Gaussian release"
-    assert schedule.with_noise(2.0).events()[1:] == [first, GaussianEvent(0.1, 2.0, 300)]
-    with pytest.raises(KeyError):
-        schedule.noise_multiplier("train")
-    with pytest.raises(KeyError):
-        _ = ClientSchedule(1.0, 1e-4, lines[:1]).main
-
-
 FIRST_COSTS_TOO_MUCH = (Planned("first_round", GaussianEvent(1.0, 1.0), 1), *one_phase(1.0, 0.1, 1).planned)
 
 

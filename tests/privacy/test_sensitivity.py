@@ -12,7 +12,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer, Unsupported, arranged
+from dpfl_lightning.privacy.clipping.layer_rules import RULES, Lookup, Outer, Unsupported, arranged
 from dpfl_lightning.privacy.clipping.reference import (
     CANCELLING,
     SUM_ROUNDING,
@@ -21,6 +21,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     cross_entropy_of,
     require_proved,
 )
+from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
 CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
 MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)
@@ -63,6 +64,10 @@ NETS = {
     "attention": (Net(lambda net, x: net.read(x, x, x)[0], read=nn.MultiheadAttention(4, 2, batch_first=True)), (3, 4)),
     "a module without a rule": (nn.Conv1d(2, 3, 2), (2, 5)),
 }
+
+
+def test_every_rule_has_a_net():
+    assert {*RULES, *TAPPED} <= {type(layer) for net, _ in NETS.values() for layer in net.modules()}
 
 
 @pytest.fixture(autouse=True)

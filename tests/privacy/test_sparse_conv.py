@@ -119,11 +119,6 @@ def test_other_cases_take_the_dense_way():
         torch.testing.assert_close(dx.double(), true_dx, rtol=1e-5, atol=1e-4)
 
 
-def test_few_numbers_are_what_max_pooling_leaves():
-    _, _, dy = case((5, 5, 16), 2, 16, (8, 8), (1, 1), (2, 2), 0.2)
-    assert sparse_conv.mostly_zeros(dy) and not sparse_conv.mostly_zeros(torch.ones_like(dy))
-
-
 def test_loops_that_go_wrong_are_refused(monkeypatch):
     from dpfl_lightning.kernels import windows
 

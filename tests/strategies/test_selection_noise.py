@@ -9,11 +9,8 @@ from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 from experiments.papers.selection.estimates import (
-    PAPER_BIAS,
-    Constants,
     FirstStage,
     NoiseModel,
-    bias_noise_ratio,
     estimated_skew,
     gaussian_noise,
     laplace_noise,
@@ -49,38 +46,6 @@ def test_laplace_noise_is_lemma_2():
 def test_jain_index_of_extremes():
     assert jain_index([3, 3, 3]) == pytest.approx(1) and jain_index([0, 0, 5]) == pytest.approx(1 / 3)
     assert math.isnan(jain_index([0, 0]))
-
-
-def convergence_bound(quota, rounds, cohort, noise, gamma_n, constants, bias_constant=PAPER_BIAS):
-    """Theorem 5 with rho_min = 0: `L / (2 (gamma + T)) (gamma D + 4 / mu^2 A + 2 / mu B (gamma + T))`."""
-    big, small, late = constants.smoothness, constants.strong_convexity, constants.lr_offset + rounds
-    slots = cohort * rounds
-    squares = (
-        2 * constants.gradient_variance / cohort
-        + 2 / (cohort**2 * rounds) * (quota * noise.variance(quota)).sum()
-        + 2 * big / slots * (quota * gamma_n).sum()
-    )
-    linear = bias_constant * (quota / slots * gamma_n).sum()
-    start = constants.lr_offset * constants.start_distance
-    return big / (2 * late) * (start + 4 / small**2 * squares + 2 / small * linear * late)
-
-
-@pytest.mark.parametrize("exponent", [1, 2])
-def test_allocation_minimises_the_part_of_the_bound_that_quotas_decide(exponent):
-    draw = np.random.default_rng(7)
-    constants, rounds, cohort, count = Constants(1.0, 20.0, 0.5, 2.0, 0.3), 300, 4, 8
-    noise = NoiseModel(0.5, exponent, draw.exponential(1, count))
-    gamma_n = draw.exponential(2, count)
-    ratio = bias_noise_ratio(constants, rounds, cohort) / noise.scale
-
-    def bounded(quota):
-        return convergence_bound(quota, rounds, cohort, noise, gamma_n, constants)
-
-    best = allocate_int(noise.factor, cohort * rounds, exponent, ratio * gamma_n)
-    for giver, taker in np.argwhere(~np.eye(count, dtype=bool)):
-        if best[giver]:
-            other = best - np.eye(count, dtype=int)[giver] + np.eye(count, dtype=int)[taker]
-            assert bounded(best) <= bounded(other) * (1 + 1e-12)
 
 
 def some_reports(draw, spread):

@@ -28,7 +28,6 @@ from dpfl_lightning.strategies.aggregation.noise_floor import NoiseFloor, lowest
 from dpfl_lightning.strategies.aggregation.norm_bound import NormBound
 from dpfl_lightning.strategies.aggregation.pfa import Pfa, larger_budgets
 from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
-from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
 from experiments.papers.noise_aware.pfa import WholeUpdatePfa
 
@@ -93,11 +92,6 @@ def test_a_robust_mean_is_not_scaled_by_weights_that_it_ignores(kind, make_loop)
     loop.run()
     assert not scaled
     torch.testing.assert_close(loop.state.models[0], before + combined[0][0])
-
-
-def test_two_optimizers_are_refused(make_loop):
-    with pytest.raises(UserError, match="`step` must be answered by one strategy, got FedAdam and ServerMomentum"):
-        make_loop(parts=[SizeWeighted(), FedAdam(), ServerMomentum()])
 
 
 def of(deltas):

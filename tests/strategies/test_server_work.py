@@ -26,8 +26,6 @@ from dpfl_lightning.algorithms.gradient_matching import (
 )
 from dpfl_lightning.algorithms.server_training import (
     Training,
-    public_generator,
-    torch_seed,
     trained_on,
 )
 from dpfl_lightning.federated.client.module import ClientModule
@@ -97,13 +95,6 @@ def test_rows_of_noise_weigh_next_to_nothing_and_all_rows_together_as_many_as_th
     assert float(weights["w"].sum()) == pytest.approx(3.0)
     assert torch.equal(noise_aware_rows(target, 0.0)["w"], torch.ones(1, 3))
     assert torch.equal(noise_aware_rows({"w": torch.zeros(1, 2, 3)}, 1.0)["w"], torch.zeros(1, 2))
-
-
-def test_weighed_rows_are_counted_so_much():
-    ours, theirs = ({name: of[name] for name in ("conv", "linear")} for of in (gradients(0), gradients(1)))
-    half = {"conv": torch.full((2, 6), 0.5), "linear": torch.full((2, 3), 0.5)}
-    whole = distances(ours, theirs, "layerwise_cosine")
-    torch.testing.assert_close(distances(ours, theirs, "layerwise_cosine", half), whole / 2)
 
 
 # --- the median
@@ -255,25 +246,9 @@ def test_passes_of_one_class_side_by_side_or_not_move_as_all_at_once(threads):
     torch.testing.assert_close(few[1], everything[1])
 
 
-def test_the_records_of_a_set_are_its_images_class_by_class():
-    own = SyntheticSet.of_noise(3, 2, (4,), torch.Generator().manual_seed(0))
-    x, y = own.records
-    assert x.shape == (6, 4) and y.tolist() == [0, 0, 1, 1, 2, 2]
-    assert torch.equal(x[3], own.images[1, 1])
-
-
 def some_records(shape=(6,), count=40):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, *shape, generator=generator), torch.randint(3, (count,), generator=generator)
-
-
-def test_training_leaves_torchs_own_generator_alone():
-    module = ClientModule(small_net())
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    trained_on(module, module.flat, some_records(), Training(epochs=2), seed=1)
-    assert torch.equal(torch.rand(4), expected)
 
 
 def test_training_is_sgd_with_momentum_decay_and_a_smaller_rate_in_the_second_half():
@@ -304,11 +279,6 @@ def test_the_seed_decides_order_augmentation_and_dropout():
     assert torch.equal(one, again) and not torch.equal(one, other)
     plain = trained_on(module, module.flat, records, Training(epochs=2, batch_size=8), 1)
     assert not torch.equal(one, plain)
-
-
-def test_public_streams_are_named():
-    draws = {torch_seed(public_generator(seed, name, number)) for seed in (0, 1) for name in "ab" for number in (0, 1)}
-    assert len(draws) == 8
 
 
 def moved(way, images, params, target):
