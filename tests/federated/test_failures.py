@@ -6,6 +6,7 @@ import stat
 import pytest
 import torch
 from conftest import EVERY_ENGINE, PowerCut
+from fakes import Recorder
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -13,7 +14,6 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 
@@ -37,11 +37,6 @@ def failing(monkeypatch):
     return fail
 
 
-class SeesUpdates(Strategy):
-    def needs_updates(self, plan, view):
-        return True
-
-
 def without(loop, round, clients):
     """Like the loop, over a network that loses the updates of these clients in that round."""
     loop.traffic.lost = lambda plan, view: frozenset(clients) if plan.round == round else frozenset()
@@ -51,7 +46,7 @@ def without(loop, round, clients):
 ONE_STEP = {"clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)}  # in one batch
 
 
-WAYS = [([], {"rounds": 2}), ([SeesUpdates()], {**ONE_STEP, "rounds": 2})]
+WAYS = [([], {"rounds": 2}), ([Recorder(updates=True)], {**ONE_STEP, "rounds": 2})]
 
 
 @pytest.mark.parametrize("parts, options", WAYS, ids=["streamed", "single updates of a batch"])
@@ -132,7 +127,7 @@ def test_who_was_lost_stays_lost_when_the_round_is_repeated(make_loop, failing, 
     """Broken off between the training and the end of the round: the resumed run has the bits of the unbroken one."""
 
     def run(**options):
-        loop = make_loop(parts=[SeesUpdates()], **options)
+        loop = make_loop(parts=[Recorder(updates=True)], **options)
         with monkeypatch.context() as patch, pytest.warns(UserNotice, match="MemoryError"):
             failing(2, {1}, MemoryError())
             if options:
@@ -156,6 +151,6 @@ def test_who_was_lost_stays_lost_when_the_round_is_repeated(make_loop, failing, 
     local_task = SerialEngine.local_task
     unbroken, broken = run(), run(rounds=3)
     monkeypatch.setattr(SerialEngine, "local_task", local_task)  # it does not fail again
-    resumed = make_loop(parts=[SeesUpdates()], output_dir=broken.output_dir)
+    resumed = make_loop(parts=[Recorder(updates=True)], output_dir=broken.output_dir)
     resumed.run(resume=True)
     assert torch.equal(resumed.state.models, unbroken.state.models)

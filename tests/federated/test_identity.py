@@ -98,15 +98,6 @@ def test_a_loss_that_holds_the_model_is_the_same_after_training(recurrent):
     assert of_loss(0.1) == of_loss(0.1) != of_loss(0.2)
 
 
-def test_a_class_without_a_file_is_known_by_its_settings_only(monkeypatch):
-    monkeypatch.setitem(sys.modules, "typed_in", type(sys)("typed_in"))
-    net = type("Net", (nn.Linear,), {"__module__": "typed_in"})(6, 2)
-    before = of(net)
-    assert of(net) == before
-    net.scale = 2.0
-    assert of(net) != before
-
-
 class Setting:
     def __init__(self, value):
         self._value = value

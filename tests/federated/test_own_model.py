@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from conftest import FIXED_KEY, blobs, break_off, private, small_net
+from conftest import FIXED_KEY, break_off, small_net
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -277,24 +277,6 @@ def test_each_record_has_the_mean_over_its_labels_that_count():
     expected = [F.cross_entropy(one, labels) for one, labels in zip(module.net(x), y, strict=True)]
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), torch.stack(expected))
     assert not own.adapted.whole and not own.adapted.unreduced
-
-
-@pytest.mark.e2e
-def test_a_schedule_over_the_steps_that_a_trainer_estimates(make_loop, one_noise):
-    def of_steps(steps):
-        def configure(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            total = steps or self.trainer.estimated_stepping_batches
-            cycle = OneCycleLR(optimizer, max_lr=0.1, total_steps=total)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
-
-        return step(lambda self, x, y: F.cross_entropy(self(x), y), configure_optimizers=configure)
-
-    # 60 records and batches of 16: 4 local steps of the only client in each of 2 rounds
-    options = {"rounds": 2, "clients": ClientOptions(1, batch_size=16), "privacy": private(8.0), "population": blobs(1)}
-    ours, expected = (trained(make_loop, of_steps(steps), **options) for steps in (None, 8))
-    torch.testing.assert_close(ours, expected)
-    assert not torch.allclose(ours, trained(make_loop, of_steps(60), **options))
 
 
 def configured(answer) -> ClientModule:

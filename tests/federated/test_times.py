@@ -8,13 +8,12 @@ import re
 import time
 
 import pytest
-from fakes import a_report, a_result, a_view
+from fakes import Recorder, a_report, a_result, a_view
 from rich.console import Console
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, NOT_COVERED
 from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.mlflow.store import metrics
@@ -24,14 +23,6 @@ from dpfl_lightning.runtime.text import rounded_up_duration
 PRIVACY = PrivacyOptions(epsilon=4.0, delta=1e-3)
 SIMULATED = dataclasses.replace(PRIVACY, noise_key="ab" * 16)
 TIMES = ("wall_seconds", "training_seconds", "client_seconds")
-
-
-class Seen(Callback):
-    def __init__(self):
-        self.reports = []
-
-    def on_round_end(self, view, report):
-        self.reports.append(report)
 
 
 class Slow(SerialEngine):
@@ -53,7 +44,7 @@ def on_the_grid(seconds: float) -> bool:
 
 
 def run(make_loop, **options):
-    seen = Seen()
+    seen = Recorder()
     loop = make_loop(parts=[seen], rounds=2, **{"privacy": PRIVACY, **options})
     result = loop.run()
     return seen.reports, result, json.loads((loop.output_dir / "result.json").read_text())

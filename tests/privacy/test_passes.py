@@ -482,25 +482,6 @@ def test_a_pass_may_change_neither_parameters_nor_numbers(deed, words):
         clipped_sum_for(Careless(deed), None, torch.randn(2, 3), torch.tensor([0, 1]))
 
 
-class Silent(nn.Module):
-    """Gives up on records without a positive number."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(x) if (x > 0).any() else torch.zeros(len(x), 3)
-
-
-def test_a_record_of_which_no_parameter_knows_has_no_gradient():
-    net = Silent()
-    clipped_sum, reason = clipped_sum_for(net, None, torch.randn(2, 3), torch.tensor([0, 1]))
-    x, y, params = torch.tensor([[1.0, 2, 3], [-1, -2, -3]]), torch.tensor([0, 1]), dict(net.named_parameters())
-    rows = clipped_sum(params, x, y, ClipRequest(1.0, group=torch.arange(2), num_groups=2))[0]
-    assert reason.startswith("loop") and rows[0].any() and not rows[1].any()
-
-
 def answered(module, model, x, examples):
     query = MeanLoss(mechanism_of={0: Gaussian(0.5, 0.0, 1.0, 1.0)}, models=model[None], row_of={0: 0}, loss_bound=1.0)
     y = torch.zeros(len(x), dtype=torch.long)

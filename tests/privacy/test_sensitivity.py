@@ -23,7 +23,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
-CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
+CLIP_NORMS = (1e-12, 0.003, 1e6)
 MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)
 BROKEN = (math.nan, math.inf)
 #: of features and of the loss: squares of one underflow in float32, the product is large beside small clip norms

@@ -108,17 +108,6 @@ def test_runs_that_do_not_fit_are_refused(name, options, words, make_loop):
 # ---- loss clustering
 
 
-@pytest.mark.slow
-def test_one_cluster_is_the_base_rule(make_loop):
-    plain = make_loop(of_two_kinds())
-    plain.run()
-    for selection in ("exponential", "paper_argmin"):
-        more = {"num_clusters": 1, "selection": selection, "selection_rounds": None}
-        loop, result, _ = run(make_loop, "ifca", more=more)
-        assert torch.equal(loop.state.models, plain.state.models)
-        assert not selections(loop) and all(one["epsilon_spent"] is not None for one in result.clients)
-
-
 def test_the_plan_has_the_cost_of_choices_and_says_what_nothing_protects(capsys, request, monkeypatch):
     monkeypatch.chdir(request.config.rootpath)
     assert plan_command(["--config", "conf/ifca.yaml"]) == 0
@@ -161,13 +150,6 @@ def test_a_model_that_nobody_chose_stays(make_loop):
         for row in range(7):
             assert torch.equal(after[row], before[row]) == (row not in updates.model_of)
             assert sums[row] == pytest.approx(float(row in updates.model_of))
-
-
-@pytest.mark.e2e
-def test_absent_clients_choose_later(make_loop):
-    loop, _, _ = run(make_loop, "ifca", more={"selection_rounds": 1}, extra=[Absent({1: (0,), 2: (0,)})], rounds=4)
-    assert selections(loop) == [(1, 1), (1, 2), (1, 3), (3, 0)]
-    assert loop.strategies[-1]._choice.done
 
 
 # ---- true groups

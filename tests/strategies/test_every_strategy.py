@@ -1,12 +1,13 @@
 """Every strategy, by registration, in runs that do not go as planned: broken off, and with clients that are away."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from conftest import blobs, break_off
 from contracts.test_strategies import LOOPS, NAMES, OPTIONS
-from fakes import Absent, Recorder
+from fakes import Absent, Recorder, changed_releases
 
 from dpfl_lightning import strategies
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -57,13 +58,7 @@ def test_a_resumed_run_equals_the_unbroken_one(name, loop_with):
 @pytest.mark.parametrize("name", EVERY)
 def test_absent_clients_a_round_without_any_and_an_update_that_is_not_finite(name, loop_with):
     loop = loop_with(name, Absent({1: (0, 2), 2: (0, 1, 2, 3), 3: (3,)}), seen := Recorder())
-    releases = loop.clients.engine.releases
-
-    def broken(plan, *args):
-        for row, delta in releases(plan, *args):
-            yield row, delta * float("nan") if (plan.clients[row], plan.round) == (1, 3) else delta
-
-    loop.clients.engine.releases = broken
+    changed_releases(loop, lambda plan, row, delta: delta * math.nan if (row, plan.round) == (1, 3) else delta)
     assert loop.run().finished
     for report in seen.reports:
         sums = report.weights.sum(dim=1)

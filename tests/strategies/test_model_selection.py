@@ -93,7 +93,7 @@ def probabilities(module, models, x, y, epsilon, bound):
     return torch.softmax(epsilon * scores(module, models, x, y, bound), dim=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     scale=st.sampled_from([0.1, 3.0, 100.0, 1e30, math.inf]),
     epsilon=st.floats(0.01, 4.0),

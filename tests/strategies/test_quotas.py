@@ -201,20 +201,6 @@ def test_inclusion_is_the_quotas_share():
     assert bool((hits[quota == 200] == draws).all())
 
 
-def test_clients_that_were_away_keep_their_slots():
-    """Half of the clients miss the first half of the run: later they are in every round that their slots fill."""
-    quota, rounds = np.full(10, 5), 20  # 2.5 clients a round
-    draw, taken, sizes = np.random.default_rng(4), np.zeros(10, dtype=np.int64), []
-    for left in range(rounds, 0, -1):
-        here = np.where(left > 10, np.arange(10) % 2 == 0, True)
-        cohort = draw_cohort("quota_systematic", np.where(here, quota, 0), taken, left, 3, draw)
-        assert bool(here[cohort].all())
-        taken[cohort] += 1
-        sizes.append(len(cohort))
-    assert taken.tolist() == quota.tolist()
-    assert set(sizes[:10]) <= {0, 1, 2}, "who is away is not replaced: others would overspend"
-
-
 def test_without_quotas_left_a_round_is_empty():
     for sampler in SAMPLERS:
         assert len(draw_cohort(sampler, np.array([2, 3]), np.array([2, 3]), 4, 2, np.random.default_rng(0))) == 0

@@ -9,11 +9,7 @@ from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 from experiments.papers.selection.estimates import (
-    FirstStage,
-    NoiseModel,
-    estimated_skew,
     gaussian_noise,
-    laplace_noise,
 )
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
@@ -35,12 +31,6 @@ def test_gaussian_privacy_of_a_budget(delta):
     assert spent == pytest.approx(np.full(8, delta), rel=1e-9) and bool((spent <= delta).all())
     c2 = EPSILONS / (mu * math.sqrt(math.log(1 / delta)))  # smallest constant for which Lemma 1 holds
     assert c2 == pytest.approx(C2[delta], rel=1e-4)
-
-
-def test_laplace_noise_is_lemma_2():
-    records, epsilon, quota, rate, clip, params = 600, 1.5, 40, 0.05, 20.0, 4266
-    lemma_2 = 8 * params * (clip * rate * quota / (records * epsilon)) ** 2
-    assert laplace_noise(clip, params, epsilon, records).variance(quota, rate) == pytest.approx(lemma_2, rel=1e-12)
 
 
 def test_jain_index_of_extremes():
@@ -109,18 +99,3 @@ def test_estimates_stay_in_range_and_the_unseen_get_the_mean():
     estimate, between = shrunken_heterogeneity([-50.0, 80.0, 7.0], [9, 9, 0], [1.0, 1.0, 1.0], max_loss=2.3)
     assert between > 0 and estimate.tolist() == [0.0, 2.3, 2.3]
     assert shrunken_heterogeneity([0.0], [0], [1.0], 2.3) == (pytest.approx([0.0]), 0.0)
-
-
-def a_stage(loss=1.2):
-    draw = np.random.default_rng(3)
-    counts = draw.integers(0, 5, 30).astype(float)
-    return FirstStage(
-        9, 6, counts, draw.exponential(0.3, 30), 0.95, NoiseModel(40.0, 1, draw.exponential(1e-4, 30)), loss
-    )
-
-
-def test_the_papers_skew():
-    assert estimated_skew([2, 1, 1], {0: 1.0, 1: 1.0}, max_loss=2.0) == pytest.approx(1.0)
-    assert estimated_skew([2, 0, 0], {0: 1.0, 1: 0.5}, max_loss=2.0) == pytest.approx(1 / 0.75)
-    assert estimated_skew([2, 0, 0], {0: -5.0, 1: 9.0}, max_loss=2.0) == pytest.approx(0.0), "clipped after noise"
-    assert estimated_skew([2, 0, 0], {0: -5.0}, max_loss=2.0) == 1.0

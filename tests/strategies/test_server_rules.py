@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
+from fakes import changed_releases
 from scipy.optimize import minimize
 from torch import nn
 
@@ -80,9 +81,8 @@ def test_a_model_without_updates_stays_and_other_shapes_begin_anew(name):
     assert torch.equal(stepped(optimizer, more)[0], stepped(fresh, more)[0])
 
 
-@pytest.mark.parametrize("kind", [GeometricMedian, Median, NormBound, TrimmedMean])
-def test_a_robust_mean_is_not_scaled_by_weights_that_it_ignores(kind, make_loop):
-    robust, scaled = kind(), []
+def test_a_robust_mean_is_not_scaled_by_weights_that_it_ignores(make_loop):
+    robust, scaled = Median(), []
     combined, combine = [], robust.combine
     robust.__dict__["combine"] = lambda *args: combined.append(combine(*args)) or combined[-1]
     base = NoiseAware()
@@ -244,8 +244,8 @@ def test_a_false_update_of_personal_parameters_does_not_reach_the_model(streamed
     name = next(iter(dict(net.named_parameters())))
     module = ClientModule(net, personal=[name])
     loop = make_loop(module=module, parts=strategies.build(rules))
-    releases, mask = loop.clients.engine.releases, module.personal_mask
-    loop.clients.engine.releases = lambda *a: ((row, one.clone().masked_fill(mask, 9.0)) for row, one in releases(*a))
+    mask = module.personal_mask
+    changed_releases(loop, lambda plan, row, delta: delta.masked_fill(mask, 9.0))
     before = module.flat
     loop.run()
     model = loop.state.models[0]

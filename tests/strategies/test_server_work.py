@@ -1,7 +1,5 @@
 """Distances of gradients against slow forms, images that move towards a target, and nets trained on a set."""
 
-import dataclasses
-
 import pytest
 import reference
 import torch
@@ -227,23 +225,6 @@ def test_one_joint_step_is_a_step_of_each_class_with_torchs_sgd(steps, monkeypat
     expected = torch.stack([leaf.detach() for leaf in leaves])
     torch.testing.assert_close(now.images, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(now.images, start.images, atol=1e-2)
-
-
-@pytest.mark.parametrize("threads", [False, True])
-def test_passes_of_one_class_side_by_side_or_not_move_as_all_at_once(threads):
-    torch.manual_seed(0)
-    module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=4, depth=2))
-    names = matched_names({name: tuple(p.shape) for name, p in module.named_trainable.items()}, "layerwise_cosine")
-    target, start = some_target(module, names), SyntheticSet.of_noise(3, 2, (1, 8, 8), torch.Generator().manual_seed(0))
-    matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once)
-    everything = matching.step(start, module.named_trainable, target, torch.ones(3, dtype=torch.bool))
-    apart = Matching.of(module, names, (1, 8, 8), "layerwise_cosine", learning_rate=0.1, momentum=0.5)
-    assert apart.threads
-    few = dataclasses.replace(apart, threads=threads).step(
-        start, module.named_trainable, target, torch.ones(3, dtype=torch.bool)
-    )
-    torch.testing.assert_close(few[0].images, everything[0].images)
-    torch.testing.assert_close(few[1], everything[1])
 
 
 def some_records(shape=(6,), count=40):
