@@ -9,9 +9,7 @@ from conftest import FIXED_KEY, blobs, private, small_loop, small_net
 from fakes import Absent, Recorder, changed_releases
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import update
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
@@ -342,34 +340,6 @@ def test_options_are_checked_in_python_too(section, values, message):
         section(**values)
 
 
-def test_a_run_that_was_refused_late_leaves_its_folder_to_the_corrected_run(make_loop, tmp_path, monkeypatch):
-    def refused(*_):
-        raise UserError("late")
-
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patched, pytest.raises(UserError, match="late"):
-        patched.setattr("dpfl_lightning.federated.client.local_clients.Ledger", refused)
-        make_loop(output_dir=folder).run()
-    assert not folder.exists()
-    assert make_loop(rounds=1, output_dir=folder).run().finished
-
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").touch()
-    with pytest.raises(UserError, match="which holds other files"):
-        make_loop(output_dir=tmp_path / "notes").run()
-
-
 def test_a_delta_above_one_over_n_is_a_warning(make_loop):
     with pytest.warns(UserWarning, match=r"delta.*1 / records.*0\.1"):
         make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=0.1))
-
-
-def test_regression_reports_a_loss(make_loop):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 50, 3, generator=generator)
-    pairs = [(one, one @ torch.tensor([1.0, -2.0, 0.5])) for one in x]
-    clients = ClientOptions(count=4, batch_size=10, learning_rate=0.1)
-    privacy = PrivacyOptions(noise_multiplier=0.1, clip_norm=5.0, delta=1e-3)
-    options = {"module": ClientModule(torch.nn.Linear(3, 1)), "clients": clients, "privacy": privacy}
-    result = make_loop(Population.from_datasets(pairs), rounds=5, **options).run()
-    assert result.test_accuracy is None and result.test_loss < 0.3

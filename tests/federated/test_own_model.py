@@ -504,15 +504,12 @@ def test_options_out_of_range_are_refused(build, options, words):
 SOURCE = """
 import lightning, torch
 from torch import nn
-from dpfl_lightning import ClientModule
 class Net(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     def forward(self, x):
         return self.layers(x)
-def module(hidden):
-    return ClientModule(Net(hidden), lambda output, y: 2 * nn.functional.cross_entropy(output, y, reduction="none"))
 class Lit(lightning.LightningModule):
     def __init__(self, hidden):
         super().__init__()
@@ -524,16 +521,15 @@ class Lit(lightning.LightningModule):
 """
 
 
-@pytest.mark.parametrize("kind", ["Lit", *(pytest.param(kind, marks=pytest.mark.e2e) for kind in ("Net", "module"))])
-def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeypatch):
-    (tmp_path / f"own_{kind}.py").write_text(SOURCE)  # a name for each case: modules are imported once
+def test_a_lightning_module_by_class_path_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "own_lightning_module.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
     options = from_mapping(
         {
             "rounds": 1,
             "data": {"name": "digits", "records_per_client": 50},
-            "model": {"class_path": f"own_{kind}.{kind}", "init_args": {"hidden": 8}},
+            "model": {"class_path": "own_lightning_module.Lit", "init_args": {"hidden": 8}},
             "clients": {"count": 2, "optimizer": {"name": "adam"}, "learning_rate": 0.01},
             "privacy": {"noise_multiplier": 1.0, "noise_key": FIXED_KEY},
             "engine": {"device": "cpu"},
@@ -542,7 +538,7 @@ def test_models_by_class_path_from_the_working_directory(kind, tmp_path, monkeyp
         }
     )
     result = fit(options)
-    assert type(result.model).__name__ == ("Net" if kind == "module" else kind)
+    assert type(result.model).__name__ == "Lit"
     report = evaluate_run(options, tmp_path / "run")
     assert report["test_accuracy"] == pytest.approx(result.test_accuracy)
     assert report["test_loss"] == pytest.approx(result.test_loss, rel=1e-4), "by the module's loss"

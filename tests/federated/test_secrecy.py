@@ -13,7 +13,6 @@ from conftest import EVERY_ENGINE, FIXED_KEY, break_off, small_net
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.module import ClientModule
@@ -132,47 +131,19 @@ def test_a_run_that_ended_early_stays_ended_and_asks_and_charges_nothing(make_lo
     assert loop.clients.folder.ledger_file.read_bytes() == ledger and torch.equal(again.state.models, loop.state.models)
 
 
-def draws_of(loop) -> dict:
-    """What every client draws in a run: by round and client its rows, and the first words of its noise."""
-    found, local_task = {}, SerialEngine.local_task
+def test_the_streams_of_a_simulation_follow_its_configuration_and_not_the_engine(make_loop):
+    """`contracts/test_engines.py` holds that noise and sampling are those of the streams."""
 
-    def spy(self, plan, row, state, number):
-        task, start, batches = local_task(self, plan, row, state, number)
-        place, rows = (plan.round, plan.clients[row]), [one.tolist() for one in batches.draws]
-        words = task.noise.words
-
-        def spied(count):
-            drawn = words(count)
-            found.setdefault(place, (rows, drawn[:4].tolist()))
-            return drawn
-
-        task.noise.words = spied
-        return task, start, batches
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SerialEngine, "local_task", spy)
+    def first_word(key=FIXED_KEY, **options):
+        loop = make_loop(**{"privacy": PrivacyOptions(**BUDGETS, noise_key=key), "rounds": 1, **options})
         loop.run()
-    return found
+        return int(loop.clients.engine.streams.generator("noise", 1, 0).words(1)[0])
 
-
-def test_a_simulation_repeats_itself_and_nothing_else(make_loop):
-    """Its noise and sampling follow key, seed and configuration, and not the engine."""
-
-    def run(key=FIXED_KEY, **options):
-        loop = make_loop(**{"privacy": PrivacyOptions(**BUDGETS, noise_key=key), "rounds": 2, **options})
-        return draws_of(loop), loop.state.models
-
-    draws, models = run()
-    again, same_models = run()
-    assert again == draws and torch.equal(same_models, models) and len(draws) == 4 * 2
-    assert run(engine=ENGINES["serial"]())[0] == draws
-    seen = [one for pair in draws.values() for one in pair[1]]
-    others = [run(key=FIXED_KEY[::-1]), run(seed=1), run(rounds=3), run(clients=ClientOptions(4, 16, 1, 0.2))]
-    for other, _ in [*others, run(parts=[Asking()]), run(privacy=PROTECTED)]:
-        for place, pair in draws.items():
-            assert pair[0] != other[place][0] and not set(pair[1]) & set(other[place][1])
-        seen += [one for pair in other.values() for one in pair[1]]
-    assert len(set(seen)) == len(seen), "nor does any other client or round of any of these runs"
+    same = first_word()
+    assert first_word() == first_word(engine=ENGINES["serial"]()) == same
+    others = [{"key": FIXED_KEY[::-1]}, {"seed": 1}, {"rounds": 2}, {"clients": ClientOptions(4, 16, 1, 0.2)}]
+    others += [{"parts": [Asking()]}, {"privacy": PROTECTED}]
+    assert len({same, *(first_word(**other) for other in others)}) == 1 + len(others)
 
 
 def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
 from estimated_rounds import some_deltas, updates_of
-from fakes import Recorder
+from fakes import Absent, Recorder
 
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.random_effects import (
@@ -21,7 +21,6 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.aggregate import combine, normalised, raw_weights
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from experiments.papers.noise_aware import ablation
@@ -220,19 +219,9 @@ def test_no_client_has_more_than_its_bound_or_leads_the_step(count, length, nois
 # ---- edges
 
 
-class Cohorts(Strategy):
-    """Who takes part in which round."""
-
-    def __init__(self, *cohorts):
-        self._cohorts = cohorts
-
-    def plan_round(self, plan, view):
-        return plan.only(lambda client: client in self._cohorts[view.round - 1])
-
-
 @pytest.mark.parametrize("noise", MODES)
 def test_cohorts_of_one_two_and_newcomers(noise, make_loop):
-    parts = [NoiseAware(noise), Cohorts((2,), (1, 3), (0, 1, 2, 3)), seen := Recorder()]
+    parts = [NoiseAware(noise), Absent({1: (0, 1, 3), 2: (0, 2)}), seen := Recorder()]
     loop = make_loop(parts=parts, clients=UNEQUAL, rounds=3)
     result = loop.run()
     assert [tuple(report.weights.shape) for report in seen.reports] == [(1, 1), (1, 2), (1, 4)]

@@ -306,7 +306,6 @@ def test_without_a_number_a_round_has_a_fifth_of_the_clients_or_the_fewest_if_no
         (False, DELTA, 10, 4),
         (True, 0.0, 10, 2),
         (True, 0.0, 6, 4),
-        (True, DELTA, 10, 4),
     ):
         options = {**more, "rounds": rounds, "privacy": {"epsilon": 2.0, "delta": delta}}
         described = planned(make_loop, UniformSelection(), laplace=laplace, **options).describe()

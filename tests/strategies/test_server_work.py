@@ -29,7 +29,6 @@ from dpfl_lightning.algorithms.server_training import (
 from dpfl_lightning.federated.client.module import ClientModule
 
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "layer": (4, 5, 5), "linear": (3, 20), "norm": (6,)}
-ROWS = 6 + 4 + 3
 
 
 def gradients(seed=0, classes=2, scale=1.0, dtype=torch.float32):
