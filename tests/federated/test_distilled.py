@@ -17,6 +17,7 @@ from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet, data_of_card
 from dpfl_lightning.strategies.distillation.data_card import _command
+from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
 
 
 def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:
@@ -190,3 +191,10 @@ def test_what_is_no_image_has_no_picture():
         assert a_set(shape).grid() is None
     same = DistilledSet(torch.ones(2, 1, 3, 3), torch.tensor([0, 1]))
     assert same.grid().isfinite().all()
+
+
+def test_the_error_for_broken_images_names_the_option_of_their_strategy(tmp_path):
+    broken = a_set()
+    broken.x[0] = float("nan")
+    with pytest.raises(UserError, match=r"A smaller strategies\.feature_means\.image_learning_rate keeps"):
+        broken.save(tmp_path, FeatureMeans.key)

@@ -94,6 +94,13 @@ def test_rows_of_noise_weigh_next_to_nothing_and_all_rows_together_as_many_as_th
     assert torch.equal(noise_aware_rows({"w": torch.zeros(1, 2, 3)}, 1.0)["w"], torch.zeros(1, 2))
 
 
+def test_weighed_rows_are_counted_so_much():
+    ours, theirs = ({name: of[name] for name in ("conv", "linear")} for of in (gradients(0), gradients(1)))
+    half = {"conv": torch.full((2, 6), 0.5), "linear": torch.full((2, 3), 0.5)}
+    whole = distances(ours, theirs, "layerwise_cosine")
+    torch.testing.assert_close(distances(ours, theirs, "layerwise_cosine", half), whole / 2)
+
+
 # --- the median
 
 
