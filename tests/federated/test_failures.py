@@ -1,5 +1,6 @@
 """Clients that fail after they were charged: they are left out of the round, and the others go on."""
 
+import itertools
 import os
 import stat
 
@@ -126,31 +127,21 @@ def test_a_client_that_fails_to_answer_is_left_out(engine, make_loop, monkeypatc
 def test_who_was_lost_stays_lost_when_the_round_is_repeated(make_loop, failing, monkeypatch):
     """Broken off between the training and the end of the round: the resumed run has the bits of the unbroken one."""
 
-    def run(**options):
-        loop = make_loop(parts=[Recorder(updates=True)], **options)
-        with monkeypatch.context() as patch, pytest.warns(UserNotice, match="MemoryError"):
-            failing(2, {1}, MemoryError())
-            if options:
-                patch.setattr(aggregate, "combine", combine_until(2))
-                with pytest.raises(PowerCut):
-                    loop.run()
-            else:
-                loop.run()
-        return loop
+    unbroken, broken = (make_loop(parts=[Recorder(updates=True)]) for _ in range(2))
+    combine, rounds = aggregate.combine, itertools.count(1)
 
-    def combine_until(round):
-        rounds, usual = iter(range(1, 4)), aggregate.combine
+    def cut(*args):
+        if next(rounds) == 2:
+            raise PowerCut
+        return combine(*args)
 
-        def combine(*args):
-            if next(rounds) == round:
-                raise PowerCut
-            return usual(*args)
-
-        return combine
-
-    local_task = SerialEngine.local_task
-    unbroken, broken = run(), run(rounds=3)
-    monkeypatch.setattr(SerialEngine, "local_task", local_task)  # it does not fail again
+    failing(2, {1}, MemoryError())
+    with pytest.warns(UserNotice, match="MemoryError"):
+        unbroken.run()
+        monkeypatch.setattr(aggregate, "combine", cut)
+        with pytest.raises(PowerCut):
+            broken.run()
+    monkeypatch.undo()  # it does not fail again
     resumed = make_loop(parts=[Recorder(updates=True)], output_dir=broken.output_dir)
     resumed.run(resume=True)
     assert torch.equal(resumed.state.models, unbroken.state.models)

@@ -15,7 +15,7 @@ from dpfl_lightning.privacy.ledger import ledger as ledger_module
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
-FLIPS = int(os.environ.get("DPFL_FLIPS", 100))  # the full count is 1000
+FLIPS = int(os.environ.get("DPFL_FLIPS", 40))  # the full count is 1000
 
 
 @pytest.fixture

@@ -92,11 +92,6 @@ def test_each_model_begins_from_its_seed(make_loop):
             {"new_net": lambda seed: small_net(features=3, seed=seed)},
             "`new_net` must build a net of 83 parameters, got 59",
         ),
-        (
-            "ifca",
-            {"extra": strategies.build({"local": None})},
-            "`initialise` must be answered by one strategy, got Local and Ifca",
-        ),
         ("oracle_clusters", {"population": blobs()}, r"`data\.groups` must be given for strategy oracle_clusters"),
     ],
 )

