@@ -6,10 +6,10 @@ import pytest
 import torch
 from attack_tools import Releases
 from conftest import blobs, break_off
+from fakes import Absent
 
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.traffic import Network
 from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -48,11 +48,8 @@ def test_with_too_few_updates_models_stay_and_budgets_are_spent(lost, make_loop)
 
 
 def test_too_few_clients_are_not_charged(make_loop):
-    class Pair(Strategy):
-        def plan_round(self, plan, view):
-            return plan.only(lambda client: client < 2)
-
-    loop = make_loop(blobs(), parts=[Uniform(), Pair()], rounds=1, network=NetworkOptions(min_participants=3))
+    parts = [Uniform(), Absent({1: (2, 3)})]
+    loop = make_loop(blobs(), parts=parts, rounds=1, network=NetworkOptions(min_participants=3))
     with pytest.warns(UserNotice, match="2 clients could take part, fewer than the 3"):
         loop.run()
     assert [loop.clients.account(client).releases for client in range(4)] == [0, 0, 0, 0]

@@ -13,8 +13,8 @@ from dpfl_lightning import strategies
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
-#: the quick tests take one of each kind: sums of rounds, models chosen by loss, clusters, two stages
-QUICK = ("clustered", "ifca", "noise_aware", "two_stage_selection")
+#: the quick tests take one of each kind: sums of rounds, clusters, two stages
+QUICK = ("clustered", "noise_aware", "two_stage_selection")
 EVERY = [pytest.param(name, marks=[pytest.mark.e2e] * (name not in QUICK)) for name in NAMES]
 #: whose clients train; those of feature_means only answer
 TRAINING = [one for one in EVERY if one.values != ("feature_means",)]

@@ -27,7 +27,7 @@ from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, ModelSelection
+from dpfl_lightning.strategies.clustering.model_selection import ModelSelection
 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
 
@@ -260,20 +260,7 @@ def test_clients_that_cannot_pay_keep_their_last_answer(choosing):
     assert len({strategy._seen[round][0] for round in (2, 3, 4, 5)}) == 1
 
 
-# ---- what nothing protects
-
-
-def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_its_budget(choosing, make_loop):
-    """Every place that shows an epsilon is in tests/federated/test_queries.py."""
-    loop, _ = choosing(4, selection="paper_argmin")
-    result = loop.run()
-    assert paid(loop) == [2, 3, 4]
-    alone = make_loop(parts=[SizeWeighted()], rounds=4).run()
-    for client, without in zip(result.clients, alone.clients, strict=True):
-        assert client["noise_multiplier"] == without["noise_multiplier"]
-        assert client["epsilon_spent"] is None and without["epsilon_spent"] is not None
-    charges = read_ledger(loop.clients.folder.ledger_file)
-    assert {one.event for one in charges if one.purpose == "select"} == {NonPrivateEvent(PLAIN_CHOICES)}
+# ---- without privacy
 
 
 def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(choosing):

@@ -9,7 +9,7 @@ import torch
 from conftest import FIXED_KEY, blobs, break_off, private, small_net
 from fakes import Absent, Recorder
 
-from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
+from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -288,16 +288,6 @@ def test_full_batches_are_not_called_samples(make_loop):
     assert "full batches" in result.guarantee and not any("Poisson" in one for one in [*words, result.guarantee])
     sampled = federation(make_loop, BiasedSelection(COHORT), **SAMPLED, rounds=2).run()
     assert "Poisson sampling" in sampled.guarantee
-
-
-def test_the_description_has_quotas_and_gain(make_loop):
-    loop = planned(make_loop, BiasedSelection(COHORT))
-    quotas, gains = loop.describe()
-    quota = loop.strategies[-1]._quota
-    gain = noise_gain(quota, exact_factor(np.array(loop.population.num_records), laplace=False))
-    assert quotas.startswith(f"3 of 8 clients a round; quotas from 0 to {quota.max()} of 8 rounds, median ")
-    assert gain > 1.2 and f"(a gain of {gain:.3g})" in gains and "to the power 1." in gains
-    assert "No client adds noise" in planned(make_loop, BiasedSelection(COHORT), privacy=None).describe()[1]
 
 
 def test_without_a_number_a_round_has_a_fifth_of_the_clients_or_the_fewest_if_noise_grows_fast(make_loop):
