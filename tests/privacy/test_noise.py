@@ -174,6 +174,14 @@ def test_the_ziggurat_is_the_same_in_pieces():
     assert in_classes(rejected, np.array([*-edges[::-1], *edges]), stats.norm) > FALSE_ALARM
 
 
+def test_layers_have_one_area_and_end_under_the_curve():
+    ends, heights, _, begin = noise._layers()
+    assert np.allclose(heights[1:], np.exp(-0.5 * ends[1:] ** 2), atol=1e-15) and ends[1] == begin
+    areas = ends[1:256] * np.diff(heights)[1:]
+    assert np.allclose(areas, ends[0] * heights[1], rtol=1e-9) and abs(heights[256] - 1) < 1e-9
+    assert 256 * areas[0] > math.sqrt(math.pi / 2), "the layers cover the curve"
+
+
 def test_draws_are_independent_of_those_before_and_of_other_streams():
     streams = [Streams(bytes(32)).generator("noise", 1, client) for client in range(25)]
     rows = np.array([one.integer_normals(20_000, SCALE) for one in [*streams, *(fresh() for _ in range(25))]])
