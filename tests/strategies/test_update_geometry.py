@@ -16,10 +16,10 @@ def plain(x, noise_std=1.0) -> Updates:
     return Updates(centred_gram(torch.from_numpy(x)), np.full(len(x), noise_std), x.shape[1])
 
 
-@pytest.mark.parametrize("dimension", [1, 2, 10])
+@pytest.mark.parametrize("dimension", [1, 10])
 @pytest.mark.parametrize(("separation", "known"), [(0.0, 1.0), (1.0, 0.3173), (2.0, 0.0455)])
 def test_overlap_is_the_mass_that_two_gaussians_share(dimension, separation, known):
-    """Seed 0, 400,000 draws: standard error below 0.0008, so one of nine fails by chance in 1e-4 of runs."""
+    """Seed 0, 400,000 draws: standard error below 0.0008, so one of six fails by chance in 1e-4 of runs."""
     assert overlap(separation) == pytest.approx(known, abs=5e-5)
     rng = np.random.default_rng(0)
     far = np.full(dimension, 2 * 1.7 * separation / math.sqrt(dimension))  # distance / std = 2 * separation
