@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from dpfl_lightning.kernels import dense_conv
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
+from dpfl_lightning.privacy.clipping.layer_rules import Dense
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of
 
 ONE = (1, 1)
@@ -315,6 +317,27 @@ def test_clipped_sums_are_the_references(by_loops, channels, size, pool):
     expected, true_norms = VmapClippedSum(cross_entropy_of(net))(wide, x.double(), y, ClipRequest(0.1, 2, each, 5))
     assert ((rows - expected).norm(dim=1) <= 1e-5 * expected.norm(dim=1)).all() and (rows.norm(dim=1) <= 0.1).all()
     torch.testing.assert_close(norms, true_norms, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float32 is summed by compiled loops
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("beside", [True, False])
+def test_gradients_of_one_parameter_are_summed_in_any_orders(dtype, groups, beside):
+    grads = torch.randn(6, 4, 3, 2, 5).to(dtype)  # [B, O, C, height, width]
+    params = {"w": grads[0], "b": torch.zeros(7)} if beside else {"w": grads[0]}
+    group, factors = torch.arange(6) % groups, torch.rand(6).double()
+    expected = torch.zeros(groups, sum(p.numel() for p in params.values())).double()
+    orders = [(0, 1, 4, 2, 3), (0, 4, 3, 1, 2), ()]  # of [B, O, height, width, C], [B, height, width, C, O]
+    forms = [grads.permute(0, 1, 3, 4, 2), grads.permute(0, 3, 4, 2, 1), grads]
+    for first in range(3):
+        totals = Totals(params, torch.zeros_like(expected))
+        for i in range(4):
+            form = Dense(forms[(first + i) % 3].contiguous(), orders[(first + i) % 3])
+            totals.add(ChunkGradients({"w": form}, 2), factors, group)
+        once = torch.zeros(groups, grads[0].numel()).double()
+        once.index_add_(0, group, factors[:, None] * grads.flatten(1).double())
+        expected[:, : once.shape[1]] = 4 * once
+        torch.testing.assert_close(totals.result(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.e2e
