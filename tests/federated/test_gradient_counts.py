@@ -14,12 +14,15 @@ from rich.console import Console
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps
 from dpfl_lightning.reporting.progress import Progress
 
@@ -77,6 +80,18 @@ def test_every_engine_counts_them_and_trains_on(engine, clients, make_loop):
     assert noted(loop) == due and [row["not_finite"] > 0 for row in due] == [False, True, False, True]
     if clients is not SAMPLED:
         assert [row["not_finite"] for row in due] == [0, 3 * 2 * clients.local_epochs, 0, 1 * 2 * clients.local_epochs]
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+def test_class_gradients_are_counted_too(engine, make_loop):
+    """Groups are classes there, or classes of clients side by side."""
+    loop = make_loop(with_broken_records(), engine=ENGINES[engine](), clients=FULL, privacy=PRIVACY)
+    loop.plan_schedule()
+    loop.clients.engine.setup(loop.module, loop.population, Streams(bytes(32)), "poisson")
+    state = ServerState(loop.module.flat[None], (0,) * 4)
+    loop.clients.engine.train(loop.view(state).plan(job=ClassGradients(3)), state.models, [0] * 4)
+    counts = loop.clients.engine.state_dict()["counts"].T.tolist()
+    assert counts[0] == list(loop.population.num_records) and counts[2] == [0, 3, 0, 1]
 
 
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
