@@ -120,6 +120,15 @@ def two_phases(schedule: RunSchedule, selections: int) -> RunSchedule:
     return schedule.replan(change)
 
 
+def changed_releases(loop, change):
+    """The loop; each update of a client becomes `change(plan, row, delta)`."""
+    releases = loop.clients.engine.releases
+    loop.clients.engine.releases = lambda plan, *args: (
+        (row, change(plan, row, delta)) for row, delta in releases(plan, *args)
+    )
+    return loop
+
+
 class Absent(Strategy):
     """Clients that miss a round: round -> clients."""
 

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.federated.client.module import ClientModule
 
 PRIVACY = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
 #: they compare releases with the planned noise of plain SGD
@@ -30,11 +29,7 @@ class WithAdam(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def own_adam():
-    return ClientModule(small_net(), optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05))
-
-
-@pytest.mark.parametrize(("module", "optimizer"), [(WithAdam, None), (own_adam, None), (None, {"name": "adam"})])
+@pytest.mark.parametrize(("module", "optimizer"), [(WithAdam, None), (None, {"name": "adam"})])
 @pytest.mark.parametrize("checks", CHECKS)
 def test_the_mechanism_of_a_run_with_adam_is_audited_with_plain_sgd(module, optimizer, checks, make_loop):
     clients = ClientOptions(count=4, batch_size=16, optimizer=optimizer or {"name": "sgd"})

@@ -103,10 +103,6 @@ def test_it_is_a_dataset_of_images_and_labels(tmp_path):
     assert torch.equal(x, -a_set().x) and torch.equal(y, a_set().y) and torch.equal(made.x, a_set().x)
 
 
-def fashion_set() -> DistilledSet:
-    return DistilledSet(torch.zeros(2, 1, 28, 28), torch.arange(2), {"origin": {"name": "fashion_mnist"}})
-
-
 def digits_set() -> DistilledSet:
     data = load("digits")
     card = {"origin": data.origin, "data": {"name": "digits"}}
@@ -144,16 +140,6 @@ def test_a_data_module_refuses_what_does_not_fit(tmp_path):
             DistilledDataModule(made, test=none).test_dataloader()
 
 
-def test_a_card_of_other_content_is_one_sentence(tmp_path):
-    x, y = digits_set().records
-    for card in ({"origin": "digits"}, {"origin": {"name": "digits"}, "data": [1]}):
-        key = list(card)[-1]
-        with pytest.raises(UserError, match=rf"`card\.{key}` must be a mapping, got "):
-            DistilledDataModule(DistilledSet(x, y, card)).prepare_data()
-    with pytest.raises(UserError, match=r"`card\.origin\.name` must be text or null, got "):
-        DistilledDataModule(DistilledSet(x, y, {"origin": {"name": 5}})).prepare_data()
-
-
 def test_a_card_names_no_secret_and_no_path_of_the_machine():
     arguments = {"url": "postgresql://me:one@host/records", "password": "two", "tables": ["a"]}
     data = {"class_path": "mine.Records", "folder": "files of mine", "download": False, "init_args": arguments}
@@ -176,39 +162,6 @@ def test_the_command_of_a_card_repeats_the_run(values):
     options = with_values(from_mapping(usual), values, "here")
     text = re.search("```yaml\\n(.*)\\n```", _command(dataclasses.asdict(options)), re.DOTALL)[1]
     assert from_mapping(yaml.safe_load(text)) == options
-
-
-@pytest.mark.parametrize("source", [None, 5])
-def test_what_is_no_source_is_one_sentence(source):
-    for read in (load_distilled, DistilledDataModule):
-        with pytest.raises(UserError, match=f"`source` must be the folder of a distilled set, .*, got {source}"):
-            read(source)
-
-
-def test_other_wrong_arguments_are_one_sentence(tmp_path):
-    x, y = digits_set().records
-    with pytest.raises(UserError, match="`card` must be a mapping, got None"):
-        DistilledSet(x, y, None)
-    with pytest.raises(UserError, match="`test` must be a map-style Dataset, with a length, got 'int'"):
-        DistilledDataModule(digits_set(), test=5).test_dataloader()
-    with pytest.raises(UserError, match="`distilled` must hold at least one image, got 0"):
-        DistilledDataModule(DistilledSet(x[:0], y[:0], digits_set().card)).train_dataloader()
-    digits_set().save(tmp_path / "new" / "folder")
-    assert len(load_distilled(tmp_path / "new" / "folder")) == len(x)
-
-
-def test_every_image_has_a_label():
-    with pytest.raises(UserError, match="`y` must have a label for each of 6 images, got 3"):
-        DistilledSet(a_set().x, a_set().y[:3])
-
-
-def test_a_set_without_images_has_no_picture():
-    assert DistilledSet(torch.zeros(0, 1, 4, 4), torch.zeros(0).long()).grid() is None
-
-
-def test_files_of_the_test_set_may_be_elsewhere(tmp_path):
-    with pytest.raises(UserError, match="folder"):
-        DistilledDataModule(fashion_set(), folder=str(tmp_path), download=False).prepare_data()
 
 
 @pytest.mark.parametrize("change", [{"epsilon_max": 0.001}, {"guarantee": "none"}, {"rounds": None}])

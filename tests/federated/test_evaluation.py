@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.data import Dataset, Population
+from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -82,21 +82,3 @@ def test_scores_do_not_depend_on_a_finite_loss(population):
     population = replace(population, test=None)
     scores = evaluate(module, population, ClientModels(torch.stack([always(0), always(1)]), (0, 1)))
     assert scores.test.accuracy == 0.875 and math.isnan(scores.test.loss)
-
-
-def test_shares_of_the_test_set_are_seen_once():
-    x = torch.randn(60, 3)
-    dataset = Dataset("mine", x, torch.arange(60) % 2, x[:20], torch.arange(20) % 2, 2)
-    population = Population.partitioned(dataset, num_clients=4)
-    seen = []
-
-    class Counting(nn.Linear):
-        def forward(self, records):
-            if torch.is_inference_mode_enabled():  # no check of the model
-                seen.append(len(records))
-            return super().forward(records)
-
-    scores = evaluate(ClientModule(Counting(3, 2)), population, ClientModels(always(0)[None], (0,) * 4))
-    assert sum(seen) == 20
-    assert sum(accuracies(scores)) / 4 == pytest.approx(scores.test.accuracy) == 0.5
-    assert not math.isnan(scores.test.loss)

@@ -16,7 +16,6 @@ from dpfl_lightning.federated.server.summary import (
     accuracy_of_groups,
     clustering,
     smallest,
-    true_groups,
 )
 
 SIZES = [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
@@ -102,10 +101,3 @@ def test_a_run_says_how_groups_fare_and_keeps_a_picture_of_the_clients(make_loop
     assert result.client_embedding.separation == 7.5
     with pytest.raises(ValueError, match="one point"):
         dataclasses.replace(result.client_embedding, cluster=(0,))
-
-
-def test_without_true_groups_nothing_is_said_of_them(make_loop):
-    loop = make_loop(parts=[Clusters()], rounds=1)
-    result = loop.run()
-    assert true_groups(loop.facts) is None and result.accuracy_of_groups == {}
-    assert "clustering_accuracy" not in result.metrics and result.clients[0]["true_group"] is None

@@ -1,4 +1,4 @@
-"""What makes a run this run: digests of module, strategies and records, and every edit that resuming refuses."""
+"""What makes a run this run: digests of module, strategies and records; `attacks/test_resume_changed.py` edits them."""
 
 import dataclasses
 import functools
@@ -11,23 +11,15 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import FIXED_KEY, blobs, break_off
+from conftest import blobs
 from torch import nn
 
-from dpfl_lightning.build import ENGINES
-from dpfl_lightning.config.options import ClientOptions, NetworkOptions, PrivacyOptions
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.identity import data_digests, module_digest
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, strategy_digests
 from dpfl_lightning.runtime.digests import object_digest
-from dpfl_lightning.strategies.aggregation.fedprox import FedProx
-from dpfl_lightning.strategies.aggregation.uniform import Uniform
-
-PRIVACY = PrivacyOptions(epsilon=8.0, delta=1e-3, reserve_rounds=1)
-CLIENTS = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
 
 
 class Layer(nn.Module):
@@ -106,15 +98,6 @@ def test_a_loss_that_holds_the_model_is_the_same_after_training(recurrent):
     assert of_loss(0.1) == of_loss(0.1) != of_loss(0.2)
 
 
-def test_a_class_without_a_file_is_known_by_its_settings_only(monkeypatch):
-    monkeypatch.setitem(sys.modules, "typed_in", type(sys)("typed_in"))
-    net = type("Net", (nn.Linear,), {"__module__": "typed_in"})(6, 2)
-    before = of(net)
-    assert of(net) == before
-    net.scale = 2.0
-    assert of(net) != before
-
-
 class Setting:
     def __init__(self, value):
         self._value = value
@@ -185,94 +168,18 @@ def test_records_of_other_shapes_and_types_are_other_records():
     assert shorter not in found
 
 
-# ---- resuming
-
-
-def changed_record():
-    population = blobs()
-    x = population.x.clone()
-    x[population.train_of[3][0], 0] += 1e-3
-    return dataclasses.replace(population, x=x)
-
-
-def other_privacy(**changed):
-    return {"privacy": dataclasses.replace(PRIVACY, **changed)}
-
-
-def other_clients(**changed):
-    return {"clients": dataclasses.replace(CLIENTS, **changed)}
-
-
-#: what a resumed run may not change, and the key that the refusal names
-EDITS = {
-    "rounds": {"rounds": 4},
-    "seed": {"seed": 1},
-    "privacy.epsilon": other_privacy(epsilon=9.0),
-    "privacy.epsilon` must stay 8.0, ": other_privacy(epsilon=[8.0, 8.0, 9.0, 8.0]),
-    "privacy.delta": other_privacy(delta=1e-4),
-    "privacy.clip_norm": other_privacy(clip_norm=2.0),
-    "privacy.noise_multiplier": other_privacy(noise_multiplier=3.0),
-    "privacy.accountant": other_privacy(accountant="rdp"),
-    "privacy.adjacency": other_privacy(adjacency="replace_one"),
-    "privacy.sampling": other_privacy(sampling="shuffle"),
-    "privacy.reserve_rounds": other_privacy(reserve_rounds=2),
-    "privacy.noise_key": other_privacy(noise_key=FIXED_KEY),
-    "privacy.diagnostics": other_privacy(diagnostics=True),
-    "clients.batch_size": other_clients(batch_size=8),
-    "clients.local_epochs": other_clients(local_epochs=2),
-    "clients.learning_rate` must stay 0.3, ": other_clients(learning_rate=[0.3, 0.2, 0.3, 0.3]),
-    "strategies": {"parts": [Uniform(), FedProx(0.5)]},
-    "strategy.1 Rule": {"parts": [Uniform(), Rule(2.0)]},
-    "module": {"module": ClientModule(Layer(scale=2.0))},
-    "records of client 3": {"population": changed_record()},
-}
-
-
-def common(**changed):
-    module, rules = ClientModule(Layer()), [Uniform(), Rule()]
-    return {"privacy": PRIVACY, "clients": CLIENTS, "module": module, "parts": rules, **changed}
-
-
-@pytest.fixture
-def begun(make_loop):
-    """A loop that is broken off in round 2, and the bytes of its ledger."""
-    loop = make_loop(**common())
-    break_off(loop, 2)
-    return loop, loop.clients.folder.ledger_file.read_bytes()
-
-
-def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charged(begun, make_loop):
-    loop, ledger = begun
-    for key, edit in EDITS.items():
-        again = make_loop(**common(**edit), output_dir=loop.output_dir)
-        again.clients.engine.train = None  # nobody is trained
-        with pytest.raises(UserError) as error:
-            again.run(resume=True)
-        words = str(error.value)
-        assert f"with which the run in {loop.output_dir} began, got " in words, key
-        assert words.startswith(f"`{key}") and "start a new run for anything else" in words, (key, words)
-        assert loop.clients.folder.ledger_file.read_bytes() == ledger, key
-
-
-def test_engine_network_evaluation_callbacks_and_fewer_rounds_may_change(begun, make_loop):
-    loop, _ = begun
-    free = common(parts=[Uniform(), Callback(), Rule()], rounds=2)
-    network = NetworkOptions(up_megabits_per_second=10.0)
-    again = make_loop(**free, network=network, engine=ENGINES["serial"](), evaluate_every=2, output_dir=loop.output_dir)
-    result = again.run(resume=True)
-    assert result.rounds == 2 and "2 of the 3 planned rounds are done" in result.reason
+# ---- in a run
 
 
 def test_the_identity_of_a_run_lies_in_the_ledgers_header_without_any_record(make_loop):
-    loop = make_loop(**common())
-    loop.run()
+    options = {"privacy": PrivacyOptions(epsilon=8.0, delta=1e-3), "module": ClientModule(Layer())}
+    loop, other = make_loop(**options), make_loop(**options)
+    loop.run(), other.run()
     header = json.loads(loop.clients.folder.ledger_file.read_bytes().splitlines()[0])
     found = header["identity"]
     assert found["rounds"] == 3 and found["privacy.epsilon"] == 8.0 and found["seed"] == 0
     assert len(found["records"]) == len(set(found["records"])) == 4
     assert found["records"] != [one.hex() for one in digests(loop.population, b"")], "a plain digest could be guessed"
-    other = make_loop(**common())
-    other.run()
     assert set(other.clients.folder.header().identity["records"]).isdisjoint(found["records"]), (
         "each run has a key of its own"
     )

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import torch
-from conftest import FIXED_KEY
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
@@ -39,16 +37,6 @@ def test_a_run_spends_pure_budgets(adjacency, sensitivity, make_loop, capsys):
     assert again["guarantee"]["accountant"] == "addition of pure epsilons"
 
 
-def test_simulated_noise_repeats_and_fresh_noise_does_not(make_loop):
-    def models(**more):
-        loop = make_loop(privacy=laplace(**more), clients=FULL, rounds=1)
-        loop.run()
-        return loop.state.models
-
-    assert torch.equal(models(noise_key=FIXED_KEY), models(noise_key=FIXED_KEY))
-    assert not torch.equal(models(), models())
-
-
 def test_what_does_not_go_together_is_one_sentence(make_loop):
     must_be_full = r"`clients\.batch_size` must be null \(all \d+ of client 0's records\) with Laplace noise, got 16"
     gaussian = PrivacyOptions(epsilon=1.0, delta=0.0)
@@ -58,12 +46,3 @@ def test_what_does_not_go_together_is_one_sentence(make_loop):
     ):
         with pytest.raises(UserError, match=words):
             make_loop(privacy=privacy, clients=clients).run()
-
-
-def test_null_batches_are_full_batches_with_gaussian_noise_as_well(make_loop):
-    privacy = PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY)
-    loop = make_loop(privacy=privacy, clients=FULL)
-    result = loop.run()
-    assert [c["batch_size"] for c in result.clients] == [c["num_records"] for c in result.clients]
-    assert all(line.event.sample_rate == 1 for own in loop.schedule.clients for line in own.planned)
-    assert all(3.9999 < c["epsilon_spent"] <= 4.0 for c in result.clients)

@@ -11,7 +11,6 @@ from conftest import private
 from dpfl_lightning import ClientOptions, Population
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import guarantee_of_each
-from dpfl_lightning.privacy.accounting.planned import once_each
 from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 COHORT, BUDGETS = 5, (2.0, 8.0)
@@ -77,9 +76,3 @@ def test_equal_guarantees_are_one_object_and_written_once(many):
     written = json.loads((loop.output_dir / "guarantees.json").read_text())
     assert guarantee_of_each(written) == [json.loads(json.dumps(one.as_dict())) for one in promises]
     assert len(written["guarantees"]) == len(set(promises)) <= len(kinds) == 4
-
-
-def test_a_function_is_called_once_for_equal_values():
-    seen = []
-    assert once_each(lambda value: seen.append(value) or len(seen), [(1, 2), (3,), tuple([1, 2]), (3,)]) == [1, 2, 1, 2]
-    assert seen == [(1, 2), (3,)] and once_each(seen.append, []) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import blobs, small_net
+from contracts.test_strategies import LOOPS, OPTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import passes_like
@@ -20,7 +21,6 @@ from rich.console import Console
 
 from dpfl_lightning import strategies
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
@@ -127,10 +127,10 @@ def test_rows_within_the_bound_are_summed_exactly_and_others_scaled():
 
 
 def test_noise_and_divisor_are_the_mechanisms():
-    x, draw = torch.zeros(5, 2), RandomGenerator(bytes(32))
+    x, draw = torch.zeros(5, 400), RandomGenerator(bytes(32))
     query = Columns(mechanism_of={0: Gaussian(0.5, 4.0, 1.0, 10.0)})
     passes = passes_like(x, torch.zeros(5, dtype=torch.long))
-    values = torch.stack([released(query, x, None, draw, passes) for _ in range(2000)])
+    values = torch.stack([released(query, x, None, draw, passes) for _ in range(10)])
     assert float(values.std()) == pytest.approx(0.5 * 4.0 / 10, rel=0.05)  # 4,000 draws of one key
 
 
@@ -317,11 +317,9 @@ def test_an_answer_that_is_planned_but_never_given_costs_nothing():
 # ---- every answer of every strategy
 
 MORE = {
-    "distillation": {"min_participants": 4, "evaluation_epochs": 5},
-    "feature_means": {"evaluation_epochs": 5, "image_steps": 2},
+    **OPTIONS,
     "ifca": {"num_clusters": 2, "selection_rounds": 1},
     "clustered": {"num_clusters": 2, "switch_round": 1},
-    "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
 }
 #: strategy and options -> what its guarantee says where nothing protects its answers
 ASKING = ("clustered", "distillation", "feature_means", "ifca", "minimum_epsilon", "noise_aware", "two_stage_selection")
@@ -354,12 +352,10 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     (strategy,) = strategies.build({name: {**MORE.get(name, {}), **options}})
     live, paper = Live(), Console(file=io.StringIO(), width=200)
     base = [] if strategy.role == "base" else [SizeWeighted()]
-    full = name == "two_stage_selection"
     loop = make_loop(
         dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
         parts=[*base, strategy, live, Progress(paper)],
-        rounds=1 if name == "feature_means" else 4,
-        clients=ClientOptions(count=4, batch_size=None if full else 16, learning_rate=0.3),
+        **{"rounds": 4, **LOOPS.get(name, {})},
     )
     asked, ask = [], loop.clients.engine.ask
     loop.clients.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]

@@ -1,17 +1,11 @@
 """A killed run goes on: the same parameters, and a ledger that never under-reports."""
 
 import json
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXED_KEY, PowerCut, break_off, small_net
+from conftest import PowerCut, break_off, small_net
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import PrivacyOptions
@@ -201,70 +195,6 @@ def test_a_kill_between_the_ledger_and_its_head(make_loop, monkeypatch):
     assert len(read_ledger(ledger)) == 12 and result.ledger == read_head(ledger).as_dict()
 
 
-def test_resuming_a_finished_run_changes_nothing(make_loop):
-    loop = make_loop()
-    first = loop.run()
-    ledger = loop.clients.folder.ledger_file.read_bytes()
-    again = make_loop(output_dir=loop.output_dir)
-    assert again.run(resume=True).test_accuracy == pytest.approx(first.test_accuracy)
-    assert loop.clients.folder.ledger_file.read_bytes() == ledger
-    assert torch.equal(again.state.models, loop.state.models)
-
-
 def test_nothing_to_resume_is_one_sentence(make_loop, tmp_path):
     with pytest.raises(UserError, match=r"`resume` must be the folder of a run, got .* which has no options.yaml"):
         make_loop(output_dir=tmp_path / "nowhere").run(resume=True)
-
-
-# ---- the command
-
-
-def fit(*argv: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "dpfl_lightning.fit", *argv], stdout=subprocess.DEVNULL)
-
-
-def _lines(folder: Path) -> int:
-    ledger = folder / "ledger.jsonl"
-    return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0
-
-
-def kill_three_times(folder: Path, options: list[str]) -> None:
-    """SIGKILL at random moments, and `--resume` to the end."""
-    argv = [*options, "--output_dir", str(folder)]
-    moments = random.Random(time.time_ns())
-    for _ in range(3):
-        process = fit(*argv)
-        while not (folder / "checkpoint.pt").exists():
-            time.sleep(0.05)
-        charged = _lines(folder)
-        while process.poll() is None and _lines(folder) == charged:
-            time.sleep(0.02)
-        time.sleep(moments.uniform(0.0, 0.7))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        argv = ["--resume", str(folder)]
-    assert fit(*argv).wait() == 0
-
-
-DIGITS = ["--config", "conf/digits.yaml", "--rounds", "60", "--tracking", "null"]
-
-
-@pytest.mark.slow
-def test_a_run_killed_three_times_is_bit_for_bit_the_unbroken_one(tmp_path):
-    folders = broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    options = [*DIGITS, "--privacy.noise_key", FIXED_KEY]
-    assert fit(*options, "--output_dir", str(unbroken)).wait() == 0
-    kill_three_times(broken, options)
-    ours, theirs = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders)
-    assert ours["round"] == theirs["round"] == 60
-    assert torch.equal(ours["models"], theirs["models"])
-    assert len(read_ledger(broken / "ledger.jsonl")) == len(read_ledger(unbroken / "ledger.jsonl"))
-
-
-@pytest.mark.slow
-def test_three_kills_cost_at_most_three_rounds_of_the_reserve(tmp_path):
-    kill_three_times(tmp_path, [*DIGITS, "--privacy.reserve_rounds", "3"])
-    result = json.loads((tmp_path / "result.json").read_text())
-    rounds = [charge.round for charge in read_ledger(tmp_path / "ledger.jsonl")]
-    assert result["rounds"] == 60 and set(rounds) == set(range(1, 61)) and 5 * 60 <= len(rounds) <= 5 * 63
-    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result["clients"])

@@ -108,7 +108,7 @@ def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypat
     witness = Witness(monkeypatch)
     few = engines == ["trainer"]  # slow to start, and `serial` otherwise
 
-    @settings(deadline=None, max_examples=2 if few else 4, suppress_health_check=list(HealthCheck))
+    @settings(deadline=None, max_examples=2 if few else 3, suppress_health_check=list(HealthCheck))
     @given(
         sizes=st.lists(st.integers(5, 60), min_size=2, max_size=4, unique_by=lambda n: n - round(0.2 * n)),
         share=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4),

@@ -15,7 +15,7 @@ from dpfl_lightning.privacy.ledger import ledger as ledger_module
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
-FLIPS = int(os.environ.get("DPFL_FLIPS", 100))  # the full count is 1000
+FLIPS = int(os.environ.get("DPFL_FLIPS", 40))  # the full count is 1000
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ def test_a_sealed_checkpoint_that_does_not_fit_is_refused(begun, make_loop):
             make_loop(output_dir=begun.output_dir).run(resume=True)
 
 
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+
 def test_a_failed_write_keeps_the_file_and_leaves_nothing(begun, monkeypatch):
     """As on a full disk: the checkpoint stays what it was, and no part of a new one is left."""
     content, files = begun.folder.checkpoint.read_bytes(), sorted(begun.output_dir.iterdir())
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch, warnings.catch_warnings(), pytest.raises(OSError) as error:
         patch.setattr(os, "fsync", full)
         begun.folder.save_checkpoint(begun.snapshot, begun._seal)
@@ -129,9 +129,6 @@ def test_a_failed_write_keeps_the_file_and_leaves_nothing(begun, monkeypatch):
 
 @pytest.mark.parametrize("where, file", [("checkpoint", "private.json"), ("ledger", "ledger.jsonl")])
 def test_on_a_full_disk_the_error_names_the_file_and_how_to_resume(where, file, make_loop, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
     class Fills(Callback):
         def on_round_start(self, view):
             if view.round == 2:

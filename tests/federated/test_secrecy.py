@@ -3,10 +3,8 @@
 That streams do not depend on the number of ranks is held by `test_ranks.py`: the same bits on one rank and on several.
 """
 
-import itertools
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from conftest import EVERY_ENGINE, FIXED_KEY, break_off, small_net
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.module import ClientModule
@@ -24,7 +21,6 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
-from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
@@ -123,22 +119,6 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
         assert (loop.output_dir / name).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
-    """Two copies of one broken run, of one configuration and one history: no client's update is the same."""
-    privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
-    loop, updates = break_off(make_loop(privacy=privacy), 3), []
-    for name in ("one", "other"):
-        shutil.copytree(loop.output_dir, tmp_path / name)
-        copy = make_loop(privacy=privacy, engine=SerialEngine(), output_dir=tmp_path / name)
-        release = copy.clients.engine.release
-        copy.clients.engine.release = lambda *args, release=release: updates.append(release(*args)) or updates[-1]
-        assert copy.run(resume=True).finished
-        assert len(read_ledger(copy.clients.folder.ledger_file)) == 4 * 4, "each copy pays for the round again"
-    assert len(updates) == 8
-    for one, other in itertools.combinations(updates, 2):
-        assert torch.isclose(one, other).float().mean() < 0.05, "single numbers of two updates may be close by chance"
-
-
 def test_a_run_that_ended_early_stays_ended_and_asks_and_charges_nothing(make_loop):
     stop = type("Stop", (Strategy,), {"stop": lambda self, view: "enough" if view.round == 3 else None})
     loop = make_loop(parts=[Asking(), stop()], rounds=9)
@@ -151,47 +131,19 @@ def test_a_run_that_ended_early_stays_ended_and_asks_and_charges_nothing(make_lo
     assert loop.clients.folder.ledger_file.read_bytes() == ledger and torch.equal(again.state.models, loop.state.models)
 
 
-def draws_of(loop) -> dict:
-    """What every client draws in a run: by round and client its rows, and the first words of its noise."""
-    found, local_task = {}, SerialEngine.local_task
+def test_the_streams_of_a_simulation_follow_its_configuration_and_not_the_engine(make_loop):
+    """`contracts/test_engines.py` holds that noise and sampling are those of the streams."""
 
-    def spy(self, plan, row, state, number):
-        task, start, batches = local_task(self, plan, row, state, number)
-        place, rows = (plan.round, plan.clients[row]), [one.tolist() for one in batches.draws]
-        words = task.noise.words
-
-        def spied(count):
-            drawn = words(count)
-            found.setdefault(place, (rows, drawn[:4].tolist()))
-            return drawn
-
-        task.noise.words = spied
-        return task, start, batches
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SerialEngine, "local_task", spy)
+    def first_word(key=FIXED_KEY, **options):
+        loop = make_loop(**{"privacy": PrivacyOptions(**BUDGETS, noise_key=key), "rounds": 1, **options})
         loop.run()
-    return found
+        return int(loop.clients.engine.streams.generator("noise", 1, 0).words(1)[0])
 
-
-def test_a_simulation_repeats_itself_and_nothing_else(make_loop):
-    """Its noise and sampling follow key, seed and configuration, and not the engine."""
-
-    def run(key=FIXED_KEY, **options):
-        loop = make_loop(**{"privacy": PrivacyOptions(**BUDGETS, noise_key=key), "rounds": 2, **options})
-        return draws_of(loop), loop.state.models
-
-    draws, models = run()
-    again, same_models = run()
-    assert again == draws and torch.equal(same_models, models) and len(draws) == 4 * 2
-    assert run(engine=ENGINES["serial"]())[0] == draws
-    seen = [one for pair in draws.values() for one in pair[1]]
-    others = [run(key=FIXED_KEY[::-1]), run(seed=1), run(rounds=3), run(clients=ClientOptions(4, 16, 1, 0.2))]
-    for other, _ in [*others, run(parts=[Asking()]), run(privacy=PROTECTED)]:
-        for place, pair in draws.items():
-            assert pair[0] != other[place][0] and not set(pair[1]) & set(other[place][1])
-        seen += [one for pair in other.values() for one in pair[1]]
-    assert len(set(seen)) == len(seen), "nor does any other client or round of any of these runs"
+    same = first_word()
+    assert first_word() == first_word(engine=ENGINES["serial"]()) == same
+    others = [{"key": FIXED_KEY[::-1]}, {"seed": 1}, {"rounds": 2}, {"clients": ClientOptions(4, 16, 1, 0.2)}]
+    others += [{"parts": [Asking()]}, {"privacy": PROTECTED}]
+    assert len({same, *(first_word(**other) for other in others)}) == 1 + len(others)
 
 
 def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop):
@@ -210,25 +162,6 @@ def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop
 
 
 # ---- the default mode
-
-
-@pytest.mark.parametrize("engine", EVERY_ENGINE)
-def test_a_protected_run_learns_and_spends_its_budget(engine, make_loop):
-    result = make_loop(engine=ENGINES[engine](), privacy=PROTECTED).run()
-    assert result.test_accuracy > 0.5
-    assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
-    one_step = ClientOptions(count=4, batch_size=None, learning_rate=0.3)  # clients side by side
-    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
-    result = make_loop(engine=ENGINES[engine](), clients=one_step, privacy=privacy, rounds=2).run()
-    assert [one["steps"] for one in result.clients] == [2] * 4
-
-
-def test_a_question_asked_twice_is_two_releases(make_loop):
-    for privacy in (PROTECTED, SIMULATED):
-        loop = make_loop(privacy=privacy, rounds=1, parts=[Asking(2)])
-        loop.run()
-        numbers = [(one.purpose, one.number) for one in read_ledger(loop.clients.folder.ledger_file) if one.client == 0]
-        assert numbers == [("select", 0), ("select", 1), ("train", 2)], "each charge has a number of its own"
 
 
 def test_the_command_protects_unless_a_key_is_given(tmp_path, capsys, monkeypatch, request):

@@ -16,7 +16,6 @@ from dpfl_lightning.federated.server.settings import (
 )
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
-from dpfl_lightning.runtime.text import slow_notice
 
 
 def test_each_client_has_settings_of_its_own_and_a_budget_or_noise():
@@ -51,16 +50,6 @@ def test_claims_are_the_truth_unless_they_are_said_to_be_false():
             claimed(wrong)
 
 
-def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
-    privacy = PrivacyOptions(epsilon=[2.0, math.inf], noise_multiplier=2.0, delta=1e-3)
-    settings = client_settings((100, 100), ClientOptions(batch_size=20), privacy, seed=0)
-    judge = accountant_of(privacy)
-    schedule = solved(default_schedule(settings, privacy, rounds=1000), judge)
-    paid, free = (one.planned[0].count for one in schedule.clients)
-    assert 1 <= paid < 1000 and free == 1000
-    assert judge.epsilon(schedule.clients[0].events(), 1e-3) <= 2.0
-
-
 def test_what_strategies_plan_beside_given_noise_is_paid_first():
     privacy = PrivacyOptions(epsilon=4.0, noise_multiplier=2.0, delta=1e-3)
     settings = client_settings((100,) * 3, ClientOptions(batch_size=20), privacy, seed=0)
@@ -82,10 +71,3 @@ def test_what_strategies_plan_beside_given_noise_is_paid_first():
     )
     with pytest.raises(UserError, match=r"`epsilon` must be above .*, the cost of full with the given noise.* got 4"):
         solved(loud, judge)
-
-
-def test_only_something_slow_is_noticed(capsys):
-    slow_notice("solving", patience_seconds=60)(1, 2)
-    assert capsys.readouterr().err == ""
-    slow_notice("solving", patience_seconds=-1)(1, 2)
-    assert capsys.readouterr().err == "solving: 1 of 2\n"

@@ -8,13 +8,12 @@ import re
 import time
 
 import pytest
-from fakes import a_report, a_result, a_view
+from fakes import Recorder, a_report, a_result, a_view
 from rich.console import Console
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, NOT_COVERED
 from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.mlflow.store import metrics
@@ -24,14 +23,6 @@ from dpfl_lightning.runtime.text import rounded_up_duration
 PRIVACY = PrivacyOptions(epsilon=4.0, delta=1e-3)
 SIMULATED = dataclasses.replace(PRIVACY, noise_key="ab" * 16)
 TIMES = ("wall_seconds", "training_seconds", "client_seconds")
-
-
-class Seen(Callback):
-    def __init__(self):
-        self.reports = []
-
-    def on_round_end(self, view, report):
-        self.reports.append(report)
 
 
 class Slow(SerialEngine):
@@ -53,7 +44,7 @@ def on_the_grid(seconds: float) -> bool:
 
 
 def run(make_loop, **options):
-    seen = Seen()
+    seen = Recorder()
     loop = make_loop(parts=[seen], rounds=2, **{"privacy": PRIVACY, **options})
     result = loop.run()
     return seen.reports, result, json.loads((loop.output_dir / "result.json").read_text())
@@ -106,14 +97,6 @@ def test_the_terminal_shows_no_time_of_a_round(tmp_path, monkeypatch):
     assert texts[0] == texts[1]
     assert re.findall(r"\| ([^|]* left)", texts[0]) == ["3 min 00 s left", "2 min 40 s left"]
     assert "records/s" not in texts[0] and "in at most 1 min 04 s; all 10" in " ".join(texts[0].split())
-
-
-def test_without_an_estimate_no_remaining_time_is_shown(tmp_path):
-    paper, view = Console(file=io.StringIO(), width=80), a_view(tmp_path, exact_times=False, estimated_seconds=math.nan)
-    progress = Progress(paper)
-    progress.on_fit_start(view)
-    progress.on_round_end(view, a_report(view, 1, seconds=None))
-    assert "round  1/10" in paper.file.getvalue() and "left" not in paper.file.getvalue()
 
 
 def test_mlflow_gets_no_time_of_a_round(tmp_path):

@@ -5,7 +5,6 @@ from conftest import break_off
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import NetworkOptions
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.traffic import Network
 
 SLOW = NetworkOptions(down_megabits_per_second=[8, 4, 8, 8], up_megabits_per_second=2, latency_seconds=0.25)
@@ -47,13 +46,3 @@ def test_what_strategies_send_beside_the_model_counts(make_loop):
     assert metrics["network_seconds"] == pytest.approx(asked + trained + second_round)
     metrics = make_loop(parts=strategies.build({"mr_mtl": {}}), rounds=1).run().metrics
     assert metrics["floats_down"] == 2 * metrics["floats_up"], "the mean of all models beside the client's"
-
-
-def test_bad_numbers_are_named(make_loop):
-    for name, value in (
-        ("up_megabits_per_second", 0.0),
-        ("down_megabits_per_second", [1.0, 2.0]),
-        ("latency_seconds", -0.1),
-    ):
-        with pytest.raises(UserError, match=f"network.{name}"):
-            make_loop(network=NetworkOptions(**{name: value}))

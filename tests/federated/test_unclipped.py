@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-from conftest import small_net
 from reference import summed
 from torch import nn
 
 from dpfl_lightning import models
-from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.unclipped import FEWEST, UnclippedSum
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
-from dpfl_lightning.privacy.clipping.checked import CheckedSum
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 
@@ -75,12 +72,6 @@ def test_parameters_that_no_loss_reads_have_zeros():
     assert inner.asked == 0 and found["used.weight"].any() and not found["idle.weight"].any()
 
 
-def test_every_record_counts_as_neither_clipped_nor_broken():
-    module, norms = a_module(), []
-    summed(both(module)[0], module.named_trainable, *batch(), math.inf, norms=norms)
-    assert torch.cat(norms).shape == (RECORDS,) and torch.cat(norms).isfinite().all()
-
-
 def test_all_else_is_left_to_the_clipped_sum():
     module = a_module()
     for clip_norm, records, num_groups in ((1.0, RECORDS, 1), (math.inf, 3 * FEWEST - 1, 3), (math.inf, RECORDS, 1)):
@@ -116,20 +107,3 @@ def test_threads_change_no_bit():
             found.append(summed(ours, module.named_trainable, x, y, math.inf, *groups))
         torch.set_num_threads(before)
         assert ours._pool is not None and torch.equal(*found)
-
-
-def test_the_fast_engine_has_it_only_for_nets_that_its_own_sum_serves(make_loop):
-    class Twice(nn.Module):
-        """One layer in two places, which no rule covers."""
-
-        def __init__(self):
-            super().__init__()
-            self.layer, self.net = nn.Linear(6, 6), small_net()
-
-        def forward(self, x):
-            return self.net(self.layer(self.layer(x)))
-
-    for net, kind in ((small_net(), UnclippedSum), (Twice(), CheckedSum)):
-        loop = make_loop(engine=FastEngine(), module=ClientModule(net), privacy=None, rounds=1)
-        loop.run()
-        assert type(loop.clients.engine.clipped_sum) is kind

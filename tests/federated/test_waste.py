@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from fakes import Recorder, changed_releases
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.local import Local
@@ -15,28 +15,12 @@ from dpfl_lightning.strategies.clustering.local import Local
 PROTECTED = PrivacyOptions(epsilon=4.0, delta=1e-3)
 
 
-def spoiled(loop, factor_of):
-    """Releases of a round are multiplied by what `factor_of(round, client)` returns."""
-    releases = loop.clients.engine.releases
-
-    def broken(plan, *args):
-        for row, delta in releases(plan, *args):
-            yield row, delta * factor_of(plan.round, plan.clients[row])
-
-    loop.clients.engine.releases = broken
-    return loop
-
-
-class SeesUpdates(Strategy):
-    def needs_updates(self, plan, view):
-        return True
-
-
 @pytest.mark.filterwarnings("ignore:round.*not finite")
-@pytest.mark.parametrize("parts", [[], [SeesUpdates()]])
+@pytest.mark.parametrize("parts", [[], [Recorder(updates=True)]])
 @pytest.mark.parametrize("factor, got", [(math.nan, "no update .* is finite"), (1e9, "no update .* below")])
 def test_a_run_that_diverges_is_not_charged_again(factor, got, parts, make_loop):
-    loop = spoiled(make_loop(privacy=PROTECTED, rounds=4, parts=parts), lambda round, _: factor if round == 2 else 1.0)
+    loop = make_loop(privacy=PROTECTED, rounds=4, parts=parts)
+    changed_releases(loop, lambda plan, row, delta: delta * factor if plan.round == 2 else delta)
     models = []
     one_round = loop.one_round
     loop.one_round = lambda state: models.append(state.models) or one_round(state)
@@ -48,8 +32,10 @@ def test_a_run_that_diverges_is_not_charged_again(factor, got, parts, make_loop)
 
 
 def test_one_client_with_a_huge_update_is_left_out(make_loop):
-    loop = spoiled(make_loop(rounds=3), lambda round, client: 1e30 if client == 3 else 1.0)
-    without = spoiled(make_loop(rounds=3), lambda round, client: math.nan if client == 3 else 1.0)
+    loop, without = (
+        changed_releases(make_loop(rounds=3), lambda plan, row, delta, by=by: delta * by if row == 3 else delta)
+        for by in (1e30, math.nan)
+    )
     with pytest.warns(UserNotice, match="round 2: left out .* not finite, or above 1e6: clients 3"):
         loop.run()
         without.run()
@@ -57,27 +43,12 @@ def test_one_client_with_a_huge_update_is_left_out(make_loop):
 
 
 def test_a_client_that_wrecks_the_model_that_it_has_alone_harms_no_other(make_loop):
-    def with_large_updates(loop):  # each is below the limit, and the model of two is above
-        releases = loop.clients.engine.releases
-
-        def larger(plan, *args):
-            for row, delta in releases(plan, *args):
-                yield row, torch.full_like(delta, 9e5) if plan.clients[row] == 3 else delta
-
-        loop.clients.engine.releases = larger
-        return loop
-
-    parts = [SizeWeighted(), Local()]
-    loop, honest = with_large_updates(make_loop(rounds=3, parts=parts)), make_loop(rounds=3, parts=parts)
+    loop, honest = (make_loop(rounds=3, parts=[SizeWeighted(), Local()]) for _ in range(2))
+    # each is below the limit, and the model of two is above
+    changed_releases(loop, lambda plan, row, delta: torch.full_like(delta, 9e5) if row == 3 else delta)
     with pytest.warns(UserNotice, match=r"round 2: 1 of 4 models stay .* Charged in vain: clients 3"):
         loop.run()
     honest.run()
     assert torch.equal(loop.state.models[:3], honest.state.models[:3]) and bool(
         (loop.state.models[3].abs() < 1e6).all()
     )
-
-
-@pytest.mark.filterwarnings("ignore:round.*not finite")
-def test_one_finite_update_is_enough(make_loop):
-    loop = spoiled(make_loop(rounds=3), lambda round, client: 1.0 if client == 3 else math.inf)
-    assert loop.run().rounds == 3

@@ -6,42 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom, norm
+from scipy.stats import binom
 
 from dpfl_lightning.auditing import bounds as audit
 from dpfl_lightning.auditing import one_run
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-
-
-def hull(inside: np.ndarray, outside: np.ndarray) -> list[audit.RunTotals]:
-    """Guess "in" at or above each threshold of the ROC curve's upper hull: (guesses, right ones)."""
-    thresholds = np.append(np.union1d(inside, outside), np.inf)
-    points = np.stack([np.searchsorted(np.sort(one), thresholds) for one in (inside, outside)], axis=1)
-    kept: list[np.ndarray] = []
-    for point in points:
-        while len(kept) > 1 and not turns_right(kept[-2], kept[-1], point):
-            kept.pop()
-        kept.append(point)
-    return [(len(inside) + len(outside) - int(p.sum()), len(inside) - int(p[0])) for p in kept]
-
-
-def turns_right(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> bool:
-    return (b[0] - a[0]) * (c[1] - b[1]) < (b[1] - a[1]) * (c[0] - b[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shift, plain, gaussian", [(0, 0, 0), (1, 1.13346, 2.164749), (2, 2.311945, 4.7218075), (4, 4.395568, 9.133752)]
-)
-def test_one_run_bounds_are_those_of_jax_privacy(shift, plain, gaussian):
-    """Its `epsilon_one_run` and `epsilon_one_run_fdp`: one tally for each point of the hull, shared significance."""
-    outside = norm.ppf(np.arange(10_000) / 10_000 + 1 / 20_000)
-    tallies = hull(outside + shift, outside)
-    promising = sorted(tallies, key=lambda one: -(one[1] - 3 * one[0] ** 0.5) / max(one[0], 1))  # quicker in this order
-    share = (20_000, promising, 0.05)
-    assert audit.one_run_epsilon(*share, delta=1e-6) == pytest.approx(plain, rel=1e-5)
-    mu = audit.one_run_weakness(*share, audit.gaussian_curve)
-    assert float(gaussian_epsilon(np.array([mu]), np.array([1e-6]))[0]) == pytest.approx(gaussian, rel=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

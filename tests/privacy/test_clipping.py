@@ -1,7 +1,6 @@
 """Every rule and engine of clipped sums is held to per-record gradients by `vmap`, in float64."""
 
 import copy
-import gc
 import itertools
 import math
 
@@ -186,7 +185,7 @@ CASES = {
 @pytest.mark.parametrize(
     "layer_type", [kind for kind in CASES if kind not in TAPPED], ids=lambda t: getattr(t, "__name__", t)
 )
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_rule_equals_reference(layer_type, dtype, data):
     assert set(CASES) == {*RULES, *TAPPED, "convolution behind another"}, "every rule has a case"
@@ -235,11 +234,8 @@ STAGES = [
     ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.AvgPool2d(2), nn.AvgPool2d((2, 2), 2, count_include_pad=False)], 0),
     ([nn.Conv2d(3, 4, **CONV), nn.AvgPool2d(2, divisor_override=3), nn.AvgPool2d(2, ceil_mode=True)], 0),
     ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(3, stride=2)], 0),
-    ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)], 0),
-    ([nn.Conv2d(3, 16, **CONV), nn.ReLU(), nn.AvgPool2d(2), nn.MaxPool2d(2)], 0),
     ([nn.Conv2d(3, 16, **CONV), nn.MaxPool2d(2), nn.Tanh()], 0),
     ([nn.Conv2d(3, 16, 3, dilation=2), nn.ReLU(), nn.MaxPool2d(2)], 0),
-    ([nn.Conv2d(3, 15, 3, groups=3), nn.ReLU(), nn.MaxPool2d(2)], 0),
     ([nn.Conv2d(3, 16, **CONV, padding_mode="reflect"), nn.ReLU(), nn.MaxPool2d(2)], 0),
 ]
 
@@ -305,13 +301,9 @@ def test_a_convolution_of_many_groups_may_be_split():
 #: convolutions and maps that are smaller than their kernels
 SMALL_MAPS = [
     (nn.Conv2d(8, 16, 3, padding=1), (1, 1)),
-    (nn.Conv2d(3, 5, 3, padding=1, bias=False), (1, 1)),
-    (nn.Conv2d(8, 8, 5, padding=2), (2, 2)),
     (nn.Conv2d(3, 16, (5, 3), stride=(2, 1), padding=(2, 1)), (2, 6)),
     (nn.Conv2d(4, 6, 3, padding=(3, 2), dilation=(3, 2), groups=2), (2, 1)),
     (nn.Conv2d(8, 8, 7, padding=3, groups=8, bias=False), (2, 3)),
-    (nn.Conv2d(2, 3, (1, 5), padding=(1, 3), stride=2), (1, 1)),
-    (nn.Conv2d(3, 4, 9, padding=4), (4, 4)),
 ]
 
 
@@ -323,15 +315,6 @@ def test_kernels_on_small_maps_equal_reference(layer, size, dtype):
     behind = nn.Sequential(nn.Conv2d(2, layer.in_channels, 1), nn.Tanh(), layer)
     assert_equals_reference(behind, torch.randn(3, 2, *size), dtype)
     assert_equals_reference(behind, torch.randn(0, 2, *size), dtype)
-
-
-def test_stages_and_sparse_convolutions_on_small_maps_equal_reference(stage_channels):
-    """A kernel of 7 x 7 on a map of 2 x 2 in a stage, and one of 5 x 5 on such a map."""
-    body = [nn.Conv2d(1, 16, 7, padding=4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 5, padding=2)]
-    net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 3))
-    for sparse in ((), ("0", "3")):
-        assert_equals_reference(net, torch.randn(5, 1, 2, 2), torch.float32, sparse=sparse)
-    assert stage_channels
 
 
 def test_frozen_parts_chosen_parts_and_bad_records_of_kernels_on_small_maps():
@@ -482,15 +465,6 @@ def test_frozen_parameters_of_recurrent_layers_and_attention_are_left_out():
         assert_equals_reference(net, torch.randint(7, (3, 4)) if names[0][0] == "1" else IMAGES[:3, 0, 0])
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_rules_compute_nothing_for_frozen_parameters(name):
-    x, y = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 4, 4)
-    for layer in (nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)):
-        assert list(RULES[type(layer)](layer, {name: getattr(layer, name)}, (x,), y)) == [name]
-    layer, moments = nn.LayerNorm(4), x[..., :1]
-    assert list(layer_rules.layer_norm_rule(layer, {name: getattr(layer, name)}, (x, moments, moments), y)) == [name]
-
-
 def test_layer_norm_in_low_precision_keeps_the_normalised_input():
     """On a CPU the moments of the forward pass are rounded to bfloat16, which is too coarse for a large mean."""
     layer, x = nn.LayerNorm(32), 10 + torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -498,22 +472,6 @@ def test_layer_norm_in_low_precision_keeps_the_normalised_input():
     _, *moments = torch.native_layer_norm(x, (32,), None, None, layer.eps)
     weight = layer_rules.layer_norm_rule(layer, {"weight": layer.weight}, (x, *moments), torch.ones_like(x))["weight"]
     assert torch.equal(weight.grads, nn.functional.layer_norm(x, (32,)))
-
-
-def test_frozen_parameters_and_subsets_are_left_out():
-    net = cnn().eval()
-    net[0].requires_grad_(False)
-    assert_equals_reference(net, IMAGES)
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    some, args = {name: params[name] for name in ("3.bias", "8.weight")}, (IMAGES, LABELS, 0.5)
-    expected = summed(VmapClippedSum(cross_entropy_of(net)), some, *args)
-    torch.testing.assert_close(summed(FastClippedSum(net), some, *args), expected)
-    with pytest.raises(Unsupported, match=r"0\.bias"):
-        summed(FastClippedSum(net), params, *args)
-
-
-def test_dropout_of_an_encoder_is_no_obstacle():
-    assert clipped_sum_for(sentences(), None, torch.empty(0, 4).long(), LABELS)[1] == "fast: exact rules for all layers"
 
 
 def test_recurrent_layers_are_checked_without_dropout_in_training_mode():  # else cuDNN has no derivative
@@ -574,14 +532,6 @@ def test_engine_is_chosen_with_its_reason():
         assert reason == words
 
 
-def test_random_forward_cannot_be_checked_and_leaves_the_generator_alone():
-    net = linear_of_3(lambda net, x: F.dropout(net.layer(x), 0.5, net.training))
-    before = torch.get_rng_state()
-    _, reason = clipped_sum_for(net, None, torch.empty(0, 3), LABELS)
-    assert reason.startswith("vmap: the gradient of")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_losses_in_float32_are_checked_and_those_that_read_parameters_left_to_the_reference():
     net = nn.Sequential(nn.Linear(3, 3))
     plain = cross_entropy_of(net)
@@ -593,12 +543,6 @@ def test_losses_in_float32_are_checked_and_those_that_read_parameters_left_to_th
     assert reason == "fast: exact rules for all layers"
     _, reason = clipped_sum_for(net, with_decay, torch.randn(1, 3), LABELS)
     assert reason == "vmap: the gradient of `0.weight` differs from what the layers' rules give"
-
-
-def test_passes_shrink_for_wide_layers():
-    wide = nn.Sequential(nn.Linear(2, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 2))
-    assert clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].choose().size == 16
-    assert clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].choose().size == 96
 
 
 def test_embedding_that_scales_by_frequency_has_no_rule():
@@ -622,13 +566,6 @@ def net():
     return cnn().eval()
 
 
-def test_no_records_give_zeros(engine, net):
-    params = params_of(net, torch.float32)
-    size = sum(p.numel() for p in params.values())
-    total = summed(engine(net), params, IMAGES[:0], LABELS[:0], 1.0, LABELS[:0], 2)
-    assert torch.equal(total, torch.zeros(2, size))
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_sizes_of_passes_change_rounding_only_and_sums_are_float64(engine, net, dtype):
     params, x = params_of(net, dtype), IMAGES.to(dtype)
@@ -639,32 +576,12 @@ def test_sizes_of_passes_change_rounding_only_and_sums_are_float64(engine, net, 
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_replacing_a_record_by_its_opposite_moves_the_sum_by_twice_the_clip_norm(engine, order):
-    """Softmax of two classes at zero parameters: gradients of the two labels are opposite."""
-    net = nn.Linear(3, 2)
-    params = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in net.named_parameters()}
-    x = torch.tensor([[3.0, -5.0, 1.0]], dtype=torch.float64)
-    one, other = (summed(engine(net), params, x, torch.tensor([label]), 0.25, order=order) for label in (0, 1))
-    assert float((one - other).norm(p=order)) == pytest.approx(2 * 0.25, rel=1e-6)
-
-
-@pytest.mark.parametrize("order", [1, 2])
 def test_sums_are_those_of_plain_autograd(engine, net, order):
     params = params_of(net)
     for clip_norm in (0.05, 1.0, math.inf):
         ours = summed(engine(net), params, IMAGES.double(), LABELS, clip_norm, order=order)[0]
         expected = reference.clipped_sum(net, params, IMAGES.double(), LABELS, clip_norm, order)
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
-
-
-def test_groups_split_the_sum(engine, net):
-    params = params_of(net)
-    group = torch.tensor([4, 0, 4, 1, 1, 0, 4])
-    rows = summed(engine(net), params, IMAGES.double(), LABELS, 0.5, group, 6)
-    for g in range(6):
-        alone = summed(engine(net), params, IMAGES[group == g].double(), LABELS[group == g], 0.5)
-        torch.testing.assert_close(rows[g], alone[0])
-    torch.testing.assert_close(rows.sum(0), summed(engine(net), params, IMAGES.double(), LABELS, 0.5)[0])
 
 
 @pytest.mark.parametrize("only", [("3.bias",), ("0.weight", "3.weight", "8.weight"), None])
@@ -685,28 +602,6 @@ def test_wanted_gradients_are_measured_clipped_and_summed(engine, net, only, ord
         torch.testing.assert_close(clipped, free * (clip_norm / true).clamp_max(1)[:, None], rtol=1e-6, atol=1e-9)
     nothing = summed(engine(net), params, x[:0], LABELS[:0], 1.0, only=only)
     assert torch.equal(nothing, torch.zeros(1, free.shape[1]).double())
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-@pytest.mark.parametrize("place", [(2, 0, 0, 0), (2,)])
-def test_record_without_finite_gradient_contributes_exactly_zero(engine, net, bad, place):
-    params, x = params_of(net, torch.float32), IMAGES.clone()
-    x[place] = bad
-    others = torch.arange(7) != 2
-    total = summed(engine(net, size=100), params, x, LABELS, math.inf, LABELS, 3)
-    assert torch.isfinite(total).all()
-    alone = summed(engine(net, size=100), params, x[2:3], LABELS[2:3], 1.0)
-    is_zero = torch.equal(alone, torch.zeros_like(alone))
-    assert is_zero or (bad == 1e30 and alone.norm() <= 1 + 1e-6)  # the loss may be flat there
-    if is_zero:
-        expected = summed(engine(net, size=100), params, x[others], LABELS[others], math.inf, LABELS[others], 3)
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_zero_gradient_is_not_divided_by(engine):
-    weight = {"weight": torch.zeros(2, 2)}
-    total = summed(engine(nn.Linear(2, 2, bias=False)), weight, torch.zeros(1, 2), LABELS[:1], 1.0)
-    assert torch.equal(total, torch.zeros(1, 4))
 
 
 def test_dropout_draws_for_each_record(engine):
@@ -748,27 +643,6 @@ def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     assert torch.equal(ours, summed(first, params, x, y, 1.0)) and calls
 
 
-def test_a_pass_leaves_nothing_behind():
-    """A graph that its own gradients keep alive would fill the memory until Python's collector comes by."""
-    net = nn.Sequential(
-        nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(144, 3)
-    )
-    clipped_sum = FastClippedSum(net)
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    x, y = torch.randn(4, 1, 12, 12), torch.randint(3, (4,))
-    gc.collect()
-    gc.disable()
-    try:
-        counts = []
-        for _ in range(3):
-            summed(clipped_sum, params, x, y, 1.0)
-            # by type: to ask a dead proxy of another test for its class raises
-            counts.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
-    finally:
-        gc.enable()
-    assert counts[0] == counts[2]
-
-
 class Autocast(nn.Module):
     def __init__(self, *body):
         super().__init__()
@@ -786,22 +660,3 @@ def test_a_net_under_autocast_is_run_in_its_dtypes_before_it_is_called_fast():
         chosen, reason = clipped_sum_for(net, None, x[:0], y[:0])
         params = {name: p.detach() for name, p in net.named_parameters()}
         assert reason.startswith(("vmap: ", "fast: ")) and chosen(params, x, y, ClipRequest(1.0))[1].isfinite().all()
-
-
-class Last(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0][:, -1]
-
-
-def test_a_users_forward_of_a_recurrent_layer_is_kept():
-    layer = nn.GRU(3, 4, batch_first=True)
-    really = layer.forward
-    layer.forward = lambda x: tuple(2 * part for part in really(x))
-    net = nn.Sequential(Last(layer), nn.Linear(4, 3))
-    before, x = layer.forward, torch.randn(2, 5, 3)
-    assert clipped_sum_for(net, None, x, torch.tensor([0, 1]))[1].startswith("vmap: ")
-    assert layer.forward is before

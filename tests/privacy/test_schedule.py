@@ -1,7 +1,6 @@
 """Calibration: never over the budget, never more noise than it asks for, frozen tables."""
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -163,14 +162,6 @@ def test_many_clients_afford_what_each_affords_alone(offers, most):
     assert affordable_counts(asked, RDP, most) == alone
 
 
-def test_affording_tells_how_far_it_is(monkeypatch):
-    told = []
-    monkeypatch.setattr(PLD, "chunk_size", 128)
-    offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5, [])] * 300
-    assert affordable_counts(offers, PLD, 9, lambda done, total: told.append((done, total))) == [4] * 300
-    assert told == [(128, 300), (256, 300), (300, 300)]
-
-
 def test_given_noise_is_cut_to_what_the_budget_pays_beside_other_releases():
     train, select = Planned("train", GaussianEvent(0.1, 2.0, 5), 300), Planned("select", SelectionEvent(0.2), 9)
     free = ClientSchedule(2.0, 1e-5, (replace(train, event=GaussianEvent(0.1, None, 5)), select))
@@ -228,20 +219,6 @@ def test_targets_near_the_floor_are_solved_or_refused():
         calibrate([one_phase(1e-300, 1.0, 1)], PLD)
 
 
-def test_schedule_reads_back():
-    first, train = GaussianEvent(1.0, 5.0), GaussianEvent(0.1, None, 10)
-    lines = (Planned("select", SelectionEvent(0.1), 99), Planned("first", first, 1), Planned("train", train, 30))
-    schedule = ClientSchedule(1.0, 1e-5, lines)
-    assert schedule.count_of("train") == 30 and schedule.count_of("nothing") == 0
-    assert schedule.noise_multiplier("first") == 5.0
-    assert schedule.main == train, "the most frequent Gaussian release"
-    assert schedule.with_noise(2.0).events()[1:] == [first, GaussianEvent(0.1, 2.0, 300)]
-    with pytest.raises(KeyError):
-        schedule.noise_multiplier("train")
-    with pytest.raises(KeyError):
-        _ = ClientSchedule(1.0, 1e-4, lines[:1]).main
-
-
 FIRST_COSTS_TOO_MUCH = (Planned("first_round", GaussianEvent(1.0, 1.0), 1), *one_phase(1.0, 0.1, 1).planned)
 
 
@@ -276,15 +253,6 @@ def test_no_step_needs_no_noise_and_saves_no_budget_that_is_spent(steps, count):
         spent = ClientSchedule(1.0, 1e-4, (train, Planned("select", SelectionEvent(epsilon), 5)))
         with pytest.raises(UserError, match=words):
             calibrate([spent], RDP)
-
-
-@pytest.mark.slow
-def test_a_thousand_different_clients():
-    rates = [(8 + i % 200) / (1000 + i) for i in range(1000)]
-    clients = [one_phase(0.15 + 0.01 * i, rate, 10 + i % 50, count=10 + i % 290) for i, rate in enumerate(rates)]
-    begun = time.process_time()
-    assert len(calibrate(clients, RDP)) == 1000
-    assert time.process_time() - begun < 30
 
 
 SCHEDULE = ClientSchedule(

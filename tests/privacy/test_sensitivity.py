@@ -12,7 +12,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer, Unsupported, arranged
+from dpfl_lightning.privacy.clipping.layer_rules import RULES, Lookup, Outer, Unsupported, arranged
 from dpfl_lightning.privacy.clipping.reference import (
     CANCELLING,
     SUM_ROUNDING,
@@ -21,8 +21,9 @@ from dpfl_lightning.privacy.clipping.reference import (
     cross_entropy_of,
     require_proved,
 )
+from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
-CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
+CLIP_NORMS = (1e-12, 0.003, 1e6)
 MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)
 BROKEN = (math.nan, math.inf)
 #: of features and of the loss: squares of one underflow in float32, the product is large beside small clip norms
@@ -63,6 +64,10 @@ NETS = {
     "attention": (Net(lambda net, x: net.read(x, x, x)[0], read=nn.MultiheadAttention(4, 2, batch_first=True)), (3, 4)),
     "a module without a rule": (nn.Conv1d(2, 3, 2), (2, 5)),
 }
+
+
+def test_every_rule_has_a_net():
+    assert {*RULES, *TAPPED} <= {type(layer) for net, _ in NETS.values() for layer in net.modules()}
 
 
 @pytest.fixture(autouse=True)
@@ -140,16 +145,6 @@ def test_no_record_adds_more_than_the_clip_norm(name, order, engine):
     assert added_something > 20, "records were clipped at all"
 
 
-def test_tiny_gradients_of_large_features_are_measured():
-    """The norm is a product of a length that is too small for a float32 square and of one that is too large."""
-    net = nn.Linear(100, 10)
-    params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    x, y = torch.full((1, 100), 1e19), torch.tensor([1e-25])
-    norms: list[Tensor] = []
-    summed(FastClippedSum(net, loss_of(net)), params, x, y, 1.0, norms=norms)
-    assert float(norms[0][0]) == pytest.approx(1e19 * 10 * 1e-25 * float(torch.linspace(-1, 1, 10).norm()), rel=1e-6)
-
-
 @pytest.mark.parametrize("first", [math.nan, 0.0])
 def test_what_a_record_is_does_not_move_the_others_by_a_bit(first):
     net = nn.Sequential(pooled(), nn.Linear(144, 4))
@@ -194,13 +189,10 @@ def test_compiled_sums_are_those_of_torch(records, groups):
     "change",
     [
         lambda pairs, totals, factors, group: pairs.append((torch.ones(4, 1), torch.ones(4, 2))),
-        lambda pairs, totals, factors, group: pairs.append((torch.ones(5, 1).double(), torch.ones(5, 2))),
         lambda pairs, totals, factors, group: group.add_(2),
-        lambda pairs, totals, factors, group: group.sub_(1),
         lambda pairs, totals, factors, group: factors.resize_(4),
         lambda pairs, totals, factors, group: group.resize_(4),
         lambda pairs, totals, factors, group: totals.append(totals.pop().float()),
-        lambda pairs, totals, factors, group: totals.append(totals.pop()[:, :2]),
         lambda pairs, totals, factors, group: totals.append(totals.pop().mT.contiguous().mT),
     ],
 )
@@ -288,15 +280,6 @@ def test_batches_whose_sum_is_not_proved_are_refused():
     words = "`batch` must have fewer records, so that the sum is exact enough, got 10000000"
     with pytest.raises(UserError, match=words):
         require_proved(records=10_000_000, size=128, terms=64)
-
-
-def test_the_reference_agrees_with_the_default_loss():
-    net = nn.Linear(3, 2)
-    x, y = torch.randn(5, 3) * 1e15, torch.arange(5) % 2
-    ours, expected = (
-        summed(one, values(net), x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net)))
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -13,7 +13,7 @@ from dpfl_lightning.privacy.clipping import layer_rules
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
-KERNELS = [(2, 2, 16), (4, 1, 40), (1, 3, 20), (5, 5, 1), (3, 3, 40)]  # few: each is compiled, in a second
+KERNELS = [(2, 2, 16), (4, 1, 40), (5, 5, 1)]  # few: each is compiled, in a second
 
 
 def true_gradients(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,11 +117,6 @@ def test_other_cases_take_the_dense_way():
             layer_rules.arranged(totals, grads.shape, grads.order).flatten(1), true_dw.flatten(1), rtol=1e-5, atol=1e-3
         )
         torch.testing.assert_close(dx.double(), true_dx, rtol=1e-5, atol=1e-4)
-
-
-def test_few_numbers_are_what_max_pooling_leaves():
-    _, _, dy = case((5, 5, 16), 2, 16, (8, 8), (1, 1), (2, 2), 0.2)
-    assert sparse_conv.mostly_zeros(dy) and not sparse_conv.mostly_zeros(torch.ones_like(dy))
 
 
 def test_loops_that_go_wrong_are_refused(monkeypatch):

@@ -2,12 +2,10 @@
 
 import dataclasses
 import itertools
-import json
 
-import numpy as np
 import pytest
 import torch
-from conftest import PowerCut, blobs, cut_at, private, small_net
+from conftest import blobs, small_net
 from fakes import Absent, Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,12 +14,10 @@ from dpfl_lightning import strategies
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates, kmeans
+from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 
 GROUPS = (0, 1, 0, 1)
@@ -71,49 +67,6 @@ def rounds_of(seen):
         before = after
 
 
-# ---- properties of all
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_resumed_run_equals_the_unbroken_one(name, make_loop):
-    unbroken, broken = build(make_loop, name, rounds=4), build(make_loop, name, rounds=4)
-    whole = unbroken.run()
-    cut_at(broken, 3)
-    with pytest.raises(PowerCut):
-        broken.run()
-    again = build(make_loop, name, rounds=4, output_dir=broken.output_dir)
-    result = again.run(resume=True)
-    assert torch.equal(again.state.models, unbroken.state.models)
-    assert again.state.model_of == unbroken.state.model_of and selections(again) == selections(unbroken)
-    assert result.metrics == whole.metrics
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BASELINES)
-@pytest.mark.parametrize("base", ["size_weighted", "uniform", "epsilon_weighted", "noise_aware"])
-def test_it_works_with_every_base_rule(name, base, make_loop):
-    loop, result, seen = run(make_loop, name, base=base)
-    for _, _, sums, _, _ in rounds_of(seen):
-        assert all(total == 0.0 or abs(total - 1) < 1e-6 for total in sums.tolist())
-    assert all(0.97 * one["epsilon_budget"] < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
-    assert loop.state.models.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BASELINES)
-def test_one_client_absent_clients_and_a_round_without_any(name, make_loop):
-    absent = Absent({1: (0, 2), 2: (0, 1, 2, 3), 3: (3,)})
-    _, result, seen = run(make_loop, name, extra=[absent], rounds=4)
-    assert result.finished and result.rounds == 4
-    if name in ("ifca", "kmeans_clusters", "oracle_clusters"):
-        groups = [report.metrics.get("group") for report in seen.reports]
-        present = [group is not None and (~group.isnan()).nonzero().flatten().tolist() for group in groups]
-        assert present == [[1, 3], False, [0, 1, 2], [0, 1, 2, 3]]
-    alone = dataclasses.replace(blobs(num_clients=1), groups=(0,))
-    assert run(make_loop, name, population=alone, privacy=private(4.0))[0].state.models.isfinite().all()
-
-
 # ---- several models to begin with
 
 
@@ -139,11 +92,6 @@ def test_each_model_begins_from_its_seed(make_loop):
             {"new_net": lambda seed: small_net(features=3, seed=seed)},
             "`new_net` must build a net of 83 parameters, got 59",
         ),
-        (
-            "ifca",
-            {"extra": strategies.build({"local": None})},
-            "`initialise` must be answered by one strategy, got Local and Ifca",
-        ),
         ("oracle_clusters", {"population": blobs()}, r"`data\.groups` must be given for strategy oracle_clusters"),
     ],
 )
@@ -152,28 +100,7 @@ def test_runs_that_do_not_fit_are_refused(name, options, words, make_loop):
         build(make_loop, name, **options).run()
 
 
-def test_new_models_leave_the_random_state_alone(make_loop):
-    loop = make_loop()
-    loop.plan_schedule()
-    torch.manual_seed(3)
-    view, expected = loop.view(ServerState(loop.module.flat[None], (0,) * 4)), torch.rand(1)
-    torch.manual_seed(3)
-    view.new_model(1)
-    assert torch.equal(torch.rand(1), expected)
-
-
 # ---- loss clustering
-
-
-@pytest.mark.slow
-def test_one_cluster_is_the_base_rule(make_loop):
-    plain = make_loop(of_two_kinds())
-    plain.run()
-    for selection in ("exponential", "paper_argmin"):
-        more = {"num_clusters": 1, "selection": selection, "selection_rounds": None}
-        loop, result, _ = run(make_loop, "ifca", more=more)
-        assert torch.equal(loop.state.models, plain.state.models)
-        assert not selections(loop) and all(one["epsilon_spent"] is not None for one in result.clients)
 
 
 def test_the_plan_has_the_cost_of_choices_and_says_what_nothing_protects(capsys, request, monkeypatch):
@@ -185,10 +112,6 @@ def test_the_plan_has_the_cost_of_choices_and_says_what_nothing_protects(capsys,
     assert plan_command(["--config", "conf/ifca.yaml", "--strategies", paper]) == 0
     text = capsys.readouterr().out
     assert "40 train, 40 select" in text and f"No differential privacy per record: {PLAIN_CHOICES}." in text
-    assert plan_command(["--config", "conf/ifca.yaml", "--strategies", paper, "--json"]) == 0
-    client = json.loads(capsys.readouterr().out)["clients"][0]
-    assert PLAIN_CHOICES in client["guarantee"] and client["epsilon"] is None and client["noise_multiplier"] > 0
-    assert [line["epsilon_alone"] for line in client["planned"]][1] is None
 
 
 @pytest.mark.slow
@@ -224,13 +147,6 @@ def test_a_model_that_nobody_chose_stays(make_loop):
             assert sums[row] == pytest.approx(float(row in updates.model_of))
 
 
-@pytest.mark.e2e
-def test_absent_clients_choose_later(make_loop):
-    loop, _, _ = run(make_loop, "ifca", more={"selection_rounds": 1}, extra=[Absent({1: (0,), 2: (0,)})], rounds=4)
-    assert selections(loop) == [(1, 1), (1, 2), (1, 3), (3, 0)]
-    assert loop.strategies[-1]._choice.done
-
-
 # ---- true groups
 
 
@@ -257,18 +173,6 @@ def test_true_groups_are_the_base_rule_in_each(make_loop):
     assert all("a simulation" in words for words in (result.guarantee, loop.clients.budgets.guarantees()[3].words()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["oracle_clusters", "kmeans_clusters", "ifca"])
-@pytest.mark.parametrize("rule", ["pfa", "experiments.papers.noise_aware.pfa.WholeUpdatePfa"])
-def test_projected_updates_stay_within_their_cluster(name, rule, make_loop):
-    """The clients of group 0 have large budgets, so the subspace of all of them would be that of group 0."""
-    population, options = of_two_kinds(), {"privacy": private([80.0, 8.0, 40.0, 8.0]), "rounds": 12, "seed": 1}
-    more = {"selection": "paper_argmin", "selection_rounds": None} if name == "ifca" else {}
-    parts = strategies.build({rule: {}, name: {**BASELINES[name], **more}})
-    result = make_loop(population, parts=parts, **options).run()
-    assert result.accuracy_worst > 0.9
-
-
 # ---- clients on their own
 
 
@@ -277,19 +181,6 @@ def test_alone_only_the_clients_updates_count(make_loop):
     assert torch.equal(seen.start.models, seen.start.models[:1].repeat(4, 1))
     for before, updates, _, after, _ in rounds_of(seen):
         assert torch.equal(after, before + updates.deltas)
-
-
-@pytest.mark.slow
-def test_the_pull_goes_to_the_mean_of_all_and_changes_no_epsilon(make_loop):
-    def models(name, **more):
-        loop, result, _ = run(make_loop, name, more=more, rounds=4)
-        return loop.state.models, [one["epsilon_spent"] for one in result.clients]
-
-    alone, price = models("local")
-    assert torch.equal(models("mr_mtl", pull=0.0)[0], alone)
-    pulled, same_price = models("mr_mtl", pull=2.0)
-    assert same_price == price
-    assert 0 < pulled.std(dim=0).norm() < 0.7 * alone.std(dim=0).norm()
 
 
 def test_the_pull_is_pull_times_rate_times_distance(make_loop):
@@ -316,20 +207,6 @@ def test_coordinates_keep_distances(count, width, seed):
     torch.testing.assert_close(torch.cdist(points, points), torch.cdist(deltas.double(), deltas.double()))
 
 
-def test_kmeans_in_few_dimensions_is_kmeans_in_all():
-    """The same partition as k-means on the updates themselves."""
-    from sklearn.cluster import KMeans
-    from sklearn.metrics import adjusted_rand_score
-
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(4, 500, generator=generator)
-    deltas = centres[torch.arange(21) % 4] + 0.3 * torch.randn(21, 500, generator=generator)
-    points, whole = coordinates(deltas), KMeans(4, n_init=10, random_state=0).fit(deltas.double().numpy())
-    assert adjusted_rand_score(kmeans(points, 4, seed=0), whole.labels_) == 1.0
-    assert np.array_equal(kmeans(points, 4, seed=7), kmeans(points, 4, seed=7))
-    assert sorted(kmeans(points[:3], 4, seed=0)) == [0, 1, 2], "more clusters than points"
-
-
 @pytest.mark.parametrize("merge", [False, True])
 def test_clients_add_the_mean_update_of_their_cluster_to_their_model_or_to_their_mean(merge, make_loop):
     absent = Absent({2: (0, 2)})
@@ -342,16 +219,3 @@ def test_clients_add_the_mean_update_of_their_cluster_to_their_model_or_to_their
             begun = before[mates].mean(dim=0) if merge and rows else before[client]
             expected = begun + updates.deltas[rows].mean(dim=0) if rows else begun
             torch.testing.assert_close(after[client], expected)
-
-
-def test_absent_clients_keep_their_models_and_order_does_not_count(make_loop):
-    loop = build(make_loop, "kmeans_clusters", base="uniform")
-    loop.plan_schedule()
-    view = loop.view(ServerState(loop.module.flat.repeat(4, 1), (0, 1, 2, 3)))
-    deltas = torch.tensor([[9.0, 0.0], [0.0, 1.0], [9.1, 0.1]])
-    strategy = loop.strategies[-1]
-    route = strategy.weigh(ClientUpdates((3, 0, 1), (1,) * 3, (0.1,) * 3, deltas), view)
-    assert route.tolist() == [[0, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 1]]
-    order = [2, 0, 1]
-    mixed = strategy.weigh(ClientUpdates((1, 3, 0), (1,) * 3, (0.1,) * 3, deltas[order]), view)
-    assert torch.equal(mixed, route[:, order])

@@ -9,16 +9,7 @@ from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 from experiments.papers.selection.estimates import (
-    PAPER_BIAS,
-    Constants,
-    FirstStage,
-    NoiseModel,
-    bias_noise_ratio,
-    estimated_skew,
-    fit_constants,
     gaussian_noise,
-    laplace_noise,
-    predicted_loss,
 )
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
@@ -42,47 +33,9 @@ def test_gaussian_privacy_of_a_budget(delta):
     assert c2 == pytest.approx(C2[delta], rel=1e-4)
 
 
-def test_laplace_noise_is_lemma_2():
-    records, epsilon, quota, rate, clip, params = 600, 1.5, 40, 0.05, 20.0, 4266
-    lemma_2 = 8 * params * (clip * rate * quota / (records * epsilon)) ** 2
-    assert laplace_noise(clip, params, epsilon, records).variance(quota, rate) == pytest.approx(lemma_2, rel=1e-12)
-
-
 def test_jain_index_of_extremes():
     assert jain_index([3, 3, 3]) == pytest.approx(1) and jain_index([0, 0, 5]) == pytest.approx(1 / 3)
     assert math.isnan(jain_index([0, 0]))
-
-
-def convergence_bound(quota, rounds, cohort, noise, gamma_n, constants, bias_constant=PAPER_BIAS):
-    """Theorem 5 with rho_min = 0: `L / (2 (gamma + T)) (gamma D + 4 / mu^2 A + 2 / mu B (gamma + T))`."""
-    big, small, late = constants.smoothness, constants.strong_convexity, constants.lr_offset + rounds
-    slots = cohort * rounds
-    squares = (
-        2 * constants.gradient_variance / cohort
-        + 2 / (cohort**2 * rounds) * (quota * noise.variance(quota)).sum()
-        + 2 * big / slots * (quota * gamma_n).sum()
-    )
-    linear = bias_constant * (quota / slots * gamma_n).sum()
-    start = constants.lr_offset * constants.start_distance
-    return big / (2 * late) * (start + 4 / small**2 * squares + 2 / small * linear * late)
-
-
-@pytest.mark.parametrize("exponent", [1, 2])
-def test_allocation_minimises_the_part_of_the_bound_that_quotas_decide(exponent):
-    draw = np.random.default_rng(7)
-    constants, rounds, cohort, count = Constants(1.0, 20.0, 0.5, 2.0, 0.3), 300, 4, 8
-    noise = NoiseModel(0.5, exponent, draw.exponential(1, count))
-    gamma_n = draw.exponential(2, count)
-    ratio = bias_noise_ratio(constants, rounds, cohort) / noise.scale
-
-    def bounded(quota):
-        return convergence_bound(quota, rounds, cohort, noise, gamma_n, constants)
-
-    best = allocate_int(noise.factor, cohort * rounds, exponent, ratio * gamma_n)
-    for giver, taker in np.argwhere(~np.eye(count, dtype=bool)):
-        if best[giver]:
-            other = best - np.eye(count, dtype=int)[giver] + np.eye(count, dtype=int)[taker]
-            assert bounded(best) <= bounded(other) * (1 + 1e-12)
 
 
 def some_reports(draw, spread):
@@ -146,37 +99,3 @@ def test_estimates_stay_in_range_and_the_unseen_get_the_mean():
     estimate, between = shrunken_heterogeneity([-50.0, 80.0, 7.0], [9, 9, 0], [1.0, 1.0, 1.0], max_loss=2.3)
     assert between > 0 and estimate.tolist() == [0.0, 2.3, 2.3]
     assert shrunken_heterogeneity([0.0], [0], [1.0], 2.3) == (pytest.approx([0.0]), 0.0)
-
-
-def a_stage(loss=1.2):
-    draw = np.random.default_rng(3)
-    counts = draw.integers(0, 5, 30).astype(float)
-    return FirstStage(
-        9, 6, counts, draw.exponential(0.3, 30), 0.95, NoiseModel(40.0, 1, draw.exponential(1e-4, 30)), loss
-    )
-
-
-def test_the_papers_skew():
-    assert estimated_skew([2, 1, 1], {0: 1.0, 1: 1.0}, max_loss=2.0) == pytest.approx(1.0)
-    assert estimated_skew([2, 0, 0], {0: 1.0, 1: 0.5}, max_loss=2.0) == pytest.approx(1 / 0.75)
-    assert estimated_skew([2, 0, 0], {0: -5.0, 1: 9.0}, max_loss=2.0) == pytest.approx(0.0), "clipped after noise"
-    assert estimated_skew([2, 0, 0], {0: -5.0}, max_loss=2.0) == 1.0
-
-
-def test_the_predicted_loss_term_by_term():
-    """Each constant's term alone: the others made to vanish."""
-    stage = a_stage()
-    base = Constants(0.0, 2.0, 0.0, 3.0, 0.5)
-    more_start = Constants(1.0, 2.0, 0.0, 3.0, 0.5)
-    assert predicted_loss(more_start, stage) - predicted_loss(base, stage) == pytest.approx(3.0 * 2.0 / (2 * 11.0))
-    sampled = Constants(0.0, 2.0, 1.0, 3.0, 0.5)
-    assert predicted_loss(sampled, stage) - predicted_loss(base, stage) == pytest.approx(4 * 3.0 / (11 * 0.25 * 6))
-
-
-def test_many_constants_predict_the_same_loss():
-    stage, ratios = a_stage(), []
-    for start in (None, Constants(5, 20, 0.1, 4, 1.0), Constants(0.1, 1, 3, 0.5, 0.3), Constants(50, 100, 1, 9, 0.01)):
-        found, residual = fit_constants(stage, start)
-        assert residual < 1e-5 and found.smoothness > found.strong_convexity
-        ratios.append(found.smoothness + 3 / 8 * found.strong_convexity * (found.lr_offset + 190))
-    assert max(ratios) > 2 * min(ratios)

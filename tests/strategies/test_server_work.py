@@ -1,7 +1,5 @@
 """Distances of gradients against slow forms, images that move towards a target, and nets trained on a set."""
 
-import dataclasses
-
 import pytest
 import reference
 import torch
@@ -26,14 +24,11 @@ from dpfl_lightning.algorithms.gradient_matching import (
 )
 from dpfl_lightning.algorithms.server_training import (
     Training,
-    public_generator,
-    torch_seed,
     trained_on,
 )
 from dpfl_lightning.federated.client.module import ClientModule
 
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "layer": (4, 5, 5), "linear": (3, 20), "norm": (6,)}
-ROWS = 6 + 4 + 3
 
 
 def gradients(seed=0, classes=2, scale=1.0, dtype=torch.float32):
@@ -238,42 +233,9 @@ def test_one_joint_step_is_a_step_of_each_class_with_torchs_sgd(steps, monkeypat
     assert not torch.allclose(now.images, start.images, atol=1e-2)
 
 
-@pytest.mark.parametrize("threads", [False, True])
-def test_passes_of_one_class_side_by_side_or_not_move_as_all_at_once(threads):
-    torch.manual_seed(0)
-    module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=4, depth=2))
-    names = matched_names({name: tuple(p.shape) for name, p in module.named_trainable.items()}, "layerwise_cosine")
-    target, start = some_target(module, names), SyntheticSet.of_noise(3, 2, (1, 8, 8), torch.Generator().manual_seed(0))
-    matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once)
-    everything = matching.step(start, module.named_trainable, target, torch.ones(3, dtype=torch.bool))
-    apart = Matching.of(module, names, (1, 8, 8), "layerwise_cosine", learning_rate=0.1, momentum=0.5)
-    assert apart.threads
-    few = dataclasses.replace(apart, threads=threads).step(
-        start, module.named_trainable, target, torch.ones(3, dtype=torch.bool)
-    )
-    torch.testing.assert_close(few[0].images, everything[0].images)
-    torch.testing.assert_close(few[1], everything[1])
-
-
-def test_the_records_of_a_set_are_its_images_class_by_class():
-    own = SyntheticSet.of_noise(3, 2, (4,), torch.Generator().manual_seed(0))
-    x, y = own.records
-    assert x.shape == (6, 4) and y.tolist() == [0, 0, 1, 1, 2, 2]
-    assert torch.equal(x[3], own.images[1, 1])
-
-
 def some_records(shape=(6,), count=40):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, *shape, generator=generator), torch.randint(3, (count,), generator=generator)
-
-
-def test_training_leaves_torchs_own_generator_alone():
-    module = ClientModule(small_net())
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    trained_on(module, module.flat, some_records(), Training(epochs=2), seed=1)
-    assert torch.equal(torch.rand(4), expected)
 
 
 def test_training_is_sgd_with_momentum_decay_and_a_smaller_rate_in_the_second_half():
@@ -304,11 +266,6 @@ def test_the_seed_decides_order_augmentation_and_dropout():
     assert torch.equal(one, again) and not torch.equal(one, other)
     plain = trained_on(module, module.flat, records, Training(epochs=2, batch_size=8), 1)
     assert not torch.equal(one, plain)
-
-
-def test_public_streams_are_named():
-    draws = {torch_seed(public_generator(seed, name, number)) for seed in (0, 1) for name in "ab" for number in (0, 1)}
-    assert len(draws) == 8
 
 
 def moved(way, images, params, target):

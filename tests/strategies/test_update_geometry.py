@@ -16,10 +16,10 @@ def plain(x, noise_std=1.0) -> Updates:
     return Updates(centred_gram(torch.from_numpy(x)), np.full(len(x), noise_std), x.shape[1])
 
 
-@pytest.mark.parametrize("dimension", [1, 2, 10])
+@pytest.mark.parametrize("dimension", [1, 10])
 @pytest.mark.parametrize(("separation", "known"), [(0.0, 1.0), (1.0, 0.3173), (2.0, 0.0455)])
 def test_overlap_is_the_mass_that_two_gaussians_share(dimension, separation, known):
-    """Seed 0, 400,000 draws: standard error below 0.0008, so one of nine fails by chance in 1e-4 of runs."""
+    """Seed 0, 400,000 draws: standard error below 0.0008, so one of six fails by chance in 1e-4 of runs."""
     assert overlap(separation) == pytest.approx(known, abs=5e-5)
     rng = np.random.default_rng(0)
     far = np.full(dimension, 2 * 1.7 * separation / math.sqrt(dimension))  # distance / std = 2 * separation
@@ -110,17 +110,6 @@ def test_coordinates_keep_distances_and_follow_the_clients():
     np.testing.assert_allclose(plain(2 - 3 * x, 1.5).coordinates(2), found[:, :2], err_msg="no sign is arbitrary")
     order = rng.permutation(6)
     np.testing.assert_allclose(plain(x[order], 0.5).coordinates(2), found[order, :2], atol=1e-9)
-
-
-def test_a_noisy_client_draws_no_direction_to_itself():
-    """Seed 0. One client of 100 times the noise; the first coordinate still tells the groups of the others apart."""
-    rng = np.random.default_rng(0)
-    noise = np.array([100.0] + [1.0] * 9)
-    x = rng.standard_normal((10, 5000)) * noise[:, None]
-    x[5:, :500] += 4.0
-    found = Updates(centred_gram(torch.from_numpy(x)), noise, 5000).coordinates(2)
-    gaps = [abs(found[1:5, axis].mean() - found[5:, axis].mean()) / found[1:5, axis].std() for axis in (0, 1)]
-    assert max(gaps) > 10
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
