@@ -5,7 +5,6 @@ bytes, and its backward passes write a gradient that is mostly zeros; `sparse_co
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LANES, LOSER
+from dpfl_lightning.kernels import LOSER
 from dpfl_lightning.kernels.dense_conv import nhwc
 
 
@@ -85,11 +84,9 @@ def _by_loops(loops: Callable[..., None], y: Tensor, count: int) -> tuple[Tensor
     y_last = nhwc(y)
     records, height, width, channels = y_last.shape
     shape = (records, height // 2, width // 2, channels)
-    numbers = math.prod(shape)
-    pooled, winners = np.empty(numbers + LANES, np.float32), np.empty(numbers + LANES, np.uint8)
-    loops(y_last[:count].reshape(-1), pooled, winners, count, height, width, channels)
-    pooled[count * math.prod(shape[1:]) :], winners[count * math.prod(shape[1:]) :] = 0.0, LOSER
-    pooled, winners = (a[:numbers].reshape(shape) for a in (pooled, winners))
+    pooled, winners = np.empty(shape, np.float32), np.empty(shape, np.uint8)
+    loops(*(a.reshape(-1) for a in (y_last, pooled, winners)), count, height, width, channels)
+    pooled[count:], winners[count:] = 0.0, LOSER
     return torch.from_numpy(pooled).permute(0, 3, 1, 2), torch.from_numpy(winners)
 
 
