@@ -47,7 +47,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.stages import computed_as_one, halves, mean_pooling, replaced_forward, stages_of
+from dpfl_lightning.privacy.clipping.stages import computed_as_one, replaced_forward, stages_of
 
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
@@ -148,7 +148,6 @@ class FastClippedSum:
         plain = [m for m in net.modules() if id(m) not in inside]  # rules may run the parts of units under `vmap`
         self._pools = [m for m in plain if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
-        self._mean_pools = [m for m in plain if type(m) is nn.AvgPool2d and halves(m)]
         self._names = {unit.module: name for name, unit in self.units_of.items()}
         sequences = [m for m in net.modules() if type(m) is nn.Sequential]
         self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
@@ -282,8 +281,6 @@ class FastClippedSum:
                     stack.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
             for pool in self._pools:
                 stack.callback(pool.register_forward_hook(_keep_format).remove)
-            for mean_pool in self._mean_pools:
-                stack.enter_context(replaced_forward(mean_pool, mean_pooling))
             yield watch
 
 
