@@ -95,13 +95,10 @@ def clipped_sum_for(
 ) -> tuple[CheckedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
-    It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on random, constant, padded and
-    extreme records, alone and in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in
-    float32 for a model without float64), with dropout off. Otherwise it is `VmapClippedSum`, in which no record can
-    influence another, or the loop if `vmap` cannot run the model or tensors of the net change in a pass. No record is
-    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding.
-
-    Raises UserError if a pass changes parameters, or numbers that the net keeps.
+    Rules of layers have to agree with `vmap` on random, constant, padded and extreme records, also beside records that
+    try to influence them, to 1e-8 relative in float64 (1e-4 in float32 without float64). No record is read but the
+    first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. Raises UserError if a pass
+    changes parameters, or numbers that the net keeps.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -134,10 +131,6 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
     """Switch dropout off, and restore the generators of random numbers afterwards."""
     with _generators_kept(net), evaluating(*_dropout_of(net)):
         yield
-
-
-def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
-    return FixedPasses(_examples(net, x, y, max(SIZES) + 1))
 
 
 def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> VmapClippedSum:
@@ -335,13 +328,13 @@ def random_example(
     return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), like(y[:, None], 2)[:, 0]
 
 
-def _examples(net: nn.Module, x: Records, y: Tensor, records: int) -> Batch:
-    """Return random records, the first of which is that of x and y, if there is one."""
-    some_x, some_y = random_example(net, x, y, records=records)[1:]
+def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
+    """Return passes whose examples are random records, the first of which is that of x and y, if there is one."""
+    some_x, some_y = random_example(net, x, y, records=max(SIZES) + 1)[1:]
     if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
-    return some_x, some_y
+    return FixedPasses((some_x, some_y))
 
 
 def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:

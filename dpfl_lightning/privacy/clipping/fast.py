@@ -111,19 +111,13 @@ class _Seam(torch.autograd.Function):
 class FastClippedSum:
     """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer; `vmap` for modules without a rule.
 
-    Use it through `clipped_sum_for`, which checks that it is correct for the model. It equals the reference up to
-    rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
-    module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
+    Use it through `clipped_sum_for`, which checks it for the model. Each parameter has to be used only in the module
+    that holds it, and each such module once in a forward pass; raises Unsupported for other models. A pass has `size`
+    records, at its end `padding` `[1, ...]` (None: a record of the batch, for tests). `channels_last` is the memory
+    format of images on a CPU, if the net gains from it. `sparse` names convolutions whose output gradients are mostly
+    zeros on random data: private records never influence how a pass is computed.
 
-    A pass has `size` records. Its last ones are `padding` `[1, ...]` (None: a record of the batch, for tests), which
-    compiled loops skip. `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if
-    the net gains from it: max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU
-    and 2 x 2 max-pooling is then one layer, without a gradient behind the convolution (`stages.py`). `sparse` names
-    convolutions whose output gradients are mostly zeros on random data (`sparse_layers`): private records never
-    influence how a pass is computed.
-
-    Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
-    https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
+    Reference: Goodfellow (2015), https://arxiv.org/abs/1510.01799; Li et al. (2022), https://arxiv.org/abs/2110.05679.
     """
 
     def __init__(
