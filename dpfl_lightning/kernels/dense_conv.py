@@ -1,8 +1,10 @@
-"""Convolutions of float32 on one thread of a CPU, where torch's take up to five times as long.
+"""Convolutions of float32 with many channels, on one thread of a CPU.
 
-With many channels, kernels of 3 x 3 and 5 x 5 use Winograd's algorithm: a block of 2 x 2 outputs is
+Kernels of 3 x 3 and 5 x 5 use Winograd's algorithm: a block of 2 x 2 outputs is
 `A^T [(G w G^T) * (B^T x B)] A`, summed over the channels, where x is its window of the input and `*` multiplies number
 by number. That takes 2.25 and 2.8 times fewer products. Every record is computed in the same way in every batch.
+
+Without it, a training step takes 1.23 times as long (ConvNet), 1.18 to 1.23 (ResNet-20) and 1.05 (ResNet-18).
 
 Reference: Lavin and Gray (2016), https://arxiv.org/abs/1509.09308.
 """

@@ -1,4 +1,8 @@
-"""The loops of `dense_conv.py`, compiled by numba; the innermost ones are written in LLVM instructions."""
+"""The loops of `dense_conv.py`, compiled by numba.
+
+The innermost ones are written in LLVM instructions, so that their sums stay in registers: with plain numba for the
+products a convolution takes 6 to 9 times as long, for the transforms 3 to 14 times, and torch's are faster than both.
+"""
 
 from collections.abc import Sequence
 from typing import Any

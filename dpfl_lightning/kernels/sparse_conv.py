@@ -7,6 +7,8 @@ Both gradients of a convolution are sums of weighted windows, one for each non-z
 
 A window is `kernel height` runs of `kernel width * channels` contiguous numbers, which fill vector registers. The loops
 in `windows.py` are compiled when a kernel shape first occurs, which takes a second, and are then checked against torch.
+
+Without it, a training step takes 1.86 times as long (the papers' CNN, batch 64), 1.64 (batch 16) and 1.64 (LeNet-5).
 """
 
 import functools
