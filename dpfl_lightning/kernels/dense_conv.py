@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from dpfl_lightning.kernels import LANES
+from dpfl_lightning.kernels import LANES, check_loops
 
 #: where the algorithm evaluates polynomials, by the kernel's size: rounding errors are 1 to 4 times torch's
 POINTS = {3: (0.0, 1.0, -1.0), 5: (0.0, -1.0, 1.0, 2.0, -0.5)}
@@ -199,9 +199,8 @@ def _block_loops(size: int) -> tuple[Any, Tensor]:
     loops = forward_loops(inputs.tolist(), outputs.tolist())
     x, weight, _ = _example(8, size)
     bias = weight[:, 0, 0, 0]
-    _check(
-        _in_blocks(loops, weight_transform, x, weight, bias, (1, 2), len(x)), F.conv2d(x, weight, bias, padding=(1, 2))
-    )
+    actual = _in_blocks(loops, weight_transform, x, weight, bias, (1, 2), len(x))
+    check_loops("convolutions", [(actual, F.conv2d(x, weight, bias, padding=(1, 2)))], tolerance=1e-3)
     return loops, weight_transform
 
 
@@ -213,7 +212,8 @@ def _weight_loops(size: int) -> Any:
     loops = weight_loops(inputs.tolist(), outputs.T.tolist(), weights.T.tolist())
     x, weight, dy = _example(8, size)
     expected = conv2d_weight(x, weight.shape, dy, padding=(1, 2))
-    _check(_weights_in_blocks(loops, x, dy, size, (1, 2)).sum(dim=0).permute(0, 3, 1, 2), expected)
+    actual = _weights_in_blocks(loops, x, dy, size, (1, 2)).sum(dim=0).permute(0, 3, 1, 2)
+    check_loops("convolutions", [(actual, expected)], tolerance=1e-3)
     return loops
 
 
@@ -223,8 +223,3 @@ def _example(channels: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (3, channels, 7, 6), (24, channels, size, size), (3, 24, 10 - size, 11 - size)
     x, weight, dy = (torch.randn(shape, generator=generator) for shape in shapes)
     return x, weight, dy
-
-
-def _check(actual: Tensor, expected: Tensor) -> None:
-    if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-3):
-        raise RuntimeError("compiled loops for convolutions give wrong numbers on this processor: please report it")

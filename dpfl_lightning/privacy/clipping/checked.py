@@ -1,4 +1,4 @@
-"""The fastest clipped sum that is correct and private for a net, found by tests on public records."""
+"""The fastest clipped sum that is correct and private for a model, found by tests on public records."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def clipped_sum_for(
     Rules of layers have to agree with `vmap` on random, constant, padded and extreme records, also beside records that
     try to influence them, to 1e-8 relative in float64 (1e-4 in float32 without float64). No record is read but the
     first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. Raises UserError if a pass
-    changes parameters, or numbers that the net keeps.
+    changes parameters, or numbers that the model keeps.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -198,7 +198,7 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
 
     What `vmap` refuses may decide by the content of a batch, such as `mask.all()`, a packed sequence or an index.
 
-    Raises UserError if a pass changes parameters or numbers that the net keeps, and what the model raises in the loop.
+    Raises UserError if a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
     params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
     x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
@@ -345,9 +345,9 @@ def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> l
 
 
 def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> str:
-    """Return an operator that reads numbers in a backward pass in the dtypes of the net and of its records, or "".
+    """Return an operator that reads numbers in a backward pass in the dtypes of the model and of its records, or "".
 
-    What a forward pass reads of records `vmap` has refused. Before that the clipped sum is computed: a net under
+    What a forward pass reads of records `vmap` has refused. Before that the clipped sum is computed: a model under
     autocast may raise only here, and compiled loops read numbers of their own when they are first used.
     """
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
@@ -377,7 +377,7 @@ def _reached_in_company(
     several equal numbers, and rounding decides which. The check of the sizes compares all records, bit for bit.
     """
     random = torch.arange(len(y), device=y.device) % _KINDS < _RANDOM_KINDS
-    alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # copies, which a net may change
+    alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # the model may change copies
 
     def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
         for name, together in fast.signals(params, some_x, some_y).items():

@@ -57,10 +57,10 @@ class Unit:
     """A module that directly holds trainable parameters, with its submodules; one rule computes its gradients."""
 
     module: nn.Module
-    names: dict[str, str]  # trainable parameters: name in the module -> name in the net
+    names: dict[str, str]  # trainable parameters: name in the module -> name in the model
 
     def in_net(self, by_name: ByName) -> ByName:
-        """Return the gradients under the parameters' names in the net."""
+        """Return the gradients under the parameters' names in the model."""
         return {self.names[local]: grads for local, grads in by_name.items()}
 
     def local(self, params: Params) -> Params:
@@ -114,7 +114,7 @@ class FastClippedSum:
     Use it through `clipped_sum_for`, which checks it for the model. Each parameter has to be used only in the module
     that holds it, and each such module once in a forward pass; raises Unsupported for other models. A pass has `size`
     records, at its end `padding` `[1, ...]` (None: a record of the batch, for tests). `channels_last` is the memory
-    format of images on a CPU, if the net gains from it. `sparse` names convolutions whose output gradients are mostly
+    format of images on a CPU, if the model gains from it. `sparse` names convolutions whose output gradients are mostly
     zeros on random data: private records never influence how a pass is computed.
 
     Reference: Goodfellow (2015), https://arxiv.org/abs/1510.01799; Li et al. (2022), https://arxiv.org/abs/2110.05679.
@@ -251,7 +251,7 @@ class FastClippedSum:
 
     @contextmanager
     def _watched(self, wanted: Params) -> Iterator[_Watch]:
-        """Let a `_Watch` take part in the forward passes of the net.
+        """Let a `_Watch` take part in the forward passes of the model.
 
         A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, and a
         stage that it begins is computed as one layer.
@@ -279,7 +279,7 @@ class FastClippedSum:
 
 
 class _Watch:
-    """What forward and backward passes of a net show: the units' inputs, and the edges of their outputs in the graph.
+    """What forward and backward passes of a model show: the units' inputs, and the edges of their outputs in the graph.
 
     The graph begins behind an anchor. `dys` are the gradients of outputs, `grads` those of `wanted` parameters that a
     convolution has computed itself.
@@ -368,7 +368,7 @@ def _with_tensors(leaves: Sequence[Any], structure: Any, tensors: Sequence[Tenso
 
 
 def _suits_channels_last(net: nn.Module) -> bool:
-    """Return whether the net is faster with channels last on a CPU. Norms of single channels are slower."""
+    """Return whether the model is faster with channels last on a CPU. Norms of single channels are slower."""
     modules = list(net.modules())
     if any(isinstance(m, nn.MaxPool2d) for m in modules):
         return True

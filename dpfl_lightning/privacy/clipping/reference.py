@@ -106,10 +106,10 @@ class ClippedSum(Protocol):
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
-        """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
+        """Return the same sum for a copy of its model, which a forward pass modifies, so that two threads can work."""
 
     def enter(self, x: Inputs) -> Inputs:
-        """Return `x` `[B, *X]` in the memory format that suits the net best; the values are unchanged."""
+        """Return `x` `[B, *X]` in the memory format that suits the model best; the values are unchanged."""
 
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
@@ -172,8 +172,8 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Inputs, Tenso
 class VmapClippedSum:
     """A `ClippedSum` by `vmap(grad(sample_loss))`, for models that no fast rule covers, in passes of `size` records.
 
-    Under `vmap` the net sees batches of one record, so no record can influence another record's gradient, whatever the
-    net computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
+    Under `vmap` the model sees batches of one record, so no record can influence another record's gradient, whatever it
+    computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])

@@ -1,4 +1,4 @@
-"""Stages of a net, which a pass on a CPU computes as one layer: a convolution, ReLU and 2 x 2 max-pooling in a row."""
+"""Stages of a model that a pass on a CPU computes as one layer: a convolution, ReLU and 2 x 2 max-pooling."""
 
 from __future__ import annotations
 
