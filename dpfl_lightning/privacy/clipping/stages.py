@@ -62,17 +62,13 @@ def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: Com
 
 def _is_stage(modules: Sequence[nn.Module]) -> bool:
     conv, *others = modules
-    kinds = {type(m): m for m in others}
-    if kinds.keys() != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv):
+    if {type(m) for m in others} != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv):
         return False
-    return _halves(kinds[nn.MaxPool2d]) and conv.groups == 1 and conv.dilation == (1, 1)
-
-
-def _halves(pool: nn.MaxPool2d) -> bool:
-    """Return whether max-pooling reads each number once, in blocks of 2 x 2."""
+    pool = next(m for m in others if isinstance(m, nn.MaxPool2d))
     form = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-    plain = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
-    return plain and not pool.ceil_mode and not pool.return_indices
+    halves = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
+    plain = conv.groups == 1 and conv.dilation == (1, 1)
+    return plain and halves and not pool.ceil_mode and not pool.return_indices
 
 
 def _is_changed(module: nn.Module) -> bool:
