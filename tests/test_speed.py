@@ -24,6 +24,7 @@ from dpfl_lightning.privacy.clipping.gradient_sums import Totals
 from experiments.speed import (
     class_gradients,
     clients,
+    kernels,
     layers,
     matching,
     measure,
@@ -211,6 +212,18 @@ def test_a_step_is_timed_by_part_and_left_as_it_was(bench, monkeypatch):
     assert row["mflop"] == pytest.approx(first + second + 3 * last + (first + 2 * second) / 4, abs=1e-3)
     assert min(results["parts"][kind] for kind in ("gemm", "convolution")) > 1 and "| cnn_small | 64 " in out
     assert [vars(owner) for owner in (FastClippedSum, Totals, CPUDispatcher)] == places
+
+
+def test_a_step_is_timed_with_and_without_a_compiled_loop(bench, monkeypatch):
+    (_, owner, name, answer), used = kernels.KERNELS["float64_sums"], []
+    really = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda grads: used.append(1) or really(grads))
+    monkeypatch.setattr(kernels, "KERNELS", {"float64_sums": (("batch_16",), owner, name, answer)})
+    out, _, results = bench("--cases", "kernels", "--repeats", "1")
+    ratios = results["kernels"]["float64_sums"]["batch_16"]
+    assert len(ratios) == 4 and ratios == sorted(ratios) and min(ratios) > 0 and "| float64_sums | batch_16 |" in out
+    # 5 turns take two measures of 2 passes of 6 parameters with the loop, and one measure without; one pass is set-up
+    assert 5 * 2 * 2 * 6 <= len(used) <= 5 * 2 * 2 * 6 + 6
 
 
 # ---- parts beside plain forms
