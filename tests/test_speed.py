@@ -16,6 +16,7 @@ from dpfl_lightning.algorithms.robust_pca import robust_pca as pca
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from experiments.speed import (
     class_gradients,
+    kernels,
     layers,
     matching,
     robust_pca,
@@ -134,6 +135,18 @@ def test_every_contestant_does_the_same_work(name, changed):
         opacus = contestant.name == "opacus"  # Poisson: 1,280 records with a standard deviation of 34
         assert sum(counts) == pytest.approx(case.clients * case.records, rel=0.15 if opacus else 0)
         assert (moved > 0.9 * noise) == opacus
+
+
+def test_a_step_is_timed_with_and_without_a_compiled_loop(bench, monkeypatch):
+    (_, owner, name, answer), used = kernels.KERNELS["float64_sums"], []
+    really = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda grads: used.append(1) or really(grads))
+    monkeypatch.setattr(kernels, "KERNELS", {"float64_sums": (("batch_16",), owner, name, answer)})
+    out, _, results = bench("--cases", "kernels", "--repeats", "1")
+    ratios = results["kernels"]["float64_sums"]["batch_16"]
+    assert len(ratios) == 4 and ratios == sorted(ratios) and min(ratios) > 0 and "| float64_sums | batch_16 |" in out
+    # 5 turns take two measures of 2 passes of 6 parameters with the loop, and one measure without; one pass is set-up
+    assert 5 * 2 * 2 * 6 <= len(used) <= 5 * 2 * 2 * 6 + 6
 
 
 # ---- parts beside plain forms

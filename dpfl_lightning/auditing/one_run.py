@@ -25,7 +25,7 @@ MEMBERS = "included canaries"
 
 
 def number_of_canaries(num_params: int) -> int:
-    """Return a number of canaries that have separate directions in the net's parameters, within bounds.
+    """Return a number of canaries that have separate directions in the model's parameters, within bounds.
 
     >>> number_of_canaries(650), number_of_canaries(28_938)
     (162, 400)

@@ -1,6 +1,9 @@
 """Norms and weighted sums of per-record gradients in float64, on which clipping is based.
 
-A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there.
+A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there. For gradients
+`g_j = l_j^T r_j` the loops compute `|g_j| = |l_j| |r_j|` and add `f_j g_j` to totals, for all parameters in one call.
+
+Without them, a training step takes 1.23 times as long (the papers' CNN, batch 64), 1.22 (batch 16) and 1.54 (ConvNet).
 """
 
 import functools
@@ -10,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dpfl_lightning.kernels import check_loops
 
 
 def summing_dtype(like: Tensor) -> torch.dtype:
@@ -89,16 +94,15 @@ def _checked_loops() -> tuple[Callable[..., None], Callable[..., None]]:
     formed = (left.double()[:, :, None] * right.double()[:, None]).flatten(1)
     table = np.array([(left.data_ptr(), 3, right.data_ptr(), 33)], np.int64)
     factors = torch.arange(7).double()
-    matches = []
+    pairs = []
     for order in (1, 2):
         powers = torch.zeros(7, dtype=torch.float64)
         loops.add_powers(table, order, powers.numpy())
-        matches.append(torch.allclose(powers, formed.abs().pow(order).sum(dim=1), rtol=1e-12, atol=0))
+        pairs.append((powers, formed.abs().pow(order).sum(dim=1)))
     for groups, group in ((np.zeros(0, np.int64), torch.zeros(7)), (np.arange(7) % 2, torch.arange(7) % 2)):
         total = torch.zeros(2, 99, dtype=torch.float64)
         rows = np.array([(total.data_ptr(), 99)], np.int64)
         loops.add_products(table, rows, 2, factors.numpy(), groups)
-        matches.append(torch.allclose(total, one_hot(factors, group, 2) @ formed, rtol=1e-12, atol=1e-12))
-    if not all(matches):
-        raise RuntimeError("compiled loops give wrong sums of gradients on this processor: please report it")
+        pairs.append((total, one_hot(factors, group, 2) @ formed))
+    check_loops("sums of gradients", pairs, tolerance=1e-12)
     return loops.add_powers, loops.add_products

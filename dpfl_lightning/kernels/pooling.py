@@ -1,21 +1,20 @@
-"""2 x 2 pooling for a CPU, where torch's takes several times as long.
+"""ReLU with 2 x 2 max-pooling, `max(0, max of the window)`, for float32 on a CPU.
 
-Max-pooling with ReLU keeps the winners' places in a byte each (compiled for float32). torch keeps a place in eight
-bytes, and its backward passes write a gradient that is mostly zeros; `sparse_conv.py` reads the winners instead.
+The place of each window's winner is kept in a byte. torch keeps it in eight bytes, and its backward passes write a
+gradient that is mostly zeros; `sparse_conv.py` reads the winners instead.
+
+Without it, a training step takes 1.33 times as long (the papers' CNN, batch 64), 1.29 (batch 16) and 1.40 (LeNet-5).
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LANES, LOSER
+from dpfl_lightning.kernels import LOSER, check_loops
 from dpfl_lightning.kernels.dense_conv import nhwc
 
 
@@ -50,31 +49,6 @@ def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:
     return spread_dy
 
 
-class MeanPooling(torch.autograd.Function):
-    """`avg_pool2d(y, 2)` of `[B, C, H, W]`: a last row or column that is left over is dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        last = y.is_contiguous(memory_format=torch.channels_last) and not y.is_contiguous()
-        ctx.size, ctx.format = y.shape, torch.channels_last if last else torch.contiguous_format
-        height, width = (n // 2 * 2 for n in y.shape[2:])
-        rows = y[:, :, 0:height:2, :width] + y[:, :, 1:height:2, :width]
-        return (rows[..., 0::2] + rows[..., 1::2]).mul_(0.25)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> Tensor:
-        whole = ctx.size[2:] == (2 * dz.shape[2], 2 * dz.shape[3])
-        dy, quarter = torch.empty(ctx.size, dtype=dz.dtype, memory_format=ctx.format), dz * 0.25
-        if not whole:
-            dy.zero_()
-        height, width = (2 * n for n in dz.shape[2:])
-        dy[:, :, 0:height:2, 0:width:2] = quarter
-        dy[:, :, 0:height:2, 1:width:2] = quarter
-        dy[:, :, 1:height:2, :width] = dy[:, :, 0:height:2, :width]
-        return dy
-
-
 def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
     pooled, places = F.max_pool2d(y.relu(), 2, return_indices=True)
     row, column = places // y.shape[3] % 2, places % y.shape[3] % 2
@@ -85,11 +59,9 @@ def _by_loops(loops: Callable[..., None], y: Tensor, count: int) -> tuple[Tensor
     y_last = nhwc(y)
     records, height, width, channels = y_last.shape
     shape = (records, height // 2, width // 2, channels)
-    numbers = math.prod(shape)
-    pooled, winners = np.empty(numbers + LANES, np.float32), np.empty(numbers + LANES, np.uint8)
-    loops(y_last[:count].reshape(-1), pooled, winners, count, height, width, channels)
-    pooled[count * math.prod(shape[1:]) :], winners[count * math.prod(shape[1:]) :] = 0.0, LOSER
-    pooled, winners = (a[:numbers].reshape(shape) for a in (pooled, winners))
+    pooled, winners = np.empty(shape, np.float32), np.empty(shape, np.uint8)
+    loops(*(a.reshape(-1) for a in (y_last, pooled, winners)), count, height, width, channels)
+    pooled[count:], winners[count:] = 0.0, LOSER
     return torch.from_numpy(pooled).permute(0, 3, 1, 2), torch.from_numpy(winners)
 
 
@@ -100,8 +72,5 @@ def _loops() -> Callable[..., None]:
 
     for channels in (3, 16):
         y = torch.randint(-2, 3, (2, channels, 5, 7), generator=torch.Generator().manual_seed(0)).float()  # with ties
-        for actual, expected in zip(_by_loops(max_relu, y, len(y)), _by_torch(y), strict=True):
-            if not torch.equal(actual, expected):
-                reason = "give wrong numbers on this processor: please report it"
-                raise RuntimeError(f"compiled loops for max-pooling {reason}")
+        check_loops("max-pooling", zip(_by_loops(max_relu, y, len(y)), _by_torch(y), strict=True), tolerance=0.0)
     return max_relu

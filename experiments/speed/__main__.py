@@ -25,6 +25,7 @@ _NAMES = (
     "matching",
     "class_gradients",
     "layers",
+    "kernels",
     "optimizers",
     "tasks",
     "startup",
@@ -62,6 +63,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from dpfl_lightning.federated.client.engines.fast import FastEngine
     from experiments.speed.class_gradients import class_gradient_times
+    from experiments.speed.kernels import kernel_times
     from experiments.speed.kinds import optimizer_times, task_times
     from experiments.speed.layers import layer_times
     from experiments.speed.matching import matching_times
@@ -87,6 +89,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             results[name] = matching_times(options.repeats, device, _say)
         elif name == "class_gradients":
             results[name] = class_gradient_times(options.repeats, device, _say)
+        elif name == "kernels":
+            results[name] = kernel_times(options.repeats, _say)
         elif name == "layers":
             results[name] = layer_times(options.repeats, device, _say)
         elif name == "optimizers":
@@ -134,7 +138,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
         "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
-        "over each kind of layer, a round with each optimiser and a model of each task beside Opacus; start-up; "
+        "over each kind of layer, a step with and "
+        "without each compiled loop, a round with each optimiser and a model of each task beside Opacus; start-up; "
         "a step by part beside the core's peak; time over ranks, "
         "clients, parameters and records of a batch. Takes minutes; tells its progress on stderr. "
         "`gpu` as the first word checks a GPU instead; `supported` writes the page of what is supported.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from dpfl_lightning.runtime.text import markdown
@@ -51,6 +51,8 @@ def report(results: Mapping[str, Any]) -> str:
     parts += ["\n".join(loops)] if loops else []
     if "layers" in results:
         parts += [_layers(results["layers"])]
+    if "kernels" in results:
+        parts += [_kernels(results["kernels"])]
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "parts" in results:
@@ -155,6 +157,16 @@ def _layers(found: Mapping[str, Any]) -> str:
         "Per record, one clipped sum over one layer beside the same sum of Opacus' per-record gradients, on one "
         "thread:\n\n" + markdown(["layer", "batch", "ours", "Opacus", "ours is", "over repeats"], rows)
     )
+
+
+def _kernels(found: Mapping[str, Any]) -> str:
+    rows = []
+    for kernel, nets in found.items():
+        for net, ratios in nets.items():
+            low, _, high = quantiles(ratios, n=4)
+            rows.append([kernel, net, f"**{median(ratios):.2f} x**", f"{low:.2f} to {high:.2f}"])
+    words = "CPU time of a training step without a compiled loop / with it, on one thread, in turns:\n\n"
+    return words + markdown(["loop", "net", "median", "quartiles"], rows)
 
 
 def _startup(found: Mapping[str, Any]) -> str:

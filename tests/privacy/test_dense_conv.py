@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSu
 ONE = (1, 1)
 FENCE = 64  # numbers beside each array of the compiled loops
 FORMATS = [torch.channels_last, torch.contiguous_format]
-LOOPS = (dense_conv._block_loops, dense_conv._weight_loops, dense_conv._direct_loops)
+LOOPS = (dense_conv._block_loops, dense_conv._weight_loops)
 BAD = [float("nan"), float("inf"), 1e38]
 
 
@@ -57,11 +57,10 @@ def by_loops():
     """All shapes that the loops can compute are computed by them, between fences; returns the list of their calls."""
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        blocks, weights, direct = LOOPS
+        blocks, weights = LOOPS
         patch.setattr(dense_conv, "FEWEST_PRODUCTS", 0)
         patch.setattr(dense_conv, "_block_loops", lambda size: (fenced(blocks(size)[0], calls), blocks(size)[1]))
         patch.setattr(dense_conv, "_weight_loops", lambda size: fenced(weights(size), calls))
-        patch.setattr(dense_conv, "_direct_loops", lambda: fenced(direct(), calls))
         yield calls
 
 
@@ -127,41 +126,8 @@ def test_blocks_are_torchs(by_loops, size, records, channels, outputs, height, w
     assert len(by_loops) == 2 + (max(padding) < size and min(dy.shape[2:]) >= dense_conv.SMALLEST_MAP)
 
 
-@given(
-    kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    records=st.integers(1, 4),
-    channels=st.integers(1, 4),
-    outputs=st.sampled_from([16, 48]),
-    size=st.tuples(st.integers(1, 14), st.integers(1, 14)),
-    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    padding=st.tuples(st.integers(0, 5), st.integers(0, 5)),
-    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
-    bias=st.booleans(),
-    way=st.sampled_from([*FORMATS, "sliced", "every second"]),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
-def test_the_direct_way_is_torchs(
-    by_loops, kernel, records, channels, outputs, size, stride, padding, dilation, bias, way, seed
-):
-    torch.manual_seed(seed)
-    x = strided(torch.randn(records, channels, *size), way)
-    weight, shift = strided(torch.randn(outputs, channels, *kernel), way), torch.randn(outputs) if bias else None
-    try:
-        expected = F.conv2d(
-            x.double(), weight.double(), shift if shift is None else shift.double(), stride, padding, dilation
-        )
-    except RuntimeError:
-        with pytest.raises(RuntimeError, match="Kernel size"):
-            dense_conv.conv2d(x, weight, shift, stride, padding, dilation, 1)
-        return
-    by_loops.clear()
-    assert_close(dense_conv.conv2d(x, weight, shift, stride, padding, dilation, 1), expected)
-    assert by_loops
-
-
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("channels, size", [(3, 3), (24, 3), (24, 5)])
+@pytest.mark.parametrize("channels, size", [(24, 3), (24, 5)])
 @pytest.mark.parametrize("way", FORMATS, ids=str)
 def test_a_record_has_the_same_bits_alone_and_in_any_company(by_loops, channels, size, way, bad):
     """15 and 35 blocks of a record: the loops compute 12 at a time, of several records."""
@@ -170,15 +136,13 @@ def test_a_record_has_the_same_bits_alone_and_in_any_company(by_loops, channels,
     dy = torch.randn_like(dense_conv.conv2d(x, weight, bias, *form)).contiguous(memory_format=way)
 
     def results(x, dy):
-        all_three = (
+        return (
             dense_conv.conv2d(x, weight, bias, *form),
             dense_conv.weight_gradients(x, weight, dy, *form),
-            dense_conv.input_gradient(x, weight, dy, *form) if channels > 3 else None,
+            dense_conv.input_gradient(x, weight, dy, *form),
         )
-        return [one for one in all_three if one is not None]
 
     whole = results(x, dy)
-    assert len(whole) == (1 if channels == 3 else 3)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     bad_x, bad_dy = x.clone(), dy.clone()
     bad_x[[0, 3]], bad_dy[[0, 3]] = bad, bad
@@ -227,24 +191,44 @@ def test_what_the_loops_cannot_compute_is_left_to_torch(by_loops):
 def test_what_torch_refuses_is_refused(by_loops):
     """The loops check nothing: they would write outside of their arrays."""
     x, weight, bias = torch.randn(2, 16, 8, 8), torch.randn(16, 16, 3, 3), torch.randn(16)
-    few = torch.randn(16, 3, 3, 3)
     for images, kernel, shift, *form in (
         (x, weight, bias, ONE, (-1, 0)),
         (x, weight, bias[:8], ONE, ONE),
         (x, weight, bias.double(), ONE, ONE),
         (x[:, :8], weight, bias, ONE, ONE),
         (x[:, :, :4], torch.randn(16, 16, 5, 5), None, ONE, (0, 0)),
-        (x[:, :2], few, bias, ONE, ONE),
-        (x[:, :3, :2], few, bias, ONE, (0, 0)),
-        (x[:1, :3, :1], few, bias, ONE, (0, 0)),
-        (x[:, :3], few, bias, (0, 1), ONE),
-        (x[:, :3], few, bias, ONE, (0, -1)),
     ):
         with pytest.raises(RuntimeError):
             dense_conv.conv2d(images, kernel, shift, *form, ONE, 1)
     for rows in (7, 9):  # of a forward pass that a user replaced
         assert dense_conv.weight_gradients(x, weight, torch.randn(2, 16, rows, 8), ONE, ONE, ONE, 1) is None
     assert dense_conv.weight_gradients(x, weight, torch.randn(2, 16, 8, 8).half(), ONE, ONE, ONE, 1) is None
+
+
+def test_weights_and_inputs_may_lie_anywhere(by_loops):
+    x, weight, bias = torch.randn(2, 16, 8, 8), torch.randn(16, 16, 3, 3), torch.randn(16, 2)[:, 0]
+    y = F.conv2d(x.double(), weight.double(), bias.double(), 1, 1)
+    ways = (
+        weight.contiguous(memory_format=torch.channels_last),
+        weight.transpose(2, 3).contiguous().transpose(2, 3),
+        weight.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        nn.Parameter(weight),
+    )
+    for other in ways:
+        result = dense_conv.conv2d(x, other, bias, ONE, ONE, ONE, 1)
+        assert_close(result, y)
+        assert not result.requires_grad
+        dx = dense_conv.input_gradient(x, other.detach(), y.float(), ONE, ONE, ONE, 1)
+        torch.testing.assert_close(dx, torch.nn.grad.conv2d_input(x.shape, weight, y.float(), 1, 1), atol=1e-3, rtol=0)
+    negative = torch._neg_view(x)  # as the imaginary part of a conjugate
+    assert_close(
+        dense_conv.conv2d(negative, weight, None, ONE, ONE, ONE, 1),
+        F.conv2d(-x.double(), weight.double(), None, 1, 1),
+    )
+    one = torch.randn(2, 1, 1, 1).expand(2, 16, 8, 8)
+    assert_close(
+        dense_conv.conv2d(one, weight, None, ONE, ONE, ONE, 1), F.conv2d(one.double(), weight.double(), None, 1, 1)
+    )
 
 
 def test_loops_that_go_wrong_are_refused(monkeypatch):
@@ -257,10 +241,9 @@ def test_loops_that_go_wrong_are_refused(monkeypatch):
 
     monkeypatch.setattr(dense_loops, "forward_loops", lambda *matrices: nothing)
     monkeypatch.setattr(dense_loops, "weight_loops", lambda *matrices: nothing)
-    monkeypatch.setattr(dense_loops, "few_channels", nothing)
-    for make, sizes in zip(LOOPS, ([3], [5], []), strict=True):
+    for make, size in zip(LOOPS, (3, 5), strict=True):
         with pytest.raises(RuntimeError, match="wrong numbers on this processor"):
-            make.__wrapped__(*sizes)
+            make.__wrapped__(size)
 
 
 def body(channels, size):
@@ -311,8 +294,8 @@ def test_clipped_sums_are_the_references(by_loops, channels, size, pool):
     x, each = torch.randn(5, 3, 13, 10), torch.arange(5)
     by_loops.clear()
     rows, norms = FastClippedSum(net, size=3)(params, x, y, ClipRequest(0.1, 2, each, 5))
-    # in each of two chunks 3 forward passes, 2 gradients of inputs, 1 or 2 of weights (none is formed on a small map)
-    assert len(by_loops) == 2 * (6 + (size == 5))
+    # in each of two chunks 2 forward passes, 2 gradients of inputs, 1 or 2 of weights (none is formed on a small map)
+    assert len(by_loops) == 2 * (5 + (size == 5))
     wide = {name: p.double() for name, p in params.items()}
     expected, true_norms = VmapClippedSum(cross_entropy_of(net))(wide, x.double(), y, ClipRequest(0.1, 2, each, 5))
     assert ((rows - expected).norm(dim=1) <= 1e-5 * expected.norm(dim=1)).all() and (rows.norm(dim=1) <= 0.1).all()
@@ -344,5 +327,5 @@ def test_gradients_of_one_parameter_are_summed_in_any_orders(dtype, groups, besi
 def test_no_index_leaves_its_array(tmp_path):
     """Compiled with checks of bounds, which cover all but the innermost loops; the tests above put fences there."""
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    tests = [f"{__file__}::{name}" for name in ("test_blocks_are_torchs", "test_the_direct_way_is_torchs")]
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-n0", *tests], env=environment, check=True)
+    test = f"{__file__}::test_blocks_are_torchs"
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-n0", test], env=environment, check=True)

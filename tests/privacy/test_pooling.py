@@ -75,16 +75,3 @@ def test_loops_that_go_wrong_are_refused(monkeypatch):
     monkeypatch.setattr(pool_loops, "max_relu", lambda y, pooled, winners, *sizes: pooled.fill(0.0))
     with pytest.raises(RuntimeError, match="wrong numbers on this processor"):
         pooling._loops.__wrapped__()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_mean_pooling_and_its_gradient_are_torchs(dtype, channels_last):
-    for size in [(3, 2, 4, 6), (1, 1, 2, 2), (2, 3, 5, 7), (0, 2, 4, 4)]:
-        y = torch.randn(size, dtype=dtype)
-        y = y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-        y.requires_grad_()
-        ours, theirs = pooling.MeanPooling.apply(y), F.avg_pool2d(y, 2)
-        torch.testing.assert_close(ours, theirs)
-        dz = torch.randn_like(ours)
-        assert torch.equal(torch.autograd.grad(ours, y, dz)[0], torch.autograd.grad(theirs, y, dz)[0])

@@ -125,5 +125,5 @@ def test_loops_that_go_wrong_are_refused(monkeypatch):
     monkeypatch.setattr(
         windows, "convolution_backward", lambda rows, run: lambda x, dy, w, dw, dx, *sizes: dw.fill(0.0)
     )
-    with pytest.raises(RuntimeError, match="wrong gradients on this processor"):
+    with pytest.raises(RuntimeError, match="wrong numbers on this processor"):
         sparse_conv._loops.__wrapped__(2, 2, 16)

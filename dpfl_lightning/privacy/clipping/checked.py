@@ -1,4 +1,4 @@
-"""The fastest clipped sum that is correct and private for a net, found by tests on public records."""
+"""The fastest clipped sum that is correct and private for a model, found by tests on public records."""
 
 from __future__ import annotations
 
@@ -95,13 +95,10 @@ def clipped_sum_for(
 ) -> tuple[CheckedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
-    It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on random, constant, padded and
-    extreme records, alone and in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in
-    float32 for a model without float64), with dropout off. Otherwise it is `VmapClippedSum`, in which no record can
-    influence another, or the loop if `vmap` cannot run the model or tensors of the net change in a pass. No record is
-    read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding.
-
-    Raises UserError if a pass changes parameters, or numbers that the net keeps.
+    Rules of layers have to agree with `vmap` on random, constant, padded and extreme records, also beside records that
+    try to influence them, to 1e-8 relative in float64 (1e-4 in float32 without float64). No record is read but the
+    first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. Raises UserError if a pass
+    changes parameters, or numbers that the model keeps.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -134,10 +131,6 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
     """Switch dropout off, and restore the generators of random numbers afterwards."""
     with _generators_kept(net), evaluating(*_dropout_of(net)):
         yield
-
-
-def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
-    return FixedPasses(_examples(net, x, y, max(SIZES) + 1))
 
 
 def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> VmapClippedSum:
@@ -205,7 +198,7 @@ def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) ->
 
     What `vmap` refuses may decide by the content of a batch, such as `mask.all()`, a packed sequence or an index.
 
-    Raises UserError if a pass changes parameters or numbers that the net keeps, and what the model raises in the loop.
+    Raises UserError if a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
     params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
     x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
@@ -335,13 +328,13 @@ def random_example(
     return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), like(y[:, None], 2)[:, 0]
 
 
-def _examples(net: nn.Module, x: Records, y: Tensor, records: int) -> Batch:
-    """Return random records, the first of which is that of x and y, if there is one."""
-    some_x, some_y = random_example(net, x, y, records=records)[1:]
+def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
+    """Return passes whose examples are random records, the first of which is that of x and y, if there is one."""
+    some_x, some_y = random_example(net, x, y, records=max(SIZES) + 1)[1:]
     if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
-    return some_x, some_y
+    return FixedPasses((some_x, some_y))
 
 
 def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
@@ -352,9 +345,9 @@ def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> l
 
 
 def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> str:
-    """Return an operator that reads numbers in a backward pass in the dtypes of the net and of its records, or "".
+    """Return an operator that reads numbers in a backward pass in the dtypes of the model and of its records, or "".
 
-    What a forward pass reads of records `vmap` has refused. Before that the clipped sum is computed: a net under
+    What a forward pass reads of records `vmap` has refused. Before that the clipped sum is computed: a model under
     autocast may raise only here, and compiled loops read numbers of their own when they are first used.
     """
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
@@ -384,7 +377,7 @@ def _reached_in_company(
     several equal numbers, and rounding decides which. The check of the sizes compares all records, bit for bit.
     """
     random = torch.arange(len(y), device=y.device) % _KINDS < _RANDOM_KINDS
-    alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # copies, which a net may change
+    alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # the model may change copies
 
     def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
         for name, together in fast.signals(params, some_x, some_y).items():

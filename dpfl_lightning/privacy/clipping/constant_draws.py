@@ -1,4 +1,4 @@
-"""A net without random draws, for checks that compare passes."""
+"""A model without random draws, for checks that compare passes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.stages import computed_as_one, halves, mean_pooling, replaced_forward, stages_of
+from dpfl_lightning.privacy.clipping.stages import computed_as_one, replaced_forward, stages_of
 
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
@@ -57,10 +57,10 @@ class Unit:
     """A module that directly holds trainable parameters, with its submodules; one rule computes its gradients."""
 
     module: nn.Module
-    names: dict[str, str]  # trainable parameters: name in the module -> name in the net
+    names: dict[str, str]  # trainable parameters: name in the module -> name in the model
 
     def in_net(self, by_name: ByName) -> ByName:
-        """Return the gradients under the parameters' names in the net."""
+        """Return the gradients under the parameters' names in the model."""
         return {self.names[local]: grads for local, grads in by_name.items()}
 
     def local(self, params: Params) -> Params:
@@ -111,19 +111,13 @@ class _Seam(torch.autograd.Function):
 class FastClippedSum:
     """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer; `vmap` for modules without a rule.
 
-    Use it through `clipped_sum_for`, which checks that it is correct for the model. It equals the reference up to
-    rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
-    module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
+    Use it through `clipped_sum_for`, which checks it for the model. Each parameter has to be used only in the module
+    that holds it, and each such module once in a forward pass; raises Unsupported for other models. A pass has `size`
+    records, at its end `padding` `[1, ...]` (None: a record of the batch, for tests). `channels_last` is the memory
+    format of images on a CPU, if the model gains from it. `sparse` names convolutions whose output gradients are mostly
+    zeros on random data: private records never influence how a pass is computed.
 
-    A pass has `size` records. Its last ones are `padding` `[1, ...]` (None: a record of the batch, for tests), which
-    compiled loops skip. `channels_last` is the memory format in which records `[B, C, H, W]` enter a net on a CPU, if
-    the net gains from it: max-pooling is ten times faster. But `.view` of a feature map fails. A convolution with ReLU
-    and 2 x 2 max-pooling is then one layer, without a gradient behind the convolution (`stages.py`). `sparse` names
-    convolutions whose output gradients are mostly zeros on random data (`sparse_layers`): private records never
-    influence how a pass is computed.
-
-    Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
-    https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
+    Reference: Goodfellow (2015), https://arxiv.org/abs/1510.01799; Li et al. (2022), https://arxiv.org/abs/2110.05679.
     """
 
     def __init__(
@@ -148,7 +142,6 @@ class FastClippedSum:
         plain = [m for m in net.modules() if id(m) not in inside]  # rules may run the parts of units under `vmap`
         self._pools = [m for m in plain if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
-        self._mean_pools = [m for m in plain if type(m) is nn.AvgPool2d and halves(m)]
         self._names = {unit.module: name for name, unit in self.units_of.items()}
         sequences = [m for m in net.modules() if type(m) is nn.Sequential]
         self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
@@ -258,7 +251,7 @@ class FastClippedSum:
 
     @contextmanager
     def _watched(self, wanted: Params) -> Iterator[_Watch]:
-        """Let a `_Watch` take part in the forward passes of the net.
+        """Let a `_Watch` take part in the forward passes of the model.
 
         A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, and a
         stage that it begins is computed as one layer.
@@ -282,13 +275,11 @@ class FastClippedSum:
                     stack.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
             for pool in self._pools:
                 stack.callback(pool.register_forward_hook(_keep_format).remove)
-            for mean_pool in self._mean_pools:
-                stack.enter_context(replaced_forward(mean_pool, mean_pooling))
             yield watch
 
 
 class _Watch:
-    """What forward and backward passes of a net show: the units' inputs, and the edges of their outputs in the graph.
+    """What forward and backward passes of a model show: the units' inputs, and the edges of their outputs in the graph.
 
     The graph begins behind an anchor. `dys` are the gradients of outputs, `grads` those of `wanted` parameters that a
     convolution has computed itself.
@@ -377,7 +368,7 @@ def _with_tensors(leaves: Sequence[Any], structure: Any, tensors: Sequence[Tenso
 
 
 def _suits_channels_last(net: nn.Module) -> bool:
-    """Return whether the net is faster with channels last on a CPU. Norms of single channels are slower."""
+    """Return whether the model is faster with channels last on a CPU. Norms of single channels are slower."""
     modules = list(net.modules())
     if any(isinstance(m, nn.MaxPool2d) for m in modules):
         return True

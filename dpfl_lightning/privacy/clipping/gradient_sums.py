@@ -46,7 +46,6 @@ class Totals:
     def __init__(self, params: Params, zeros: Tensor) -> None:
         self._sums = zeros  # [G, P]
         self._parts = dict(zip(params, zeros.split([p.numel() for p in params.values()], dim=1), strict=True))
-        self._in_place: dict[str, Form] = {}  # the shape and order in which a part is summed
         self._elsewhere: dict[tuple[str, Form], Tensor] = {}  # sums in other orders
 
     def add(self, chunk: ChunkGradients, factors: Tensor, group: Tensor | None) -> None:
@@ -64,8 +63,7 @@ class Totals:
     def _place(self, name: str, grads: Grads, strided: bool) -> Tensor:
         """Return the tensor `[G, n]` that accumulates a parameter's sum; its rows may be apart if it is `strided`."""
         part, form = self._parts[name], (grads.shape, grads.order)
-        usable = part.is_contiguous() or (strided and not grads.order)
-        if usable and self._in_place.setdefault(name, form)[1] == grads.order:
+        if not grads.order and (strided or part.is_contiguous()):
             return part
         if (name, form) not in self._elsewhere:
             self._elsewhere[name, form] = torch.zeros_like(part, memory_format=torch.contiguous_format)
@@ -73,10 +71,6 @@ class Totals:
 
     def result(self) -> Tensor:
         """Return `[G, P]` in the order of the parameters; zeros for those without gradients."""
-        for name, (shape, order) in self._in_place.items():
-            if order:
-                part = self._parts[name]
-                part.copy_(arranged(part, shape, order).clone(memory_format=torch.contiguous_format).view(part.shape))
         for (name, form), total in self._elsewhere.items():
             ordered_total = arranged(total, *form)
             self._parts[name].unflatten(1, ordered_total.shape[1:]).add_(ordered_total)

@@ -29,7 +29,7 @@ def _concatenated(*parts: Tensor) -> Tensor:
 
 
 def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a net for `x`: a tuple is several, a dictionary are keywords."""
+    """Return the positional and keyword arguments of a model for `x`: a tuple is several, a dictionary are keywords."""
     return ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
 
 

@@ -27,8 +27,8 @@ def in_companies(
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
     `look` gets records `[N, *X]`, N <= `most`, labels `[N]` and the positions `[W]` of the watched records in them. If
-    a net or a loss raises an error for the other records, first their labels are those of the watched records, and then
-    they are copies of these.
+    a model or a loss raises an error for the other records, first their labels are those of the watched records, and
+    then they are copies of these.
     """
     answers = []
     for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):

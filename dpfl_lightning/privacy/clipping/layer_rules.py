@@ -232,7 +232,7 @@ def _only(params: Params, **forms: Callable[[], Grads]) -> ByName:
     return {name: form() for name, form in forms.items() if name in params}
 
 
-def linear_gradients(params: Params, x: Tensor, dy: Tensor, weight: str = "weight", bias: str = "bias") -> ByName:
+def linear_gradients(params: Params, x: Tensor, dy: Tensor, weight: str, bias: str) -> ByName:
     """Return those of a linear map by these names: `dW_j = sum_t dy_jt x_jt^T`, `db_j = sum_t dy_jt`.
 
     x is `[B, ..., d]`, and dy, the gradient of the output, `[B, ..., p]`.
@@ -244,9 +244,11 @@ def linear_gradients(params: Params, x: Tensor, dy: Tensor, weight: str = "weigh
     return _only(params, **forms)
 
 
-def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+def linear_rule(
+    layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor, weight: str = "weight", bias: str = "bias"
+) -> ByName:
     """Return the gradients of `linear_gradients`."""
-    return linear_gradients(params, inputs[0], dy)
+    return linear_gradients(params, inputs[0], dy, weight, bias)
 
 
 def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor, count: int | None = None) -> ByName:

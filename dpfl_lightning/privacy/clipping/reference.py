@@ -29,7 +29,7 @@ SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 DEFAULT_SIZE = 32  # records whose gradients are computed at once
 CANCELLING = 1e3  # largest assumed ratio of the terms of a sum over positions to the norm used for the sum
-#: how far, in units of the clip norm, a clipped sum may be from the exact one; see `ClippedSum`
+#: how far, in units of the clip norm, a clipped sum may be from the exact one; the proof is in docs/privacy.md
 SUM_ROUNDING = 5e-4
 
 
@@ -94,43 +94,22 @@ class ClipRequest:
 class ClippedSum(Protocol):
     """`sum_j min(1, clip_norm / |g_j|) g_j` over each group's records j, where `g_j` is the gradient of j's loss.
 
-    A call gets the trainable parameters by name, which concatenated in this order are the vector `[P]`, records
-    `[B, *X]` (or a tuple or dictionary of such), B >= 0, labels `[B, ...]`, and how to clip and group. The norm |.| is
-    L2 for Gaussian noise, or L1 for Laplace noise. It returns the sums `[G, P]` in float64 (on MPS in the dtype of the
-    parameters), zeros for a group without records; and the norms `[B]` before clipping, infinite or NaN where they are
-    not finite.
+    A call gets the trainable parameters by name (concatenated in this order `[P]`), records `[B, *X]` (or a tuple or
+    dictionary of such), B >= 0, and labels `[B, ...]`. It returns sums `[G, P]` in float64 (on MPS in the dtype of the
+    parameters), and the norms `[B]` before clipping; a record whose norm is not finite contributes exactly zero.
 
-    Guarantees:
-        `g_j` is the gradient as it was computed, mostly in float32. Its norm is computed in float64, where squares and
-        products of float32 numbers neither under- nor overflow, and the factor is at most `(1 - 2^-26)` of the exact
-        one: the clipped gradient `f_j g_j` never exceeds `clip_norm`. A record whose gradient or norm is not finite
-        contributes exactly zero.
-
-        The whole result `[G, P]` differs from the exact sums of the `f_j g_j` by at most `SUM_ROUNDING * clip_norm`, in
-        the norm of the given order. Proof: a sum of float64 products in which no number takes part in more than D
-        additions is off by at most `D 2^-53` (and terms of second order) times the sum of the absolute values. That sum
-        is at most `B A clip_norm`, with A = 1 if every record adds single terms. If a record's gradient is a sum over T
-        positions that is never formed, its terms may cancel; its norm is then taken to be at least 1 / 1000 of what the
-        terms would amount to without cancellation, so that A = 1000. D is at most `T chunk + B / chunk` plus a few. A
-        batch that would exceed the bound raises an error, which depends on shapes alone.
-
-        `g_j` is a function of the record and the model alone, bit for bit (`passes.py`), given the same random draws.
-        So one record changes the result by at most `(1 + 2 SUM_ROUNDING) clip_norm`, and only in one row.
-
-        Not proved: that a model does not mix records (`check_fits` tests it); parameters in float64 whose gradients
-        leave [1e-150, 1e150]; anything on MPS, which has no float64.
-
-    Privacy:
-        Sum and norms are private: they must pass a mechanism before the client releases them.
+    `g_j` is a function of the record and the model alone, bit for bit. No clipped gradient exceeds `clip_norm`, and the
+    result is within `SUM_ROUNDING * clip_norm` of the exact sums, so that one record changes it by at most
+    `(1 + 2 SUM_ROUNDING) clip_norm`, in one row. Proof: docs/privacy.md. Both results are private.
     """
 
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
-        """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
+        """Return the same sum for a copy of its model, which a forward pass modifies, so that two threads can work."""
 
     def enter(self, x: Inputs) -> Inputs:
-        """Return `x` `[B, *X]` in the memory format that suits the net best; the values are unchanged."""
+        """Return `x` `[B, *X]` in the memory format that suits the model best; the values are unchanged."""
 
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
@@ -156,7 +135,7 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
 
 
 def require_proved(records: int, size: int, terms: int = 1) -> None:
-    """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING`; the proof is in `ClippedSum`.
+    """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING` (docs/privacy.md).
 
     `size` records are summed at once, and of each record's gradient T `terms` with those of other records.
     """
@@ -193,8 +172,8 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Inputs, Tenso
 class VmapClippedSum:
     """A `ClippedSum` by `vmap(grad(sample_loss))`, for models that no fast rule covers, in passes of `size` records.
 
-    Under `vmap` the net sees batches of one record, so no record can influence another record's gradient, whatever the
-    net computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
+    Under `vmap` the model sees batches of one record, so no record can influence another record's gradient, whatever it
+    computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])

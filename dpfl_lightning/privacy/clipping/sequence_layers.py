@@ -23,6 +23,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Unsupported,
     layer_norm_rule,
     linear_gradients,
+    linear_rule,
 )
 from dpfl_lightning.privacy.clipping.reference import Params
 
@@ -78,7 +79,7 @@ def lstm_recurrence(
     w_ih, w_hh, b_ih, b_hh = _weights(layer, suffix)
     gates = _time_major_linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
     hiddens, cells, tanhs = _lstm_steps(gates.detach(), w_hh, hidden, cell)
-    rule = functools.partial(_lstm_rule, suffix=suffix)
+    rule = functools.partial(_recurrent_rule, suffix=suffix)
     gates = tap(suffix.lstrip("_"), rule, (x, hiddens[:-1].transpose(0, 1)), gates.transpose(0, 1))
     output, hidden, cell = _LSTMBackward.apply(gates, hidden, cell, w_hh, hiddens, cells, tanhs)
     return output, (hidden, cell)
@@ -94,13 +95,19 @@ def _time_major_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return F.linear(x.transpose(0, 1).contiguous(), weight, bias)
 
 
-def _lstm_rule(layer: nn.Module, params: Params, inputs: Inputs, dgates: Tensor, suffix: str) -> ByName:
-    """`dW_ih = sum_t dgates_t x_t^T`, `dW_hh = sum_t dgates_t h_(t-1)^T`; both biases have the same gradient."""
-    x, previous = inputs
-    names = [name + suffix for name in _RECURRENT]
-    return linear_gradients(params, x, dgates, names[0], names[2]) | linear_gradients(
-        params, previous, dgates, names[1], names[3]
-    )
+def _recurrent_rule(layer: nn.Module, params: Params, inputs: Inputs, dgates: Tensor, suffix: str) -> ByName:
+    """`dW_ih = sum_t dgates_t x_t^T`, `dW_hh = sum_t dgates_t h_(t-1)^T`; both biases have the same gradient.
+
+    The hidden part of a GRU's last gate was multiplied by its reset gate, the third of the inputs.
+    """
+    x, previous, *reset = inputs
+    w_ih, w_hh, b_ih, b_hh = [name + suffix for name in _RECURRENT]
+    from_hidden = dgates
+    if reset:
+        *others, dnew = dgates.chunk(3, dim=2)
+        from_hidden = torch.cat((*others, dnew * reset[0]), dim=2)
+    of_x, of_hidden = (x, dgates, w_ih, b_ih), (previous, from_hidden, w_hh, b_hh)
+    return linear_gradients(params, *of_x) | linear_gradients(params, *of_hidden)
 
 
 def _lstm_steps(gates: Tensor, w_hh: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,21 +173,11 @@ def gru_recurrence(layer: nn.Module, tap: Tap, suffix: str, x: Tensor, hidden: T
     gates = _time_major_linear(x, w_ih, b_ih)
     hiddens, candidates = _gru_steps(gates.detach(), w_hh, b_hh, hidden)
     reset = gates.detach()[:, :, : hidden.shape[1]].transpose(0, 1)
-    rule = functools.partial(_gru_rule, suffix=suffix)
+    rule = functools.partial(_recurrent_rule, suffix=suffix)
     inputs = (x, hiddens[:-1].transpose(0, 1), reset)
     gates = tap(suffix.lstrip("_"), rule, inputs, gates.transpose(0, 1))
     output, hidden = _GRUBackward.apply(gates, hidden, w_hh, hiddens, candidates)
     return output, (hidden,)
-
-
-def _gru_rule(layer: nn.Module, params: Params, inputs: Inputs, dgates: Tensor, suffix: str) -> ByName:
-    """As `_lstm_rule`, but the hidden part of the last gate was multiplied by the reset gate."""
-    x, previous, reset = inputs
-    dreset, dupdate, dnew = dgates.chunk(3, dim=2)
-    names = [name + suffix for name in _RECURRENT]
-    return linear_gradients(params, x, dgates, names[0], names[2]) | linear_gradients(
-        params, previous, torch.cat((dreset, dupdate, dnew * reset), dim=2), names[1], names[3]
-    )
 
 
 def _gru_steps(gates: Tensor, w_hh: Tensor, b_hh: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +262,7 @@ def attention_forward(
     if (attn_mask is not None and attn_mask.dim() != 2) or (is_causal and attn_mask is None):
         raise Unsupported("MultiheadAttention has no attn_mask [T, T]")
     projected = F.linear(query, layer.in_proj_weight, layer.in_proj_bias)
-    in_rule = functools.partial(_projection_rule, weight="in_proj_weight", bias="in_proj_bias")
+    in_rule = functools.partial(linear_rule, weight="in_proj_weight", bias="in_proj_bias")
     projected = tap("in_proj", in_rule, (query,), projected)
     q, k, v = projected.unflatten(2, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, T, E / heads]
     padding = None if key_padding_mask is None else _added(key_padding_mask, q.dtype)[:, None, None]
@@ -280,7 +277,7 @@ def attention_forward(
     else:
         attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     attended = attended.transpose(1, 2).flatten(2)
-    out_rule = functools.partial(_projection_rule, weight="out_proj.weight", bias="out_proj.bias")
+    out_rule = functools.partial(linear_rule, weight="out_proj.weight", bias="out_proj.bias")
     output = F.linear(attended, layer.out_proj.weight, layer.out_proj.bias)
     return tap("out_proj", out_rule, (attended,), output), weights
 
@@ -290,10 +287,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-
-
-def _projection_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor, weight: str, bias: str) -> ByName:
-    return linear_gradients(params, inputs[0], dy, weight, bias)
 
 
 _RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

@@ -1,7 +1,4 @@
-"""Modules that a pass on a CPU computes in another way: 2 x 2 pooling, and stages of a net.
-
-A stage is a convolution, ReLU and 2 x 2 max-pooling in a row, and is computed as one layer.
-"""
+"""Stages of a model that a pass on a CPU computes as one layer: a convolution, ReLU and 2 x 2 max-pooling."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dpfl_lightning.kernels import pooling
 from dpfl_lightning.privacy.clipping.layer_rules import has_special_backward
 
 ComputeStage = Callable[[nn.Conv2d, Tensor], Tensor]  # the stage's convolution and input -> its output
@@ -53,20 +48,6 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         del module.forward
 
 
-def halves(pool: nn.Module) -> bool:
-    """Return whether a max-pooling or mean pooling reads each number once, in blocks of 2 x 2."""
-    form = (pool.kernel_size, pool.stride, pool.padding, getattr(pool, "dilation", 1))
-    plain = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
-    return plain and not pool.ceil_mode and getattr(pool, "divisor_override", None) is None
-
-
-def mean_pooling(input: Tensor) -> Tensor:
-    """Return `avg_pool2d(input, 2)`; the argument has the name that `nn.AvgPool2d` gives it."""
-    if input.device.type == "cpu" and input.dim() == 4 and min(input.shape[2:]) >= 2:
-        return pooling.MeanPooling.apply(input)
-    return F.avg_pool2d(input, 2)
-
-
 def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: ComputeStage, x: Tensor) -> Tensor:
     """Do what `nn.Sequential.forward` does."""
     i = 0
@@ -81,11 +62,13 @@ def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: Com
 
 def _is_stage(modules: Sequence[nn.Module]) -> bool:
     conv, *others = modules
-    kinds = {type(m): m for m in others}
-    if kinds.keys() != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv):
+    if {type(m) for m in others} != {nn.ReLU, nn.MaxPool2d} or not has_special_backward(conv):
         return False
-    pool = kinds[nn.MaxPool2d]
-    return halves(pool) and not pool.return_indices and conv.groups == 1 and conv.dilation == (1, 1)
+    pool = next(m for m in others if isinstance(m, nn.MaxPool2d))
+    form = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    halves = all(value in (n, (n, n)) for value, n in zip(form, (2, 2, 0, 1), strict=True))
+    plain = conv.groups == 1 and conv.dilation == (1, 1)
+    return plain and halves and not pool.ceil_mode and not pool.return_indices
 
 
 def _is_changed(module: nn.Module) -> bool:

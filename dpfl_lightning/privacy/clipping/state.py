@@ -1,4 +1,4 @@
-"""What a net keeps from one pass to the next, which neither clipping nor noise covers."""
+"""What a model keeps from one pass to the next, which neither clipping nor noise covers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Restore what the net keeps in tensors besides its trainable parameters: a pass must leave nothing for the next.
+    """Restore what the model keeps in tensors besides its trainable parameters: a pass must leave nothing for the next.
 
     These are buffers, frozen parameters and attributes. They are restored whether they were changed in place or
     replaced, and new ones are deleted. Yields a function that restores them at once, and returns their names.
@@ -64,7 +64,7 @@ def _fixed(value: Any) -> bool:
 
 
 def contents(net: nn.Module) -> dict[str, object]:
-    """Return what tells whether two copies of a net keep the same: by name, parameters, buffers and attributes.
+    """Return what tells whether two copies of a model keep the same: by name, parameters, buffers and attributes.
 
     Attributes of any depth count: in collections, arrays and objects (with slots, too), in what a function or hook is
     bound to or closes over, and in the classes of users. Variables of Python modules do not count.

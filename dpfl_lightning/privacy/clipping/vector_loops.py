@@ -130,15 +130,12 @@ class _Seen(TorchDispatchMode):
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         if not (func.is_view or _same_by_any_code(func, args, kwargs or {})):
-            parts = [one for one in tree_leaves(results) if isinstance(one, Tensor) and _on_cpu(one)]
-            layouts = tuple(_Layout.of(one) for one in parts if one.is_floating_point() or one.is_complex())
+            parts = [one for one in tree_leaves(results) if isinstance(one, Tensor) and one.layout is torch.strided]
+            numbers = [one for one in parts if one.is_floating_point() or one.is_complex()]
+            layouts = tuple(_Layout.of(one) for one in numbers if one.device.type == "cpu")
             if layouts:
                 self.operators.append(_operator(func.overloadpacket.__name__, layouts, args))
         return results
-
-
-def _on_cpu(part: Tensor) -> bool:
-    return part.device.type == "cpu" and part.layout is torch.strided
 
 
 def _operator(name: str, results: tuple[_Layout, ...], args: Sequence[Any]) -> _Operator:
@@ -194,14 +191,9 @@ def _counting_records(few: _Layout, many: _Layout, traced: tuple[int, int]) -> l
     """Return the dimensions whose length grows with the number of records; ValueError if one grows otherwise."""
     lengths = list(zip(few.shape, many.shape, strict=True))
     grown = [number for number, (first, second) in enumerate(lengths) if first != second]
-    for number in grown:
-        _require_whole(*lengths[number], traced)
+    if any(lengths[number][0] * traced[1] != lengths[number][1] * traced[0] for number in grown):
+        raise ValueError(f"{few.shape} and {many.shape} do not count whole records")
     return grown
-
-
-def _require_whole(few: int, many: int, traced: tuple[int, int]) -> None:
-    if few * traced[1] != many * traced[0]:
-        raise ValueError(f"{few} and {many} are no numbers of whole records")
 
 
 def _inside(whole: _Layout, reduced: Sequence[int], records: Sequence[int]) -> bool:
