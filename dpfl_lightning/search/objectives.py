@@ -30,7 +30,7 @@ from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.scores import Measured, Outcome, check_scores, measured, reported
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 
 #: receives a step and the first score after it; returns whether the trial should end there
 Report = Callable[[int, float], bool]

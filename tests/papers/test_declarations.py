@@ -238,8 +238,7 @@ distillation.baselines one_step alpha1 small:
   {clients.count: 10, privacy: null, rounds: 100, set.images_per_class: 10, set.records_per_class: 64,
    set.participation_fraction: 0.5, set.image_steps: null, set.image_learning_rate: 10.6}
 distillation.baselines one_step alpha0.1 small: {data.partition.alpha: 0.1, data.name: fashion_mnist}
-distillation.baselines ten_steps alpha1 small: {set.image_steps: 10, set.mode: null}
-distillation.baselines literal alpha1 small: {set.mode: paper_literal}
+distillation.baselines ten_steps alpha1 small: {set.image_steps: 10, set.reinit_every: null}
 distillation.baselines ten_steps_dsa alpha1 small: {set.augmentation: dsa, set.image_steps: 10}
 distillation.baselines random alpha1 small: {clients.count: 10, set.images_per_class: 10}
 distillation.tuning lr106_steps30 public small:
@@ -252,7 +251,9 @@ distillation.table1 distdd_10 cifar10_1 paper: {set.records_per_class: 256, mode
 distillation.table1 fedprox mnist_1 paper: {strategies.fedprox.pull: 0.01, rounds: 500}
 distillation.table1_centralised gm mnist paper: {clients.count: 1, set.images_per_class: 100}
 distillation.default distdd default paper: {clients.count: 20, evaluation.every: 50, rounds: 500}
-distillation.default median default paper: {set.aggregation: median, set.participation_fraction: 0.5}
+distillation.default median default paper:
+  {strategies: {experiments.papers.distillation.printed.MedianOfMeans: {images_per_class: 100,
+   participation_fraction: 0.5, image_learning_rate: 39.4, records_per_class: 256}}}
 distillation.default full default paper: {set.participation_fraction: 1.0}
 distillation.figure2 median clients_0.4 paper: {data.label_noise: {name: clients, share: 0.4}}
 distillation.figure2 fedavg records_1 paper: {data.label_noise: {name: records, share: 1.0}}
