@@ -16,7 +16,7 @@ from dpfl_lightning.algorithms.allocation import (
     noise_only,
     objective,
 )
-from dpfl_lightning.algorithms.cohorts import SAMPLERS, draw_cohort, systematic
+from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.errors import UserError
 
 FACTOR, BIAS = [1.0, 2.0, 4.0], np.array([0.5, 0.1, 0.0])
@@ -191,11 +191,11 @@ def some_quotas(clients=100, each_round=20, rounds=200, seed=0):
     return allocate_int(epsilon**-2, each_round * rounds, upper=rounds)
 
 
-def a_run(sampler, quota, rounds, each_round, seed=0):
+def a_run(quota, rounds, seed=0):
     """The cohorts of all rounds, and how often each client took part."""
     draw, taken, cohorts = np.random.default_rng(seed), np.zeros_like(quota), []
     for left in range(rounds, 0, -1):
-        cohorts.append(draw_cohort(sampler, quota, taken, left, each_round, draw))
+        cohorts.append(systematic(quota - taken, left, draw))
         np.add.at(taken, cohorts[-1], 1)
     return cohorts, taken
 
@@ -209,12 +209,9 @@ def test_every_quota_is_used_in_full_rounds_of_distinct_clients(clients, rounds,
     each_round = min(each_round, clients)
     factor = 10.0 ** np.random.default_rng(seed).uniform(-2, 2, clients)
     quota = allocate_int(factor, each_round * rounds, upper=rounds)
-    cohorts, taken = a_run("quota_systematic", quota, rounds, each_round, seed)
+    cohorts, taken = a_run(quota, rounds, seed)
     assert all(len(cohort) == len(set(cohort.tolist())) == each_round for cohort in cohorts)
     assert taken.tolist() == quota.tolist()
-    cohorts, taken = a_run("weighted_without_replacement", quota, rounds, each_round, seed)
-    assert all(len(cohort) == len(set(cohort.tolist())) <= each_round for cohort in cohorts)
-    assert bool((taken <= quota).all()), "the paper's sampler may leave some unused"
 
 
 def test_inclusion_is_the_quotas_share():
@@ -229,24 +226,13 @@ def test_inclusion_is_the_quotas_share():
     assert bool((hits[quota == 200] == draws).all())
 
 
-@pytest.mark.slow
-def test_with_replacement_has_the_analysis_expectation():
-    """Mean participations of one draw are K times the share; 20,000 draws, seed 3, false alarm 1e-4."""
-    quota, draws = some_quotas(clients=10, each_round=3, rounds=50), 20_000
-    draw, hits = np.random.default_rng(3), np.zeros(10)
-    for _ in range(draws):
-        np.add.at(hits, draw_cohort("with_replacement", quota, np.zeros_like(quota), 50, 3, draw), 1)
-    share = quota / quota.sum()
-    assert bool((np.abs(hits / (3 * draws) - share) <= 4.5 * np.sqrt(share / (3 * draws))).all())
-
-
 def test_clients_that_were_away_keep_their_slots():
     """Half of the clients miss the first half of the run: later they are in every round that their slots fill."""
     quota, rounds = np.full(10, 5), 20  # 2.5 clients a round
     draw, taken, sizes = np.random.default_rng(4), np.zeros(10, dtype=np.int64), []
     for left in range(rounds, 0, -1):
         here = np.where(left > 10, np.arange(10) % 2 == 0, True)
-        cohort = draw_cohort("quota_systematic", np.where(here, quota, 0), taken, left, 3, draw)
+        cohort = systematic(np.maximum(np.where(here, quota, 0) - taken, 0), left, draw)
         assert bool(here[cohort].all())
         taken[cohort] += 1
         sizes.append(len(cohort))
@@ -261,17 +247,13 @@ def test_what_cannot_be_used_any_more_is_left():
 
 
 def test_without_quotas_left_a_round_is_empty():
-    for sampler in SAMPLERS:
-        assert len(draw_cohort(sampler, np.array([2, 3]), np.array([2, 3]), 4, 2, np.random.default_rng(0))) == 0
-    with pytest.raises(UserError, match=r"`sampler` must be one of .* Did you mean `quota_systematic`"):
-        draw_cohort("systematic", np.array([1]), np.array([0]), 1, 1, np.random.default_rng(0))
+    assert len(systematic(np.zeros(2, dtype=np.int64), 4, np.random.default_rng(0))) == 0
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_round_of_a_hundred_thousand_clients(sampler):
+def test_a_round_of_a_hundred_thousand_clients():
     quota = some_quotas(100_000, 20_000, 200)
     draw, taken = np.random.default_rng(6), np.zeros_like(quota)
     begun = time.process_time()
     for left in range(200, 190, -1):
-        np.add.at(taken, draw_cohort(sampler, quota, taken, left, 20_000, draw), 1)
+        np.add.at(taken, systematic(quota - taken, left, draw), 1)
     assert (time.process_time() - begun) / 10 < 0.2, "10 ms on one core"
