@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
+from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 from experiments.papers.selection.estimates import (
@@ -20,6 +20,7 @@ from experiments.papers.selection.estimates import (
     laplace_noise,
     predicted_loss,
 )
+from experiments.papers.selection.formulas import noise_only
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
 INVERSE_MU = {
