@@ -131,7 +131,6 @@ EXCLUDED = [
     ("ifca", "selection_epsilon", 0.1, "not be set with", {"selection": "paper_argmin"}),
     ("ifca", "selection_rounds", 3, "not be set with", {"selection": "exponential"}),
     ("ifca", "loss_bound", 1.0, "not be set with", {"selection": "paper_argmin"}),
-    ("robust_hdp", "rank", 2, "1 unless the estimator is hetero_pca", {"estimator": "rpca"}),
     ("distillation", "row_weights", "noise_aware", "equal unless", {"matching": "mse"}),
 ]
 

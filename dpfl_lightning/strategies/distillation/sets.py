@@ -42,8 +42,11 @@ class SetStrategy(Strategy, Callback):
     what: ClassVar[str]
     role = "base"
     trains_on_server = True
-    _augmentations: ClassVar[tuple[str, ...]] = ()
-    _sampling = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._augmentations: tuple[str, ...] = ()  # of images in training
+        self._sampling = "full"  # of the records of a release, for the card
 
     def final_models(self, state: ServerState, view: View) -> ClientModels:
         init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))

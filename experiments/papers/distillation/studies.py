@@ -271,8 +271,8 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
 
 def distillation_options(options: Options) -> dict[str, Any]:
     """The options of the strategy, with the default of `images_per_class`."""
-    given = (one for name, one in options.strategies.items() if "distillation" in name)
-    return {"images_per_class": 10, **(next(given, None) or {})}
+    given = [one for name, one in options.strategies.items() if "distillation" in name and one]
+    return {"images_per_class": 10, **(given[0] if given else {})}
 
 
 def population_of(context: CellContext) -> Population:
