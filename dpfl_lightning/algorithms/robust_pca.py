@@ -98,11 +98,9 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = _DEFAULT, workers: int | 
     """Principal component pursuit: `min |L|_* + lambda |S|_1` with `L + S = M`, lambda = 1 / sqrt(max(C, P)).
 
     M are finite updates `[C, P]`. The result is bitwise equal for any number of `workers` (threads; None is one for
-    each core). A `UserNotice` warns if it did not converge. Post-processing.
-
-    Float32 is used, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch
-    uses less precise products. If it stops early, variances of noisy clients (of little weight) may be several times
-    too small, and an update with far less noise than the mean may get nearly all the weight.
+    each core). A `UserNotice` warns if it did not converge. If it stops early, variances of noisy clients may be
+    several times too small, and an update with far less noise than the mean may get nearly all the weight.
+    Post-processing.
 
     Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, but for its wrong sign of Y in the step
     for L.
@@ -135,7 +133,11 @@ def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def _prepared(deltas: Tensor, settings: PcpSettings) -> tuple[Tensor, Tensor]:
-    """Return the updates in the working type, and the sum of each one's absolute entries `[C]`."""
+    """Return the updates in the working type, and the sum of each one's absolute entries `[C]`.
+
+    Float32, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch uses less
+    precise products.
+    """
     matrix = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     sizes = torch.stack([vector_norm(row, 1, dtype=torch.float64) for row in matrix])
     mean = float(sizes.sum()) / matrix.numel()

@@ -1,12 +1,12 @@
 """Robust-HDP: weights by the noise variance of the updates, which the server estimates from the updates.
 
-| Algorithm 1 of the paper                                | here                                                            |
-| ------------------------------------------------------- | --------------------------------------------------------------- |
-| lines 3 to 6: DPSGD of the clients                      | the round of the server's loop                                  |
-| line 7: M `[p, n]`, a column for each client            | `updates.released` `[C, P]`, transposed                         |
-| line 8: L, S = RPCA(M), Algorithm 3                     | `_estimated`: `algorithms/robust_pca.py` with `estimator: rpca` |
-| lines 9, 10: sigma_i^2 = |S_i|^2, w_i ~ 1 / sigma_i^2   | `Split.noise_var`; `_share` by `noise_weights.py` (equation 8)  |
-| line 11: theta + sum_i w_i update_i                     | the loop's weighted sum                                         |
+| Algorithm 1 of the paper                     | here                                                            |
+| -------------------------------------------- | --------------------------------------------------------------- |
+| lines 3 to 6: DPSGD of the clients           | the round of the server's loop                                  |
+| line 7: M `[p, n]`, a column for each client | `updates.released` `[C, P]`, transposed                         |
+| line 8: L, S = RPCA(M), Algorithm 3          | `_estimated`: `algorithms/robust_pca.py` with `estimator: rpca` |
+| lines 9, 10, equation 8: w_i ~ 1 / |S_i|^2   | `Split.noise_var`, and `_share` by `noise_weights.py`           |
+| line 11: theta + sum_i w_i update_i          | the loop's weighted sum                                         |
 """
 
 import dataclasses
