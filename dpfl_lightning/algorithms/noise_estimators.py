@@ -14,7 +14,7 @@ from dpfl_lightning.algorithms.robust_pca import robust_pca
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
 
 _ENOUGH = 8  # fewest clients of one model whose noise variances are estimated among themselves
-_DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm", "zero_share")
+_DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm")
 
 
 @dataclass(frozen=True)

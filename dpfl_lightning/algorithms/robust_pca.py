@@ -60,7 +60,6 @@ class Split:
         rank: rank of L.
         singular_values: those of M and of L, `[2, C]` float64, descending.
         dual_norm: largest singular value of Y; 1 at the optimum, unless L = 0.
-        zero_share: share of the entries of S that are 0.
     """
 
     noise_var: Tensor
@@ -71,7 +70,6 @@ class Split:
     rank: int
     singular_values: Tensor
     dual_norm: float
-    zero_share: float
     _arrays: tuple[Tensor, Tensor, Tensor] = field(repr=False)
     _mu: float = field(repr=False)
 
@@ -173,7 +171,7 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings) -> Split:
             UserNotice,
             stacklevel=4,  # the caller of `robust_pca`, past its decorator
         )
-    dual_gram, zeros = sweep.run(sweep.certificate)
+    dual_gram = sweep.run(sweep.certificate)[0]
     return Split(
         noise_var=squares[3],
         iterations=iteration,
@@ -183,7 +181,6 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings) -> Split:
         rank=int((reduced > 0).sum()),
         singular_values=torch.stack([values, reduced]),
         dual_norm=mu * max(float(torch.linalg.eigvalsh(dual_gram)[-1]), 0.0) ** 0.5,
-        zero_share=float(zeros) / sweep.matrix.numel(),
         _arrays=(sweep.matrix, sweep.ahead, sweep.scaled_dual),
         _mu=mu,
     )
@@ -238,9 +235,8 @@ class _Sweep:
         return self._product(self.ahead[:, columns]), self.matrix.new_zeros(0)
 
     def certificate(self, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `Y @ Y.T / mu^2`, and the number of entries of S that are 0: those where Y is not at its bound."""
-        dual = self.scaled_dual[:, columns]
-        return self._product(dual), (dual.abs() < self.bound).sum()
+        """Return `Y @ Y.T / mu^2`, after the last step."""
+        return self._product(self.scaled_dual[:, columns]), self.matrix.new_zeros(0)
 
     def advance(self, shrink: Tensor, check: bool, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """Run one iteration of the paper's Algorithm 3 on some columns; return their part of the next Gram matrix.

@@ -31,7 +31,6 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 Counts = NDArray[np.int64]
 
 PURPOSE, LATER = "train", "later_train"  # purposes of the releases that quotas limit
-TRAINING = (PURPOSE, LATER)
 _USUAL_SHARE = 5  # by default one in this many clients takes part in a round
 _FEWEST = 2  # clients in a round, whose updates can be compared
 _DRAWS = 20  # attempts to draw a round that contains a client with a large budget
