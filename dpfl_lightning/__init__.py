@@ -14,7 +14,7 @@ _HOME = {
     "ClientModule": "federated.client.module",
     "ClientOptions": "config.options",
     "DistilledDataModule": "distilled",
-    "DistilledSet": "strategies.distillation.artefact",
+    "DistilledSet": "sets.distilled_set",
     "Facts": "federated.messages.facts",
     "FederatedLoop": "build",
     "Guarantee": "privacy.accounting.guarantee",

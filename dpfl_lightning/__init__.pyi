@@ -12,6 +12,6 @@ from dpfl_lightning.federated.server.results import RunResult as RunResult
 from dpfl_lightning.federated.server.strategy import Strategy as Strategy
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee as Guarantee
 from dpfl_lightning.reporting.progress import Progress as Progress
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet as DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet as DistilledSet
 
 __version__: str

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpfl_lightning.data import load
 from dpfl_lightning.errors import require, require_whole
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.sets.distilled_set import CARD, TENSORS, DistilledSet
 
 Transform = Callable[[Tensor], Any]
 

@@ -14,7 +14,7 @@ FLOORS = (
     ("build", "distilled"),
     ("federated.transport", "federated.node", "reporting", "strategies"),
     ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
-    ("data", "strategies.aggregation"),
+    ("data", "sets", "strategies.aggregation"),
     ("federated.server", "algorithms"),
     ("federated.messages",),
     ("models",),
@@ -26,7 +26,7 @@ FLOORS = (
     ("runtime",),
 )
 #: the server's side sees messages only
-SERVER_SIDE = ("strategies", "federated.server", "reporting")
+SERVER_SIDE = ("strategies", "sets", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.node", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},

@@ -27,7 +27,7 @@ from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.search.study import Pruned
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"

@@ -28,7 +28,7 @@ from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri
 from dpfl_lightning.reporting.mlflow.store import loggable
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 
 SECRET = "0123456789abcdef0123456789abcdef"
 LEDGER = {"ledger.jsonl", "ledger.head"}

@@ -27,88 +27,50 @@ def allocate_int(
     total: int,
     exponent: ArrayLike = 1.0,
     bias_cost: ArrayLike = 0.0,
-    lower: ArrayLike = 0,
     upper: ArrayLike = np.inf,
     anchor: float = 0.0,
 ) -> NDArray[np.int64]:
     """Return the integer quotas `[N]` of sum `total` that cost least; among equally good clients the first get more.
 
-    **Privacy** Arithmetic on public facts.
-
-    Args:
-        noise_factor: `[N]`, >= 0; infinite for a client without a budget, which takes no part; 0 for one without noise.
-        exponent: > 0, `[N]` or one value; 1 for Gaussian noise, 2 for Laplace noise.
-        bias_cost: `[N]` or one value, in the unit of `noise_factor`, as is `anchor` >= 0.
-        lower, upper: bounds, `[N]` or one value, rounded inwards. A client takes part at most once in a round, so
-            `upper` is at most the rounds left.
-
-    Raises:
-        UserError: no quotas of this sum satisfy the bounds, or a number is out of range.
+    `noise_factor` `[N]` >= 0 is infinite for a client without a budget, which takes no part, and 0 for one without
+    noise. `exponent` > 0 is 1 for Gaussian noise and 2 for Laplace noise; `bias_cost` and `anchor` >= 0 are in the unit
+    of `noise_factor`, and `upper` bounds the quotas: each is `[N]` or one value. UserError if the bounds are too low.
+    Arithmetic on public facts.
 
     >>> allocate_int([1.0, 2.0, 4.0], total=12).tolist(), allocate_int([1.0, 2.0, 4.0], total=12, anchor=1.0).tolist()
     ([7, 3, 2], [6, 4, 2])
     """
     factor = np.asarray(noise_factor, dtype=float)
-    require(int(total) == total, "total", "be a whole number", total)
-    require(factor.ndim == 1 and len(factor) > 0, "noise_factor", "hold one number for each client", factor.shape)
-    require(bool((factor >= 0).all()), "noise_factor", "be >= 0", float(factor.min()))
-    require(0 <= total < np.inf, "total", "be >= 0 and finite", total)
-    powers = np.broadcast_to(np.asarray(exponent, dtype=float), factor.shape)
-    require(bool(((powers > 0) & (powers < np.inf)).all()), "exponent", "be above 0 and finite", exponent)
-    require(0 <= anchor < np.inf, "anchor", "be >= 0 and finite", anchor)
+    high, bias, powers = (
+        np.broadcast_to(np.asarray(one, dtype=float), factor.shape) for one in (np.floor(upper), bias_cost, exponent)
+    )
     able = np.isfinite(factor)
-    bounds_and_bias = np.ceil(lower), np.floor(upper), bias_cost
-    low, high, bias = (np.broadcast_to(np.asarray(one, dtype=float), factor.shape) for one in bounds_and_bias)
     high = np.where(able, np.minimum(high, total), 0.0)
-    _check_bounds(low, high, total)
-    require(bool(np.isfinite(bias).all()), "bias_cost", "be finite", float(bias.max()))
+    way_out = f"{total:g} participations must be allocated. Change their number, or the bounds."
+    require(high.sum() >= total, "upper", f"sum to at least {total:g}", float(high.sum()), way_out)
     quotas = np.zeros(len(factor), dtype=np.int64)
     if able.any():
-        factor = _positive(factor[able])
+        factor = positive(factor[able])
         unit = float(np.exp(np.log(factor).mean()))  # factors may span many decades
-        costs = _Costs(low[able], high[able], factor / unit, bias[able] / unit, anchor / unit, powers[able])
+        costs = _Costs(high[able], factor / unit, bias[able] / unit, anchor / unit, powers[able])
         quota = _below_a_price(costs, float(total))
         _take_cheapest(costs, quota, int(total) - int(quota.sum()))
         quotas[able] = quota
     return quotas
 
 
-def noise_only(noise_factor: ArrayLike, total: float, exponent: float = 1.0) -> Vector:
-    """Return real quotas `[N]` of least noise, without bounds: `M noise_factor_n^(-1 / exponent) / sum of these`.
-
-    Reference: Ma et al., Proposition 1.
-    """
-    share = _positive(np.asarray(noise_factor, dtype=float)) ** (-1 / exponent)
-    return total * share / share.sum()
-
-
-def objective(
-    quota: ArrayLike,
-    noise_factor: ArrayLike,
-    exponent: ArrayLike = 1.0,
-    bias_cost: ArrayLike = 0.0,
-    anchor: float = 0.0,
-) -> float:
-    """Return the cost of quotas `[N]`, in the unit of `noise_factor`."""
-    counts, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
-    takes_part = counts > 0  # avoids 0 * infinity for clients without a budget
-    powers = np.broadcast_to(np.asarray(exponent, dtype=float), counts.shape)[takes_part] + 1
-    noise = float((factor[takes_part] * counts[takes_part] ** powers).sum())
-    return noise + float((np.asarray(bias_cost) * counts).sum()) + anchor * float(((counts - counts.mean()) ** 2).sum())
-
-
 def noise_gain(quota: ArrayLike, noise_factor: ArrayLike, exponent: ArrayLike = 1.0) -> float:
     """Return the noise of a round's mean update under equal quotas / under these, without clients that lack a budget.
 
-    >>> noise_gain(noise_only([1.0, 4.0], total=10), [1.0, 4.0])
+    >>> noise_gain([8.0, 2.0], [1.0, 4.0])
     1.5625
     """
     participations, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
     able = np.isfinite(factor)
     powers = np.broadcast_to(exponent, factor.shape)[able]
     equal = np.full(int(able.sum()), participations[able].mean())
-    noise = objective(participations[able], factor[able], powers)
-    return objective(equal, factor[able], powers) / noise if noise > 0 else 1.0
+    noise, of_equal = (float((factor[able] * one ** (powers + 1)).sum()) for one in (participations[able], equal))
+    return of_equal / noise if noise > 0 else 1.0
 
 
 def anchor_strength(num_clients: int, rounds: int, gradient_scale: float, dissimilarity: float = 0.1) -> float:
@@ -125,7 +87,6 @@ def anchor_strength(num_clients: int, rounds: int, gradient_scale: float, dissim
 class _Costs:
     """Bounds and costs of the clients that have a budget, scaled so that factors are near 1."""
 
-    low: Vector
     high: Vector
     factor: Vector
     bias: Vector
@@ -139,17 +100,7 @@ class _Costs:
         return rising + self.anchor * (2 * quota + 1.0) + self.bias[of]
 
 
-def _check_bounds(low: Vector, high: Vector, total: float) -> None:
-    wrong = np.flatnonzero(~((low >= 0) & (low <= high * (1 + 1e-12))))
-    if len(wrong):
-        must = f"be from 0 to the upper bound, {high[wrong[0]]:g} for client {wrong[0]}"
-        require(False, "lower", must, float(low[wrong[0]]), "A client without a budget can only have 0.")
-    way_out = f"{total:g} participations must be allocated. Change their number, or the bounds."
-    require(low.sum() <= total * (1 + 1e-12), "lower", f"sum to at most {total:g}", float(low.sum()), way_out)
-    require(high.sum() >= total * (1 - 1e-12), "upper", f"sum to at least {total:g}", float(high.sum()), way_out)
-
-
-def _positive(factor: Vector) -> Vector:
+def positive(factor: Vector) -> Vector:
     """Return the factors, with a small positive value for clients without noise."""
     positive = factor[factor > 0]
     return np.where(factor > 0, factor, _UNNOISED * np.median(positive) if len(positive) else 1.0)
@@ -157,7 +108,7 @@ def _positive(factor: Vector) -> Vector:
 
 def _below_a_price(costs: _Costs, total: float) -> NDArray[np.int64]:
     """Return all participations up to some price, at most `total` and nearly as many (or all below the right price)."""
-    taken = costs.low
+    taken = np.zeros_like(costs.high)
     low, high = float(costs.bias.min()), float(costs.price_of_next(costs.high).max())
     for _ in range(300):  # floating-point resolution ends the bisection long before
         middle = low + (high - low) / 2
@@ -173,7 +124,7 @@ def _below_a_price(costs: _Costs, total: float) -> NDArray[np.int64]:
 
 def _count_up_to(costs: _Costs, price: float) -> Vector:
     """Return how many participations of each client cost at most `price` each, within its bounds."""
-    fits, too_many = costs.low, costs.high + 1  # `low` participations fit at any price
+    fits, too_many = np.zeros_like(costs.high), costs.high + 1
     while (open_ := too_many - fits > 1).any():
         middle = np.floor((fits + too_many) / 2)
         cheap = costs.price_of_next(np.maximum(middle - 1, 0.0)) <= price

@@ -15,7 +15,6 @@ from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
 from dpfl_lightning.runtime.threads import side_by_side
 
-MATCHINGS = ("layerwise_cosine", "cos", "mse")
 _GUARD = 1e-6  # added to the product of two norms, as in the condensation paper's code
 _NEAR_ZERO = 1e-24  # added under a root, whose slope at 0 is infinite
 _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the effect of a wrong second derivative
@@ -28,13 +27,12 @@ ClassGradientsOf = Callable[[SampleLoss, Params, Sequence[str], Tensor, Tensor],
 
 
 def matched_names(shapes: Mapping[str, Sequence[int]], matching: str) -> tuple[str, ...]:
-    """Return the parameters that `distances` reads: those of two or more dimensions for `layerwise_cosine`, else all.
+    """Return the parameters that `distances` reads: all for `mse`, otherwise those of two or more dimensions.
 
     >>> matched_names({"0.weight": (4, 3), "0.bias": (4,)}, "layerwise_cosine")
     ('0.weight',)
     """
-    every = matching != "layerwise_cosine"
-    return tuple(name for name, shape in shapes.items() if every or len(shape) >= 2)
+    return tuple(name for name, shape in shapes.items() if matching == "mse" or len(shape) >= 2)
 
 
 def num_rows(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -43,12 +41,11 @@ def num_rows(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def distances(ours: ByClass, theirs: ByClass, matching: str, row_weights: ByClass | None = None) -> Tensor:
-    """Return the distance between the two gradients of each class, `[G]`; differentiable in `ours`.
+    """Return the distance D between the two gradients of each class, `[G]`; differentiable in `ours`.
 
     - layerwise_cosine: `sum_rows 1 - <a, b> / (|a| |b| + 1e-6)`, in [0, 2 rows], weighted by `row_weights` (`[G, rows]`
       by name, in [0, 1]); a row holds the inputs of an output node. One-dimensional parameters are ignored.
-    - cos: the same with all parameters as one row, in [0, 2].
-    - mse: `|a - b|^2` over all parameters; the only one that depends on the length of the gradients.
+    - mse: `|a - b|^2` over all parameters; depends on the length of the gradients.
 
     Reference: Zhao, Mopuri and Bilen (2021), their code (layerwise_cosine); Wang and Wang (2024), eq. 27 (mse).
 
@@ -56,15 +53,14 @@ def distances(ours: ByClass, theirs: ByClass, matching: str, row_weights: ByClas
     >>> distances(ours, theirs, "mse"), round(float(distances(ours, theirs, "layerwise_cosine")), 4)
     (tensor([13.]), 2.0)
     """
-    if matching == "layerwise_cosine":
-        parts = []
-        for name, ours_of_class in ours.items():
-            if ours_of_class.dim() >= 3:
-                distance = 1 - _cosine(ours_of_class.flatten(2), theirs[name].flatten(2))
-                parts.append((distance if row_weights is None else distance * row_weights[name]).sum(dim=1))
-        return torch.stack(parts).sum(dim=0)
-    a, b = _flat(ours), _flat({name: theirs[name] for name in ours})
-    return (a - b).square().sum(dim=1) if matching == "mse" else 1 - _cosine(a, b)
+    if matching == "mse":
+        return (_flat(ours) - _flat({name: theirs[name] for name in ours})).square().sum(dim=1)
+    parts = []
+    for name, ours_of_class in ours.items():
+        if ours_of_class.dim() >= 3:
+            distance = 1 - _cosine(ours_of_class.flatten(2), theirs[name].flatten(2))
+            parts.append((distance if row_weights is None else distance * row_weights[name]).sum(dim=1))
+    return torch.stack(parts).sum(dim=0)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -91,22 +87,6 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
             weights[name] = (1 - rows.shape[-1] * noise_std**2 / size.clamp_min(_NEAR_ZERO)).clamp_min(0.0)
     mean = torch.cat(list(weights.values()), dim=1).mean(dim=1, keepdim=True)
     return {name: torch.where(mean > 0, weight / mean.clamp_min(_NEAR_ZERO), 0.0) for name, weight in weights.items()}
-
-
-def coordinate_median(blocks: Tensor, holds: Tensor) -> Tensor:
-    """Return the median of every coordinate over the clients that hold the class, `[G, d]`; zeros for no client.
-
-    `blocks` `[C, G, d]` are each client's mean gradients, `holds` is `[C, G]` bool. Reference: Yin et al. (2018).
-    """
-    rows = []
-    for class_blocks, class_holds in zip(blocks.unbind(dim=1), holds.unbind(dim=1), strict=True):
-        values = class_blocks[class_holds]
-        if len(values) >= 3:
-            # in pieces, because torch.quantile takes at most 16 million numbers
-            rows.append(torch.cat([part.quantile(0.5, dim=0) for part in values.split(1 << 16, dim=1)]))
-        else:
-            rows.append(values.mean(dim=0) if len(values) else torch.zeros_like(class_blocks[0]))
-    return torch.stack(rows)
 
 
 def class_by_class(
@@ -205,7 +185,7 @@ class Matching:
 
     Args:
         names: parameters whose gradients are matched.
-        distance: one of `MATCHINGS`.
+        distance: of gradients, see `distances`.
         learning_rate: for ten images a class, > 0. A step is by `learning_rate * images of the class / 10 / rows`: a
             class gradient is a mean over images, and `layerwise_cosine` is a sum over rows (otherwise rows is 1).
         augment: `(x [B, *X], y [B]) -> x`, the augmentation of the clients' records, or None.

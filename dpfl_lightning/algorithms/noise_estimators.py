@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
+from dpfl_lightning.algorithms.robust_pca import robust_pca
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
 
 _ENOUGH = 8  # fewest clients of one model whose noise variances are estimated among themselves
-_DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm", "zero_share")
+_DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm")
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,15 @@ class EstimatorOptions:
 
     Args:
         name: one of `ESTIMATORS`, or `oracle` (the true variances of a simulation).
-        rows: parameters in a block, >= 1; None takes all at once. All parameters have the same noise, so some suffice,
-            with a relative error of a variance of about `sqrt(2 / rows)`.
-        blocks: number of blocks to average over, >= 1, of the P // rows blocks; None takes all.
-        row_choice: `random` draws the parameters once from a public seed; `head` takes them in order (as in the paper),
-            so that a few blocks are the first layers, whose signal is not typical.
+        rows: number of parameters that are read, >= 1; None takes all. All have the same noise, so some suffice, with a
+            relative error of a variance of about `sqrt(2 / rows)`.
+        row_choice: `random` draws the parameters once from a public seed; `head` takes the first ones (as in the
+            paper), which are those of the first layers, whose signal is not typical.
         rank: number of directions that clients share, >= 1, as far as C clients can show them.
     """
 
     name: str = "rpca"
-    pcp: PcpSettings = field(default_factory=PcpSettings)
     rows: int | None = 200_000
-    blocks: int | None = 1
     row_choice: str = "random"
     rank: int = 1
 
@@ -46,7 +43,7 @@ class Estimate:
     Args:
         noise_var: `[C]` float64 on the CPU, >= 0, summed over coordinates; infinite for an update that is not finite.
             It is meant for weights, so it is most accurate where it is small (see `robust_pca`).
-        diagnostics: numbers to log; the worst of several blocks.
+        diagnostics: numbers to log.
     """
 
     noise_var: Tensor
@@ -138,17 +135,11 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
 
 
 def _rpca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
-    """Return `|S_i|^2` of principal component pursuit, times P / rows, averaged over blocks of parameters."""
-    totals, diagnostics = [], []
-    for columns in chosen_rows(deltas.shape[1], options):
-        block = deltas[:, columns]
-        split = robust_pca(block, options.pcp)
-        totals.append(split.noise_var * (deltas.shape[1] / block.shape[1]))
-        diagnostics.append({key: float(getattr(split, key)) for key in _DIAGNOSTICS})
-        del split  # frees its arrays for the next block
-    worst = {key: max(block[key] for block in diagnostics) for key in _DIAGNOSTICS}
-    worst["converged"] = min(block["converged"] for block in diagnostics)
-    return Estimate(torch.stack(totals).mean(dim=0), {**worst, "blocks": len(diagnostics)})
+    """Return `|S_i|^2` of principal component pursuit of some parameters, times P / rows."""
+    block = deltas[:, chosen_rows(deltas.shape[1], options)]
+    split = robust_pca(block)
+    diagnostics = {key: float(getattr(split, key)) for key in _DIAGNOSTICS}
+    return Estimate(split.noise_var * (deltas.shape[1] / block.shape[1]), diagnostics)
 
 
 #: name -> `estimator(deltas, options)`
@@ -160,17 +151,13 @@ ESTIMATORS: dict[str, Callable[[Tensor, EstimatorOptions], Estimate]] = {
 }
 
 
-def chosen_rows(num_params: int, options: EstimatorOptions) -> list[slice | Tensor]:
-    """Return the parameters of each block that `rpca` reads; the last of all `head` blocks ends at the last parameter.
+def chosen_rows(num_params: int, options: EstimatorOptions) -> slice | Tensor:
+    """Return the parameters that `rpca` reads.
 
-    >>> chosen_rows(10, EstimatorOptions(rows=4, blocks=None, row_choice="head"))
-    [slice(0, 4, None), slice(6, 10, None)]
+    >>> chosen_rows(10, EstimatorOptions(rows=4, row_choice="head"))
+    slice(0, 4, None)
     """
     rows = min(options.rows or num_params, num_params)
-    num_blocks = num_params // rows
-    blocks = min(options.blocks or num_blocks, num_blocks)
-    if rows < num_params and options.row_choice == "random":
-        drawn = np.random.default_rng(0).choice(num_params, (blocks, rows), replace=False)
-        return [torch.from_numpy(np.sort(block)) for block in drawn]
-    starts = [*range(0, (num_blocks - 1) * rows, rows), num_params - rows]
-    return [slice(start, start + rows) for start in starts[:blocks]]
+    if rows == num_params or options.row_choice == "head":
+        return slice(0, rows)
+    return torch.from_numpy(np.sort(np.random.default_rng(0).choice(num_params, rows, replace=False)))

@@ -9,14 +9,9 @@ from dpfl_lightning.algorithms.random_effects import limited_shares
 def weights(noise_var: Tensor, floor: float = 1e-6, max_weight: float = 1.0) -> Tensor:
     """Return the weights of least noise, `w_i ~ 1 / v_i`: `[C]` (float64, CPU, of sum 1). Post-processing.
 
-    They prefer large batches, whose updates hold fewer steps, and so less signal.
-
-    Args:
-        noise_var: variances v >= 0 up to a common factor, `[C]`; infinite and NaN ones give weight 0.
-        floor: a variance counts as at least this share of the median, >= 0. An update with the variance 0 still gets
-            nearly all the weight; only `max_weight` bounds that.
-        max_weight: upper bound of a weight, in (0, 1]; the excess goes to the other clients in proportion. Fewer than
-            1 / max_weight clients get equal weights.
+    `noise_var` are variances v >= 0 up to a common factor, `[C]`; infinite and NaN ones give weight 0. A variance
+    counts as at least `floor` times the median. An update with the variance 0 still gets nearly all the weight; only
+    `max_weight` in (0, 1] bounds that, whose excess goes to the other clients in proportion.
 
     Reference: Malekmohammadi et al. (2024), Eq. 8. Floor and cap are not in the paper.
 

@@ -30,9 +30,8 @@ class PcpSettings:
     """Penalty mu and stop rule; the optimum does not depend on mu, but a result after few iterations does.
 
     Args:
-        mu_scale: mu / (`C P / (4 |M|_1)`), > 0; |M|_1 is the sum of all absolute entries if `mu_norm` is `entries`, the
-            largest client's sum if it is `largest_column`.
-        primal_tol: tolerance of `|M - L - S|_F`, relative to `|M|_F` unless `absolute`; >= 0.
+        mu_scale: mu / (`C P / (4 |M|_1)`), > 0, where |M|_1 is the sum of all absolute entries; 1 is Candes' value.
+        primal_tol: tolerance of `|M - L - S|_F / |M|_F`, >= 0.
         dual_tol: tolerance of `mu |S_new - S|_F / |Y|_F`, >= 0; infinite disables this test.
         weight_tol: also stop if the weights of the noise variances moved by less (total variation) within 25
             iterations, after 50, with a dual residual of at most 0.1 and mu at most Candes' value; 0 disables it.
@@ -40,21 +39,14 @@ class PcpSettings:
     """
 
     mu_scale: float = 0.1
-    mu_norm: str = "entries"
     primal_tol: float = 1e-5
     dual_tol: float = 1e-2
     weight_tol: float = 1e-3
-    absolute: bool = False
     max_iterations: int = 1000
     double: bool = False
 
 
-#: the default; Candes et al. (2009); the noise-aware paper's code release. The last two only test the primal residual.
-PRESETS = {
-    "fast": PcpSettings(),
-    "candes": PcpSettings(1.0, "entries", 1e-7, math.inf, 0.0, max_iterations=5000, double=True),
-    "release": PcpSettings(1.0, "largest_column", 5e-8, math.inf, 0.0, True, max_iterations=10_000, double=True),
-}
+_DEFAULT = PcpSettings()
 
 
 @dataclass(frozen=True)
@@ -63,12 +55,11 @@ class Split:
 
     Args:
         noise_var: `|S_i|^2` of each client's row, `[C]` float64 on the CPU.
-        primal_residual: `|M - L - S|_F / |M|_F` (not divided if `absolute`).
+        primal_residual: `|M - L - S|_F / |M|_F`.
         dual_residual: `mu |S_new - S|_F / |Y|_F`.
         rank: rank of L.
         singular_values: those of M and of L, `[2, C]` float64, descending.
         dual_norm: largest singular value of Y; 1 at the optimum, unless L = 0.
-        zero_share: share of the entries of S that are 0.
     """
 
     noise_var: Tensor
@@ -79,7 +70,6 @@ class Split:
     rank: int
     singular_values: Tensor
     dual_norm: float
-    zero_share: float
     _arrays: tuple[Tensor, Tensor, Tensor] = field(repr=False)
     _mu: float = field(repr=False)
 
@@ -102,15 +92,13 @@ class Split:
 
 
 @torch.no_grad()
-def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers: int | None = None) -> Split:
+def robust_pca(deltas: Tensor, settings: PcpSettings = _DEFAULT, workers: int | None = None) -> Split:
     """Principal component pursuit: `min |L|_* + lambda |S|_1` with `L + S = M`, lambda = 1 / sqrt(max(C, P)).
 
     M are finite updates `[C, P]`. The result is bitwise equal for any number of `workers` (threads; None is one for
-    each core). A `UserNotice` warns if it did not converge. Post-processing.
-
-    Float32 is used, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch
-    uses less precise products. If it stops early, variances of noisy clients (of little weight) may be several times
-    too small, and an update with far less noise than the mean may get nearly all the weight.
+    each core). A `UserNotice` warns if it did not converge. If it stops early, variances of noisy clients may be
+    several times too small, and an update with far less noise than the mean may get nearly all the weight.
+    Post-processing.
 
     Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, but for its wrong sign of Y in the step
     for L.
@@ -124,12 +112,10 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers:
     require(workers is None or workers >= 1, "workers", "be >= 1", workers)
     with one_thread_an_operator():
         matrix, sizes = _prepared(deltas, settings)
-        norm = sizes.sum() if settings.mu_norm == "entries" else sizes.max()
-        mu = settings.mu_scale * matrix.numel() / (4 * max(float(norm), 1e-150))
-        settle = bool(settings.mu_scale * sizes.sum() <= norm * (1 + 1e-9))  # mu is at most Candes' value
+        mu = settings.mu_scale * matrix.numel() / (4 * max(float(sizes.sum()), 1e-150))
         bound = 1 / math.sqrt(max(matrix.shape)) / mu
         sweep = _Sweep(matrix, bound, workers or (cores() if matrix.device.type == "cpu" else 1))
-        return _iterate(sweep, mu, settings, settle)
+        return _iterate(sweep, mu, settings)
 
 
 def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -145,7 +131,11 @@ def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def _prepared(deltas: Tensor, settings: PcpSettings) -> tuple[Tensor, Tensor]:
-    """Return the updates in the working type, and the sum of each one's absolute entries `[C]`."""
+    """Return the updates in the working type, and the sum of each one's absolute entries `[C]`.
+
+    Float32, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch uses less
+    precise products.
+    """
     matrix = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     sizes = torch.stack([vector_norm(row, 1, dtype=torch.float64) for row in matrix])
     mean = float(sizes.sum()) / matrix.numel()
@@ -154,7 +144,7 @@ def _prepared(deltas: Tensor, settings: PcpSettings) -> tuple[Tensor, Tensor]:
     return matrix.to(dtype), sizes.cpu()
 
 
-def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> Split:
+def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings) -> Split:
     gram = sweep.run(sweep.first_gram)[0]
     size = max(float(gram.trace()), 1e-300) ** 0.5  # |M|_F
     values = shrinkage(gram, 0.0)[1]
@@ -166,11 +156,11 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
         if not check:
             continue
         change, drift, dual_size, _ = squares.sum(dim=1).tolist()
-        primal = change**0.5 / (1 if settings.absolute else size)
+        primal = change**0.5 / size
         dual = (drift / max(dual_size, 1e-300)) ** 0.5
         moves.append(weights(squares[3]))
         converged = primal <= settings.primal_tol and dual <= settings.dual_tol
-        if settle and iteration >= 2 * _SETTLED and dual <= 0.1:
+        if settings.mu_scale <= 1 and iteration >= 2 * _SETTLED and dual <= 0.1:
             converged |= float((moves[-1] - moves[-1 - _SETTLED // _LOOK]).abs().sum()) / 2 < settings.weight_tol
         if converged:
             break
@@ -181,7 +171,7 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
             UserNotice,
             stacklevel=4,  # the caller of `robust_pca`, past its decorator
         )
-    dual_gram, zeros = sweep.run(sweep.certificate)
+    dual_gram = sweep.run(sweep.certificate)[0]
     return Split(
         noise_var=squares[3],
         iterations=iteration,
@@ -191,7 +181,6 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
         rank=int((reduced > 0).sum()),
         singular_values=torch.stack([values, reduced]),
         dual_norm=mu * max(float(torch.linalg.eigvalsh(dual_gram)[-1]), 0.0) ** 0.5,
-        zero_share=float(zeros) / sweep.matrix.numel(),
         _arrays=(sweep.matrix, sweep.ahead, sweep.scaled_dual),
         _mu=mu,
     )
@@ -246,9 +235,8 @@ class _Sweep:
         return self._product(self.ahead[:, columns]), self.matrix.new_zeros(0)
 
     def certificate(self, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `Y @ Y.T / mu^2`, and the number of entries of S that are 0: those where Y is not at its bound."""
-        dual = self.scaled_dual[:, columns]
-        return self._product(dual), (dual.abs() < self.bound).sum()
+        """Return `Y @ Y.T / mu^2`, after the last step."""
+        return self._product(self.scaled_dual[:, columns]), self.matrix.new_zeros(0)
 
     def advance(self, shrink: Tensor, check: bool, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """Run one iteration of the paper's Algorithm 3 on some columns; return their part of the next Gram matrix.

@@ -13,15 +13,10 @@ def shrunken_heterogeneity(
 ) -> tuple[Vector, float]:
     """Shrink each client's mean noised loss `[N]` towards the mean of all, as far as noise explains the differences.
 
-    Losses (not clipped) at the server's model replace F_n(w*) - F_n*, with F_n* = 0. Post-processing of noised reports.
-
-    Args:
-        reports: number of reports, `[N]`, >= 0; the mean of a client without reports may have any value.
-        noise_std: noise std of one report, `[N]`, > 0.
-        max_loss: estimates are clipped to [0, max_loss].
-
-    Returns:
-        Estimates `[N]`, and the variance between clients without noise; if it is 0, the estimates are equal.
+    `reports` `[N]` >= 0 are numbers of reports (a mean of none may have any value), `noise_std` `[N]` > 0 is that of
+    one report; estimates are clipped to [0, max_loss]. Also returned is the variance between clients without noise; if
+    it is 0, the estimates are equal. Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0.
+    Post-processing of noised reports.
 
     Reference: DerSimonian and Laird (1986), with a test for the presence of that variance; not in the paper.
 

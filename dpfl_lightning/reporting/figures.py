@@ -13,7 +13,7 @@ from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
 from dpfl_lightning.reporting.curves import MOST_CLIENTS, Round, history
 from dpfl_lightning.runtime.text import counted
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 
 _MARKERS = "osD^vP*X<>hp"
 

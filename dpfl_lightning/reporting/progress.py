@@ -22,7 +22,7 @@ from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import at_most, counted, data_size, duration, span
-from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS
+from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often

@@ -25,7 +25,7 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.costs import Cost, planned_cost, together
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 
 _MAKE_SETS = ("distillation", "feature_means")  # strategies
 _BESIDE = "beside "  # begins the purposes of the other run

@@ -13,7 +13,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 from dpfl_lightning.search.costs import costs_of, planned_cost, together
-from dpfl_lightning.strategies.distillation.artefact import data_of_card
+from dpfl_lightning.sets.cards import data_of_card
 
 
 def begun_final(options: Options) -> tuple[bool, dict[str, Any] | None]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from dpfl_lightning.algorithms.server_training import Training, public_generator
 from dpfl_lightning.build import FederatedLoop, build_loop, build_module, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.dummy_data import check_fits
@@ -30,13 +31,14 @@ from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.scores import Measured, Outcome, check_scores, measured, reported
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 
 #: receives a step and the first score after it; returns whether the trial should end there
 Report = Callable[[int, float], bool]
 #: receives the most that the runs of a private trial can cost, before the first of them
 Charge = Callable[[Sequence[Cost]], None]
 _FEWEST_FOLDS = 3
+_AtLeastOne = Annotated[int, Interval(ge=1)]
 
 
 def objective(sweep: SweepOptions, options: Options, distilled: DistilledSet | None = None) -> Objective:
@@ -123,18 +125,13 @@ class ProxyObjective:
 
 
 def _training(
-    epochs: int = 60,
-    learning_rate: float = 0.01,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    epochs: _AtLeastOne = 60,
+    learning_rate: Annotated[float, Interval(gt=0)] = 0.01,
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0,
+    weight_decay: Annotated[float, Interval(ge=0)] = 0.0,
     decayed: bool = False,
-    batch_size: int = 256,
+    batch_size: _AtLeastOne = 256,
 ) -> Training:
-    for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-        require(value >= 1, f"sweep.training.{name}", "be >= 1", value)
-    require(learning_rate > 0, "sweep.training.learning_rate", "be above 0", learning_rate)
-    require(0 <= momentum < 1, "sweep.training.momentum", "be in [0, 1)", momentum)
-    require(weight_decay >= 0, "sweep.training.weight_decay", "be >= 0", weight_decay)
     return Training(epochs, learning_rate, momentum, weight_decay, decayed, batch_size)
 
 

@@ -1,23 +1,19 @@
 """Optuna's samplers, which choose the next trial, and pruners, which end a trial early, by name."""
 
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
-from optuna.pruners import (
-    BasePruner,
-    HyperbandPruner,
-    MedianPruner,
-    NopPruner,
-    PercentilePruner,
-    SuccessiveHalvingPruner,
-)
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GPSampler, GridSampler, NSGAIISampler, QMCSampler, RandomSampler, TPESampler
 
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import Dimension
 
 Dimensions = Mapping[str, Dimension]
+_Several = Annotated[int, Interval(ge=2)]
 
 #: samplers whose draws do not depend on results
 INDEPENDENT = ("random", "grid", "qmc")
@@ -50,8 +46,7 @@ def _gp(_: Dimensions, seed: int | None, shared: int, startup_trials: int = 10) 
     return GPSampler(seed=seed, n_startup_trials=startup_trials)
 
 
-def _nsga2(_: Dimensions, seed: int | None, shared: int, population_size: int = 50) -> BaseSampler:
-    require(population_size >= 2, "sweep.sampler.population_size", "be >= 2", population_size)
+def _nsga2(_: Dimensions, seed: int | None, shared: int, population_size: _Several = 50) -> BaseSampler:
     return NSGAIISampler(population_size=population_size, seed=seed)
 
 
@@ -59,17 +54,11 @@ def _median(startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
     return MedianPruner(startup_trials, warmup_steps)
 
 
-def _percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
-    require(0 < percentile < 100, "sweep.pruner.percentile", "be in (0, 100)", percentile)
-    return PercentilePruner(percentile, startup_trials, warmup_steps)
-
-
 def _halving(min_resource: int = 1, reduction_factor: int = 4) -> BasePruner:
     return SuccessiveHalvingPruner(min_resource, reduction_factor)
 
 
-def _hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
-    require(reduction_factor >= 2, "sweep.pruner.reduction_factor", "be >= 2", reduction_factor)
+def _hyperband(min_resource: int = 1, reduction_factor: _Several = 3) -> BasePruner:
     return HyperbandPruner(min_resource, reduction_factor=reduction_factor)
 
 
@@ -84,7 +73,6 @@ SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
 PRUNERS: dict[str, Callable[..., BasePruner]] = {
     "none": NopPruner,
     "median": _median,
-    "percentile": _percentile,
     "halving": _halving,
     "hyperband": _hyperband,
 }

@@ -32,7 +32,7 @@ from dpfl_lightning.search.scores import directions, measured, reported
 from dpfl_lightning.search.space import changes_releases, check_trials_with, options_of, parse, probes
 from dpfl_lightning.search.storage import study_names, without_password
 from dpfl_lightning.search.study import Running, Study, Trial
-from dpfl_lightning.strategies.distillation.artefact import CARD, DistilledSet
+from dpfl_lightning.sets.distilled_set import CARD, DistilledSet
 
 Train = Callable[..., Any]  # `fit`, which is above this room
 

@@ -272,4 +272,4 @@ def _value(value: Any, cell: Mapping[str, str]) -> Any:
         ((by, cases),) = value.items()
         if by in cell and isinstance(cases, Mapping):
             return _value(cases.get(cell[by], cases.get("else", _MISSING)), cell)
-    return value
+    return {key: _value(one, cell) for key, one in value.items()} if isinstance(value, Mapping) else value

@@ -15,9 +15,8 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import load
 from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet, data_of_card
-from dpfl_lightning.strategies.distillation.data_card import _command
-from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
+from dpfl_lightning.sets.cards import _command, data_of_card
+from dpfl_lightning.sets.distilled_set import CARD, TENSORS, DistilledSet
 
 
 def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:
@@ -153,7 +152,7 @@ def test_a_card_names_no_secret_and_no_path_of_the_machine():
     "values",
     [
         {"strategies": {"feature_means": {}}, "clients.batch_size": None, "privacy.sampling": "poisson"},
-        {"strategies": {"size_weighted": {}, "distillation": {"aggregation": "by_base_rule"}}, "task": "multiclass"},
+        {"strategies": {"distillation": {"sampling": "poisson"}}, "task": "multiclass"},
         {"strategies": {"feature_means": {"nets": 2}}, "privacy": None},
     ],
 )
@@ -197,4 +196,4 @@ def test_the_error_for_broken_images_names_the_option_of_their_strategy(tmp_path
     broken = a_set()
     broken.x[0] = float("nan")
     with pytest.raises(UserError, match=r"A smaller strategies\.feature_means\.image_learning_rate keeps"):
-        broken.save(tmp_path, FeatureMeans.key)
+        broken.save(tmp_path, "strategies.feature_means")

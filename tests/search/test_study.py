@@ -128,7 +128,7 @@ def test_every_sampler_draws_and_every_pruner_answers(tmp_path):
         return width(running)
 
     samplers = [{"sampler": {"name": name}} for name in ("tpe", "random", "qmc", "gp", "nsga2")]
-    pruners = ({"name": "percentile", "percentile": 50.0}, {"name": "halving"}, {"name": "hyperband"})
+    pruners = ({"name": "median"}, {"name": "halving"}, {"name": "hyperband"})
     for number, options in enumerate([*samplers, *({"pruner": pruner} for pruner in pruners)]):
         one = study(f"sqlite:///{tmp_path}/{number}.db", **options)
         assert len(work(one, act)) == 4, options
@@ -144,7 +144,6 @@ WHEN = {"model.norm": {"choices": ["none"]}, "model.width": {"choices": [8], "wh
         ({"sampler": {"name": "tpe", "startup": 3}}, ["sweep.sampler.startup", "Did you mean `startup_trials`"]),
         ({"sampler": {"name": "tpe", "seed": -1}}, ["sweep.sampler.seed", "-1"]),
         ({"pruner": {"name": "medain"}}, ["sweep.pruner.name", "Did you mean `median`"]),
-        ({"pruner": {"name": "percentile", "percentile": 200.0}}, ["sweep.pruner.percentile", "(0, 100)"]),
         ({"pruner": {"name": "halving", "reduction_factor": 1}}, ["sweep.pruner", "in range"]),
         ({"pruner": {"name": "hyperband", "reduction_factor": 1}}, ["sweep.pruner.reduction_factor", ">= 2"]),
         ({"sampler": {"name": "grid"}, "space": {"clients.learning_rate": {"low": 0.1, "high": 1.0}}},

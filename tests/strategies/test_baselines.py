@@ -125,19 +125,6 @@ def test_clients_of_two_kinds_part_and_each_kind_is_served(selection, make_loop)
     assert result.metrics["group"] == [float(row) for row in model_of]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("selection", ["paper_argmin", "exponential_frozen"])
-def test_equal_models_do_not_collapse(selection, make_loop):
-    """Nobody is asked between equal models: the first round is drawn, costs nothing, and makes them different."""
-    more = {"init": "random_assignment", "selection": selection, "selection_rounds": None}
-    loop, _, seen = run(make_loop, "ifca", more=more, rounds=4, seed=2)
-    start = ClientModule(small_net()).flat
-    assert torch.equal(seen.start.models, start.repeat(2, 1))
-    assert all(not torch.equal(model, start) for model in seen.models[0]), "both models move"
-    assert {round for round, _ in selections(loop)} == ({2, 3, 4} if selection == "paper_argmin" else {2})
-    assert seen.reports[0].metrics["group"].tolist() == [float(row) for row in seen.start.model_of]
-
-
 def test_a_model_that_nobody_chose_stays(make_loop):
     more = {"num_clusters": 7, "selection": "paper_argmin", "selection_rounds": None}
     _, _, seen = run(make_loop, "ifca", more=more, rounds=2)

@@ -15,7 +15,6 @@ from few_digits import (
     SHAPE,
     SMALL,
     UNEQUAL,
-    Target,
     a_net,
     class_means,
     digits,
@@ -37,8 +36,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.distillation.distillation import Distillation, mean_of_holders
-from dpfl_lightning.strategies.distillation.options import loops
+from dpfl_lightning.strategies.distillation.distillation import Distillation, loops
 
 pytestmark = NOTICE
 
@@ -76,27 +74,6 @@ def test_sums_of_all_records_are_the_gradient_of_their_union(sampling, make_loop
     target, present, params = target_of(make_loop, population, sampling=sampling)
     assert present.all()
     torch.testing.assert_close(target, torch.stack(class_means(population, params)), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_means_of_clients_count_as_the_aggregation_says(make_loop):
-    def assert_close(ours, theirs):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-    population = digits([*UNEQUAL[:3], [3, 2, 0]])
-    target, params = {}, {}
-    for aggregation in ("uniform", "class_count", "median"):
-        target[aggregation], _, params = target_of(make_loop, population, aggregation=aggregation)
-    each = [class_means(population, params, client) for client in range(4)]
-    holders = [torch.stack([means[label] for means in each if means[label] is not None]) for label in range(CLASSES)]
-    assert list(map(len, holders)) == [4, 4, 3]
-    assert_close(target["uniform"], torch.stack([rows.mean(dim=0) for rows in holders]))
-    assert_close(target["median"], torch.stack([rows.quantile(0.5, dim=0) for rows in holders]))
-    union = torch.stack(class_means(population, params))
-    assert_close(target["class_count"], union)
-    assert float((target["uniform"] - union).norm() / union.norm()) > 0.01
-    equal = digits(EQUAL)
-    assert_close(target_of(make_loop, equal, aggregation="uniform")[0], target_of(make_loop, equal)[0])
 
 
 def reference_run(population, rounds, steps, reinit_every, epochs):
@@ -142,15 +119,6 @@ def test_clients_are_as_good_as_one_that_holds_everything(counts, augmentation, 
 
 
 @pytest.mark.slow
-def test_sums_are_streamed_and_single_updates_are_kept_where_they_are_needed(make_loop):
-    for aggregation, kept in (("sampled", False), ("uniform", True), ("class_count", True), ("median", True)):
-        loop = few(make_loop, Distillation(aggregation=aggregation, **SMALL), rounds=1)
-        calls = spied(loop)
-        loop.run()
-        assert [raw_weights is None for _, raw_weights in calls] == [kept], aggregation
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [None, PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)])
 def test_other_readers_of_updates_change_nothing(privacy, make_loop):
     alone, read = (distilled(make_loop, privacy=privacy, others=others)[1] for others in ([], [Recorder(updates=True)]))
@@ -173,7 +141,7 @@ def test_classes_without_records_keep_their_images(make_loop):
 @pytest.mark.slow
 def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
     counts = [[9, 3, 5], [2, 8, 4], [6, 6, 1]]  # 17, 17, 10
-    for options, left_out in (({}, 1.0), ({"aggregation": "uniform"}, 1.0), ({"privacy": private()}, 0.0)):
+    for options, left_out in (({}, 1.0), ({"privacy": private()}, 0.0)):
         options |= {"population": digits(counts), "rounds": 1, "min_records_per_target": 12}
         assert metric_of(make_loop, **options) == [left_out]
 
@@ -199,18 +167,16 @@ def test_a_target_has_as_many_records_as_were_drawn_from_clients_that_count(make
     for least, expected in ((1, 0.0), (2, 1.0), (11, 1.0), (12, 2.0), (30, 2.0), (31, 3.0)):
         options = {"population": digits([[1, 1, 0], [0, 10, 30]]), "rounds": 1, "min_records_per_target": least}
         assert metric_of(make_loop, **options) == [expected]
-        assert metric_of(make_loop, others=[Uniform()], aggregation="by_base_rule", **options) == [expected]
     for least, expected in ((2, 1.0), (3, 2.0), (9, 3.0)):
-        for aggregation in ("sampled", "uniform", "median"):
-            options = {"population": digits([[9, 9, 9], [0, 2, 8]]), "rounds": 1, "aggregation": aggregation}
-            found = metric_of(make_loop, others=[Masked()], min_records_per_target=least, **options)
-            assert found == [expected], (aggregation, least)
+        options = {"population": digits([[9, 9, 9], [0, 2, 8]]), "rounds": 1, "min_records_per_target": least}
+        assert metric_of(make_loop, others=[Masked()], **options) == [expected]
 
 
 @pytest.mark.slow
 def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop):
     def images(steps):
-        return distilled(make_loop, rounds=1, image_learning_rate=1e39, image_steps=steps)[1].state_dict()
+        options = {"image_learning_rate": 1e39, "image_steps": steps, "net_epochs": 0}
+        return distilled(make_loop, rounds=1, **options)[1].state_dict()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserNotice)
@@ -230,11 +196,7 @@ def test_the_net_begins_again_as_often_as_it_should(make_loop):
     seed = torch_seed(public_generator(0, "initialisation", 4))
     assert torch.equal(seen.models[3][0], a_net(seed=seed).flat)
     assert loops(1)[0] == 1
-    for options, again in (
-        ({"images_per_class": 1}, 1),
-        ({"reinit_every": 0}, 0),
-        ({"mode": "paper_literal", "images_per_class": 1}, 0),
-    ):
+    for options, again in (({"images_per_class": 1}, 1), ({"reinit_every": 0}, 0)):
         assert metric_of(make_loop, "net_reinitialised", rounds=5, **options) == [again] * 5
 
 
@@ -248,15 +210,6 @@ def test_a_set_that_is_made_with_one_net_warns(make_loop, rounds, every, warns):
     assert any(f"reinit_every is {every}, not below the {rounds} rounds" in str(one.message) for one in seen) == warns
 
 
-def test_the_net_may_follow_the_released_gradients(make_loop):
-    strategy = Target(net_update="aggregate", net_learning_rate=0.3, **SMALL)
-    loop = few(make_loop, strategy, counts=UNEQUAL, batch_size=8, rounds=1)
-    start = loop.module.flat
-    loop.run()
-    torch.testing.assert_close(loop.state.models[0], start - 0.3 * strategy.kept[0][0].mean(dim=0))
-    assert not torch.equal(loop.state.models[0], start)
-
-
 @pytest.mark.slow
 def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make_loop):
     ends = []
@@ -268,33 +221,17 @@ def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-#: base rules that weigh what clients send, whatever it is
-BASE_RULES = (*("epsilon_weighted", "minimum_epsilon", "noise_aware", "robust_hdp", "size_weighted", "uniform"),)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BASE_RULES)
-def test_base_rules_may_weigh_class_gradients(name, make_loop):
-    seen = Recorder(updates=True)
-    options = {"others": [*strategies.build({name: None}), seen], "aggregation": "by_base_rule", "rounds": 1}
-    loop, strategy = distilled(make_loop, privacy=private([4.0, 6.0, 8.0, 10.0]), **options)
-    assert strategy.role == "correction" and loop.state.round == 1
-    assert sum(loop.clients.account(client).releases for client in range(4)) == 4
-    matched = sum(p.numel() for p in loop.module.trainable if p.dim() >= 2)
-    assert seen.updates[0].released.shape[1:] == (CLASSES, matched)
-
-
-def test_a_base_rule_must_be_asked_for(make_loop):
+def test_another_base_rule_is_refused(make_loop):
     with pytest.raises(UserError, match="exactly one base rule"):
         distilled(make_loop, privacy=private(), others=[Uniform()])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", "feature_means", *BASE_RULES}))
+@pytest.mark.parametrize("name", [name for name, kind in strategies.classes().items() if kind.role != "base"])
 def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
     options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
     (other,) = strategies.build({name: options.get(name)})
-    strategy = Distillation(**SMALL | {"aggregation": "by_base_rule" if other.role == "base" else None})
+    strategy = Distillation(**SMALL)
     words = (
         f"`strategies` must not hold {type(other).__name__} beside Distillation, got both.* class gradients, a share "
         r"`strategies\.distillation\.participation_fraction` of them in each round. Remove one"
@@ -318,32 +255,6 @@ def test_a_set_of_real_digits_teaches_a_net(make_loop):
 
 # ---- options
 
-
-def test_the_mode_decides_what_is_left_out_and_nothing_else():
-    literal = {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0, "image_learning_rate": 39.4}
-    default = {"aggregation": "sampled", "sampling": None, "reinit_every": None, "image_learning_rate": 100.0}
-    same = {
-        "matching": "layerwise_cosine",
-        "net_update": "synthetic",
-        "image_steps": 1,
-        "image_momentum": 0.5,
-        "records_per_class": 256,
-        "noise_scale": "sum",
-    }
-    for mode, expected in (("default", default), ("paper_literal", literal)):
-        strategy = Distillation(mode=mode)
-        assert {name: strategy._switches[name] for name in (*expected, *same)} == expected | same
-        assert strategy._switches["net_epochs"] is None and strategy._between.epochs == loops(10)[1]
-    for name, value in {
-        "aggregation": "median",
-        "sampling": "full",
-        "reinit_every": 7,
-        "image_learning_rate": 0.3,
-    }.items():
-        switches = Distillation(mode="paper_literal", **{name: value})._switches
-        assert {one: switches[one] for one in literal} == literal | {name: value}
-
-
 FLAT = ClientModule(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3).requires_grad_(False)))
 REAL = Population.from_datasets([(torch.randn(20, 6), torch.randn(20)) for _ in range(4)], held_out=0.0)
 
@@ -356,27 +267,18 @@ def test_populations_and_nets_that_do_not_fit_are_refused(make_loop):
     for options, more, words in (
         ({"min_participants": 5}, {}, r"min_participants` must be at most the 4 clients of a round, got 5"),
         ({"augmentation": "dsa"}, {}, r"augmentation` must be none for these data, got 'dsa'"),
-        ({"aggregation": "class_count"}, {}, r"aggregation` must not be class_count if clients add noise"),
-        ({"noise_scale": "paper_mean"}, {}, r"noise_scale` must be sum without .*, got 'paper_mean'"),
         ({}, {"module": ClientModule(small_net(), personal=["0.bias"])}, "`personal` must be empty"),
         ({}, {"new_net": None}, "`new_net` must be a function, got None"),
-        ({}, {"module": FLAT}, r"matching` must be cos or mse for a net .* got 'layerwise_cosine'"),
-        ({"net_update": "aggregate"}, {"module": FLAT}, r"matching` must be cos or mse for a net"),
+        ({}, {"module": FLAT}, r"matching` must be mse for a net .* got 'layerwise_cosine'"),
         ({}, {"population": REAL, "module": ClientModule(nn.Linear(6, 1))}, "records of at least 2 classes, got 1"),
     ):
         with pytest.raises(UserError, match=words):
             planned(options, **more)
-    planned({"matching": "cos"}, module=FLAT, new_net=lambda seed: copy.deepcopy(FLAT.net))
+    planned({"matching": "mse"}, module=FLAT, new_net=lambda seed: copy.deepcopy(FLAT.net))
 
 
 def test_vectors_of_numbers_are_distilled_too(make_loop):
     assert make_loop(parts=[Distillation(**SMALL)], population=blobs()).run().finished
-
-
-def test_shares_of_nobody_are_zeros():
-    blocks = torch.arange(6.0).view(2, 1, 3).expand(2, 2, 3)
-    means = mean_of_holders(blocks, torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
-    assert means.tolist() == [[2.25, 3.25, 4.25], [0.0, 0.0, 0.0]]
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.reporting.curves import HISTORY
 from dpfl_lightning.reporting.curves import read as read_curves
+from dpfl_lightning.sets.distilled_set import DistilledSet
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.distillation import feature_means
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import PURPOSE, FeatureMeans, pooled
 
@@ -318,7 +318,7 @@ def test_a_release_that_a_crash_lost_gives_no_set_when_the_run_is_resumed(make_l
 
 def test_a_step_to_images_that_diverge_is_left_out(make_loop):
     strategy = FeatureMeans(**{**QUICK, "image_steps": 5})
-    strategy._options["image_learning_rate"] = 1e7
+    strategy.image_learning_rate = 1e7
     with pytest.warns(
         UserNotice, match=r"step 1 of the images was skipped .*smaller .*feature_means\.image_learning"
     ) as seen:

@@ -28,7 +28,6 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients
-from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
@@ -101,21 +100,6 @@ def test_the_plan_keeps_reserve_rounds_and_amplifies_poisson_draws_only(make_loo
         assert {own.planned[0].event.sample_rate for own in schedule.clients} == {rate}, sampling
 
 
-@pytest.mark.slow
-def test_noise_of_a_mean_is_charged_as_what_it_is_on_the_sum(make_loop):
-    noise = given_noise(0.5)
-    loop, strategy = distilled(make_loop, digits(EQUAL), privacy=noise, noise_scale="paper_mean")
-    assert events_of(loop)[0] == GaussianEvent(1.0, 0.5 * 12 / CLASSES, 1)
-    same = images_of(distilled(make_loop, digits(EQUAL), privacy=given_noise(2.0))[1])
-    assert torch.equal(images_of(strategy), same)
-    for drawn, mean_of in ((2, 2), (100, 4)):
-        fixed = {"noise_scale": "paper_mean", "sampling": "fixed", "records_per_class": drawn}
-        few_drawn, _ = distilled(make_loop, digits(EQUAL), privacy=noise, **fixed)
-        assert events_of(few_drawn)[0] == GaussianEvent(1.0, 0.5 * mean_of, 1)
-    exact = get_accountant("pld").epsilon([GaussianEvent(1.0, 0.01 * 256, 500)], 1e-5)
-    assert exact == pytest.approx(74.59, abs=0.01)
-
-
 def test_given_noise_with_a_budget_stops_when_it_is_spent(make_loop):
     loop, _ = distilled(make_loop, privacy=private(4.0, noise_multiplier=2.0), rounds=40)
     assert 1 < loop.state.round < 40
@@ -150,10 +134,9 @@ def test_what_clients_send_shows_neither_labels_nor_counts(make_loop):
 
 @pytest.mark.slow
 def test_every_parameter_is_sent_where_it_is_used(make_loop):
-    for options in ({"matching": "mse"}, {"matching": "cos"}, {"net_update": "aggregate"}):
-        seen = Recorder(updates=True)
-        loop, _ = distilled(make_loop, privacy=private(), others=[seen], rounds=1, **options)
-        assert seen.updates[0].released.shape == (4, CLASSES, loop.module.num_params)
+    seen = Recorder(updates=True)
+    loop, _ = distilled(make_loop, privacy=private(), others=[seen], rounds=1, matching="mse")
+    assert seen.updates[0].released.shape == (4, CLASSES, loop.module.num_params)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.distillation.artefact import DATA_CARD
+from dpfl_lightning.sets.distilled_set import DATA_CARD
 from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 pytestmark = NOTICE

@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
+from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
 from experiments.papers.selection.estimates import (
     gaussian_noise,
 )
+from experiments.papers.selection.formulas import noise_only
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
 INVERSE_MU = {

@@ -22,7 +22,7 @@ from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, ledger_run, metrics, reported
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import at_most, distinct, span, without_credentials
-from dpfl_lightning.strategies.distillation.artefact import CARD, DATA_CARD, TENSORS, DistilledSet
+from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 LEDGER = ("ledger.jsonl", "ledger.head")

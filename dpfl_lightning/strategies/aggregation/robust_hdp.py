@@ -1,8 +1,12 @@
 """Robust-HDP: weights by the noise variance of the updates, which the server estimates from the updates.
 
-The paper's Algorithm 1 by its lines: 3 to 6 are the round of the server's loop, and M of line 7 is `updates.released`,
-transposed. Line 8 is `_estimated`; its RPCA (Algorithm 3) is `algorithms/robust_pca.py` with `estimator: rpca`. Lines 9
-and 10, equation 8, are `_share`, by `algorithms/noise_weights.py`. Line 11 is the loop's weighted sum.
+| Algorithm 1 of the paper                     | here                                                            |
+| -------------------------------------------- | --------------------------------------------------------------- |
+| lines 3 to 6: DPSGD of the clients           | the round of the server's loop                                  |
+| line 7: M `[p, n]`, a column for each client | `updates.released` `[C, P]`, transposed                         |
+| line 8: L, S = RPCA(M), Algorithm 3          | `_estimated`: `algorithms/robust_pca.py` with `estimator: rpca` |
+| lines 9, 10, equation 8: w_i ~ 1 / |S_i|^2   | `Split.noise_var`, and `_share` by `noise_weights.py`           |
+| line 11: theta + sum_i w_i update_i          | the loop's weighted sum                                         |
 """
 
 import dataclasses
@@ -16,7 +20,6 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate_by_group, judged_groups
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.algorithms.robust_pca import PRESETS
 from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -27,7 +30,6 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 _FEW = 3.0  # effective number of clients below which the user is warned
-_AtLeastOne = Annotated[int, Interval(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -58,38 +60,26 @@ class RobustHdp(Strategy):
         max_weight: upper bound on a client's weight, at least 1 / clients. It is the only bound on the influence of a
             client that sends an update near zero; 0.5 is a safe value. It is exact if no other strategy changes the
             weights.
-        rows: `rpca`: number of parameters in one block; null takes all at once.
-        blocks: `rpca`: number of blocks to average over; null takes all.
-        row_choice: `rpca`: `random` (from a public seed) or `head` (the first ones, as in the paper).
-        preset: `rpca`: `fast`, `candes` or `release` (the paper's code).
-        rank: `hetero_pca`: number of directions that clients share; at least the number of models that are judged
-            together.
+        row_choice: `rpca` reads 200,000 parameters: `random` (from a public seed) or `head` (the first ones, as in the
+            paper).
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
     Reference: Malekmohammadi et al. (2024), Algorithm 1, is `estimator: rpca, row_choice: head`; its code also uses
-    `reestimate_every: first_round, preset: release`. Bounds and other estimators are not in the paper.
+    `reestimate_every: first_round`. Bounds and other estimators are not in the paper.
     """
 
     estimator: Literal["hetero_pca", "rpca", "raw_norm", "mean_residual", "oracle"] = "hetero_pca"
     reestimate_every: Annotated[int, Interval(ge=0)] | Literal["first_round"] = 1
     floor: Annotated[float, Interval(ge=0, lt=math.inf)] = 1e-6
     max_weight: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    rows: _AtLeastOne | None = 200_000
-    blocks: _AtLeastOne | None = 1
     row_choice: Literal["random", "head"] = "random"
-    preset: Literal["fast", "candes", "release"] = "fast"
-    rank: _AtLeastOne = 1
 
     role = "base"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must = "be 1 unless the estimator is hetero_pca, which alone uses it"
-        require(self.rank == 1 or self.estimator == "hetero_pca", self._key("rank"), must, self.rank)
-        self._options = EstimatorOptions(
-            self.estimator, PRESETS[self.preset], self.rows, self.blocks, self.row_choice, self.rank
-        )
+        self._options = EstimatorOptions(self.estimator, row_choice=self.row_choice)
         self.needs_noise_std = self.estimator == "oracle"
         if self.estimator == "oracle":
             self.caveats = (

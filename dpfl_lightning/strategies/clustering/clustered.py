@@ -25,7 +25,8 @@ The papers (V1: Malekmohammadi, Taik and Farnadi 2024; V2: its revision) print o
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ from dpfl_lightning.algorithms.update_mixture import (
     robust_mixture,
     switch_round,
 )
-from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
+from dpfl_lightning.config.typed import Interval
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -51,14 +53,12 @@ from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.clustering import first_round
 from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 from dpfl_lightning.strategies.clustering.model_selection import (
-    SELECTIONS,
     ModelSelection,
-    is_number,
+    Positive,
+    Selection,
     refuse_unused,
 )
 
-_KEY = "strategies.clustered"
-_SIMILARITY = "server_similarity"
 _KEPT = (
     *("responsibilities", "embedding", "separation", "overlap", "confident", "probability"),
     *("last_drawn_round", "diagnostics"),
@@ -74,6 +74,7 @@ def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, s
     return tuple(drawn)
 
 
+@dataclass
 class Clustered(GroupingStrategy):
     """R-DPCFL: groups of clients are found by their updates from full batches, and then train separate models.
 
@@ -84,12 +85,12 @@ class Clustered(GroupingStrategy):
     Args:
         num_clusters: number M of groups, or `auto`, which estimates it. 1 is the aggregation rule alone.
         mixture: `robust` finds groups that neither noise nor gradual differences explain; `paper` is never uncertain.
-        first_round_noise_multiplier: of the full batch, > 0; `same`: of all rounds, as in the papers; null: solved.
+        first_round_noise_multiplier: of the full batch; `same`: of all rounds, as in the papers; null: solved.
         reuse_first_round: whether the new models start with the mean of their groups' first updates.
         switch_round: last round E_c in which models are drawn, or `auto`: half of the run or less, by the overlap.
         selection: later choices by loss: `exponential_frozen` (with noise, in a tenth of the rounds), `exponential`
             (in every round), `paper_argmin` (without noise), or `server_similarity` (no choice: the likeliest group).
-        selection_epsilon: bounded range of one choice with noise, > 0; null is 0.03 of each client's budget.
+        selection_epsilon: bounded range of one choice with noise; null is 0.03 of each client's budget.
 
     **Privacy** One solution covers the full batch, later rounds and choices; the rest is post-processing.
     `selection: paper_argmin` has no noise and makes every epsilon infinite.
@@ -98,35 +99,30 @@ class Clustered(GroupingStrategy):
     Federated Learning through Robust Clustering". The papers' form: `conf/clustered_paper.yaml`.
     """
 
+    num_clusters: Annotated[int, Interval(ge=1)] | Literal["auto"] = "auto"
+    mixture: Literal["robust", "paper"] = "robust"
+    first_round_noise_multiplier: Positive | Literal["same"] | None = None
+    reuse_first_round: bool = True
+    switch_round: Annotated[int, Interval(ge=1)] | Literal["auto"] = "auto"
+    selection: Selection | Literal["server_similarity"] = "exponential_frozen"
+    selection_epsilon: Positive | None = None
+
     role = "mask"
     before_pulls = True
 
-    def __init__(
-        self,
-        num_clusters: int | str = "auto",
-        mixture: str = "robust",
-        first_round_noise_multiplier: float | str | None = None,
-        reuse_first_round: bool = True,
-        switch_round: int | str = "auto",
-        selection: str = "exponential_frozen",
-        selection_epsilon: float | None = None,
-    ) -> None:
-        require_one_of(("robust", "paper"), f"{_KEY}.mixture", mixture)
-        self._num_groups = _count(num_clusters, f"{_KEY}.num_clusters")
-        noise, must = first_round_noise_multiplier, "be a number above 0, `same` or null"
-        number = is_number(noise) and 0 < noise < math.inf
-        require(noise in (None, "same") or number, f"{_KEY}.first_round_noise_multiplier", must, noise)
-        require(isinstance(reuse_first_round, bool), f"{_KEY}.reuse_first_round", "be true or false", reuse_first_round)
-        self._mixture, self._first_noise, self._reuse = mixture, noise, reuse_first_round
-        self.needs_noise_std = mixture == "robust"
-        self._last_drawn = _count(switch_round, f"{_KEY}.switch_round")
-        require_one_of((*SELECTIONS, _SIMILARITY), f"{_KEY}.selection", selection)
-        self._selection, self._by_similarity = selection, selection == _SIMILARITY
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.needs_noise_std = self.mixture == "robust"
+        self._num_groups = None if isinstance(self.num_clusters, str) else self.num_clusters
+        self._last_drawn = None if isinstance(self.switch_round, str) else self.switch_round
+        key = f"strategies.{self._name}"
+        self._by_similarity = self.selection == "server_similarity"
         if self._by_similarity:
-            beside = f"selection {_SIMILARITY}, which does not ask clients"
-            refuse_unused(_KEY, beside, selection_epsilon=(selection_epsilon, None))
-        by_loss = SELECTIONS[0] if self._by_similarity else selection
-        self._choice = ModelSelection(by_loss, selection_epsilon, key=_KEY)
+            beside = "selection server_similarity, which does not ask clients"
+            refuse_unused(key, beside, selection_epsilon=self.selection_epsilon)
+            self._choice = ModelSelection(key=key)
+        else:
+            self._choice = ModelSelection(self.selection, self.selection_epsilon, key=key)
         # results of the full batch; absent clients have equal memberships, and NaN in `embedding`
         self.responsibilities: Tensor | None = None  # [N, M]
         self.embedding = torch.empty(0, 2)  # [N, 2]
@@ -146,13 +142,13 @@ class Clustered(GroupingStrategy):
         if self._alone:
             return schedule
         self._check(schedule, view)
-        schedule = first_round.with_full_batch(schedule, view, self._first_noise)
+        schedule = first_round.with_full_batch(schedule, view, self.first_round_noise_multiplier)
         first_round.warn_if_blind(schedule, view)
         if self._by_similarity:
             return schedule
         unbounded = view.facts.num_classes <= 1 and any(one.adds_noise for one in schedule.clients)
-        must = f"be {_SIMILARITY} for a regression, whose losses have no bound"
-        require(not unbounded or self._selection == "paper_argmin", f"{_KEY}.selection", must, self._selection)
+        must = "be server_similarity for a regression, whose losses have no bound"
+        require(not unbounded or self.selection == "paper_argmin", self._key("selection"), must, self.selection)
         # if groups overlap, clients may choose from round 2 on, so these choices must be in the plan
         return self._choice.plan_run(schedule, view, max(0, schedule.rounds - (self._last_drawn or 1)))
 
@@ -233,8 +229,8 @@ class Clustered(GroupingStrategy):
 
     def _check(self, schedule: RunSchedule, view: View) -> None:
         """Check the number of groups, and that no quotas were planned before, which round 1 would spend."""
-        key, number, count = f"{_KEY}.num_clusters", self._num_groups, view.facts.num_clients
-        robust = self._mixture == "robust"
+        key, number, count = self._key("num_clusters"), self._num_groups, view.facts.num_clients
+        robust = self.mixture == "robust"
         if robust and number is None:
             advice = f"Groups have at least {MIN_SIZE} clients. Set 1 for one model."
             require(count >= 2 * MIN_SIZE, key, f"be a number with fewer than {2 * MIN_SIZE} clients", "auto", advice)
@@ -250,7 +246,7 @@ class Clustered(GroupingStrategy):
                 if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
                     quota = max(0, line.count - schedule.reserve)
                     raise UserError(
-                        f"`{_KEY}` must be named before strategies that limit how often clients train "
+                        f"`strategies.{self._name}` must be named before strategies that limit how often clients train "
                         f"(uniform_selection, biased_selection), got it after one: client "
                         f"{view.facts.name_of(client)} trains in {quota} of {schedule.rounds} rounds."
                     )
@@ -258,14 +254,14 @@ class Clustered(GroupingStrategy):
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         """Return the state with M models instead of one."""
         sent = view.module.sent(updates.released)
-        if self._mixture == "paper":
+        if self.mixture == "paper":
             mixture = paper_mixture(sent, self._num_groups, view.seed)
         else:
             distance = first_round.distance_of_updates(updates.clients, updates.steps, view)
             mixture = robust_mixture(sent, updates.noise_std, self._num_groups, distance)
         memberships = self._keep(mixture, updates.clients, view)
         models = state.models.repeat(mixture.num_groups, 1)
-        if self._reuse:
+        if self.reuse_first_round:
             models = models + aggregate.combine(mixture.responsibilities.T, first_round.limited(updates))
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
@@ -292,10 +288,3 @@ class Clustered(GroupingStrategy):
                 f"{CONFIDENT:g} (separation {mixture.separation:.3g}): {then}."
             )
         return self.responsibilities
-
-
-def _count(value: int | str, key: str) -> int | None:
-    """Return the whole number, or None for `auto`."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(whole or value == "auto", key, "be `auto` or a whole number of at least 1", value)
-    return None if isinstance(value, str) else value

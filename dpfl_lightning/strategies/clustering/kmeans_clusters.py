@@ -1,13 +1,15 @@
 """KM-CDPFL: k-means on the updates of each round decides which clients share their updates."""
 
 import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import centred_gram
-from dpfl_lightning.errors import require
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
@@ -29,6 +31,7 @@ def kmeans(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     return KMeans(count, init="k-means++", n_init=10, random_state=seed).fit_predict(points)
 
 
+@dataclass
 class KMeansClusters(GroupingStrategy, Local):
     """KM-CDPFL: every client has a separate model, to which the mean update of its cluster is added in each round.
 
@@ -37,7 +40,7 @@ class KMeansClusters(GroupingStrategy, Local):
     the weights within the cluster; the paper's mean is `uniform`.
 
     Args:
-        num_clusters: M, >= 1; a round with fewer clients has as many clusters as clients.
+        num_clusters: M; a round with fewer clients has as many clusters as clients.
         merge: whether the clients of a cluster then continue from the mean of their models. The paper does not say;
             Werner et al. do not merge.
 
@@ -46,21 +49,20 @@ class KMeansClusters(GroupingStrategy, Local):
     Reference: Werner et al. (2023), with DPSGD at the clients as in Malekmohammadi, Taik and Farnadi (2024).
     """
 
+    num_clusters: Annotated[int, Interval(ge=1)] = 4
+    merge: bool = False
+
     role = "route"
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
-
-    def __init__(self, num_clusters: int = 4, merge: bool = False) -> None:
-        require(num_clusters >= 1, "strategies.kmeans_clusters.num_clusters", "be >= 1", num_clusters)
-        self._num_clusters, self._merge = num_clusters, merge
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
         """Return the weights `[N, C]`: row i is for client i's model, with 1 for each member of its cluster."""
         order = np.argsort(updates.clients)  # labels must not depend on the order of arrival
         seed = int(np.random.SeedSequence([view.seed, view.round]).generate_state(1)[0])
         labels = np.empty(len(order), dtype=np.int64)
-        labels[order] = kmeans(coordinates(updates.released.flatten(1)[order.tolist()]), self._num_clusters, seed)
+        labels[order] = kmeans(coordinates(updates.released.flatten(1)[order.tolist()]), self.num_clusters, seed)
         self._labels = labels.tolist()
         route = torch.zeros(view.facts.num_clients, len(labels), dtype=torch.float64)
         route[list(updates.clients)] = torch.from_numpy(labels[:, None] == labels[None, :]).double()
@@ -68,7 +70,7 @@ class KMeansClusters(GroupingStrategy, Local):
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, self._labels)
-        if not self._merge:
+        if not self.merge:
             return state
         clients, labels, models = torch.tensor(updates.clients), torch.tensor(self._labels), state.models.clone()
         for label in set(self._labels):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any, TypeGuard
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.config.typed import Interval
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -18,7 +19,8 @@ from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 #: text of a guarantee for `paper_argmin`
 PLAIN_CHOICES = "which model each client chooses is released without noise"
 
-SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
+Selection = Literal["exponential_frozen", "exponential", "paper_argmin"]
+Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 _PURPOSE = "select"
 _SHARE = 0.03  # default bounded range of one selection, as a share of the client's budget
 
@@ -49,19 +51,11 @@ class ModelSelection:
         loss_bound: float | None = None,
         key: str = "strategies",
     ) -> None:
-        require_one_of(SELECTIONS, f"{key}.selection", selection)
-        in_range = epsilon is None or (is_number(epsilon) and 0 < epsilon < math.inf)
-        require(in_range, f"{key}.selection_epsilon", "be above 0 and finite", epsilon)
-        in_range = rounds is None or (is_number(rounds) and isinstance(rounds, int) and rounds >= 1)
-        require(in_range, f"{key}.selection_rounds", "be a whole number >= 1", rounds)
         if selection != "exponential_frozen":
-            beside = f"selection {selection}, which chooses in every round"
-            refuse_unused(key, beside, selection_rounds=(rounds, None))
-        in_range = loss_bound is None or (is_number(loss_bound) and 0 < loss_bound < math.inf)
-        require(in_range, f"{key}.loss_bound", "be above 0 and finite", loss_bound)
+            refuse_unused(key, f"selection {selection}, which chooses in every round", selection_rounds=rounds)
         if selection == "paper_argmin":
             beside = f"selection {selection}, which neither adds noise nor clips"
-            refuse_unused(key, beside, selection_epsilon=(epsilon, None), loss_bound=(loss_bound, None))
+            refuse_unused(key, beside, selection_epsilon=epsilon, loss_bound=loss_bound)
         self._selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
         self._loss_bound = loss_bound
         self._left: list[int] = []  # remaining selections of each client
@@ -125,7 +119,7 @@ class ModelSelection:
         must = "be a number if a client has noise but no budget"
         advice = f"Client {client} has no budget (privacy.epsilon); the default is {_SHARE} of the budget."
         require(given, f"{self._key}.selection_epsilon", must, None, advice)
-        return SelectionEvent(_SHARE * schedule.target_epsilon if self._epsilon is None else float(self._epsilon))
+        return SelectionEvent(_SHARE * schedule.target_epsilon if self._epsilon is None else self._epsilon)
 
     def _ask(self, clients: list[int], view: View, models: Tensor) -> dict[int, int]:
         events = {client: view.schedule.planned(client, _PURPOSE).event for client in clients}
@@ -143,14 +137,10 @@ class ModelSelection:
         classes, advice = view.facts.num_classes, "Losses of a regression have no default bound."
         given = self._loss_bound is not None or classes > 1
         require(given, f"{self._key}.loss_bound", "be a number for a regression", None, advice)
-        return 2 * math.log(classes) if self._loss_bound is None else float(self._loss_bound)
+        return 2 * math.log(classes) if self._loss_bound is None else self._loss_bound
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
-    """Raise UserError if one of the options (value, default) is set although `beside` makes it ineffective."""
-    for name, (got, default) in options.items():
-        require(got == default, f"{key}.{name}", f"not be set with {beside}", got)
+def refuse_unused(key: str, beside: str, **options: object) -> None:
+    """Raise UserError if one of the options is not None although `beside` makes it ineffective."""
+    for name, got in options.items():
+        require(got is None, f"{key}.{name}", f"not be set with {beside}", got)

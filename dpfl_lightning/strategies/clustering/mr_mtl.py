@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from dataclasses import dataclass
+from typing import Annotated
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.clipping.reference import summing_dtype
 from dpfl_lightning.strategies.clustering.local import Local
 
 
+@dataclass
 class MrMtl(Local):
     """MR-MTL: every client trains a separate model, which is pulled towards the mean of all clients' models.
 
@@ -17,7 +20,7 @@ class MrMtl(Local):
     one model for all clients (a large pull). The aggregation rule has no effect, as all clients have the same weight.
 
     Args:
-        pull: strength lambda, >= 0. A step reduces the distance to the mean by the share `pull * learning_rate`, so at
+        pull: strength lambda. A step reduces the distance to the mean by the share `pull * learning_rate`, so at
             a learning rate of 0.5 the default is strong; steps overshoot if the pull exceeds 1 / learning_rate.
 
     **Privacy** The pull is a function of released models and is added after the noise: it costs nothing.
@@ -26,13 +29,11 @@ class MrMtl(Local):
     term outside the clipping, where it does not use up the clip norm.
     """
 
-    pulls = True
+    pull: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
 
-    def __init__(self, pull: float = 1.0) -> None:
-        require(0 <= pull < math.inf, "strategies.mr_mtl.pull", "be >= 0 and finite", pull)
-        self._pull = float(pull)
+    pulls = True
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         models = view.state.models
         mean = models.mean(dim=0, keepdim=True, dtype=summing_dtype(models)).to(models.dtype)
-        return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=self._pull)
+        return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=self.pull)

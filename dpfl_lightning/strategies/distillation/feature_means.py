@@ -3,14 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
-from dpfl_lightning.errors import require, require_whole, warn_user
+from dpfl_lightning.config.typed import Interval
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -21,15 +23,15 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.clipping.reference import evaluating
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.strategies.distillation import costs
-from dpfl_lightning.strategies.distillation.sets import SetStrategy
+from dpfl_lightning.strategies.distillation.sets import Count, SetStrategy
 
 PURPOSE = "features"
-KEY = "strategies.feature_means"
 _START_NOISE = 0.1  # standard deviation of what tells the images of a class apart at the start
 _NETS_OF_A_STEP = 2
 _LARGEST = 1e6  # value of an image that has not diverged
 
 
+@dataclass
 class FeatureMeans(SetStrategy):
     """One-shot sets: clients release sums of random features once, and the server makes images with the same means.
 
@@ -40,12 +42,9 @@ class FeatureMeans(SetStrategy):
     needed. The results of a run are the set (`distilled.pt`) and a new model trained on it, as with `distillation`.
 
     Args:
-        images_per_class: number of images of each class, >= 1.
-        nets: number of random nets, >= 1. More describe records better, and share the same norm.
-        image_steps: steps of Adam on the images, >= 1; they cost neither traffic nor privacy.
-        image_learning_rate: of Adam, in (0, 10]; it falls linearly to 0. A step moves a value by about this much.
-        min_records_per_target: without noise, a class with fewer records has images of noise, >= 1.
-        evaluation_epochs: epochs on the set with which the final model is trained, >= 1.
+        nets: number of random nets. More describe records better, and share the same norm.
+        image_steps: steps of Adam on the images; they cost neither traffic nor privacy.
+        image_learning_rate: of Adam; it falls linearly to 0. A step moves a value by about this much.
 
     **Guarantees** Clients are weighted by the inverse variance of their noise, a function of public facts of the plan:
     with equal noise every record has the same weight. A class with fewer records than its count's noise has images of
@@ -58,24 +57,15 @@ class FeatureMeans(SetStrategy):
     Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random nets as in Zhao and Bilen (2023).
     """
 
-    role = "base"
-    key, what = KEY, "synthetic images whose mean features in random nets match those of clients' records"
+    nets: Count = 8
+    image_steps: Count = 200
+    image_learning_rate: Annotated[float, Interval(gt=0, le=10)] = 0.1
+
+    what = "synthetic images whose mean features in random nets match those of clients' records"
     in_place_of_training = "each client releases sums of features once"
 
-    def __init__(
-        self,
-        images_per_class: int = 10,
-        nets: int = 8,
-        image_steps: int = 200,
-        image_learning_rate: float = 0.1,
-        min_records_per_target: int = 32,
-        evaluation_epochs: int = 300,
-    ) -> None:
-        self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        for name in ("images_per_class", "nets", "image_steps", "min_records_per_target"):
-            require_whole(f"{KEY}.{name}", self._options[name], 1)
-        require(0 < image_learning_rate <= 10, f"{KEY}.image_learning_rate", "be in (0, 10]", image_learning_rate)
-        super().__init__(evaluation_epochs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._released: tuple[Tensor, float] | None = None  # sums `[G, k]`, and the standard deviation of their noise
         self._set: SyntheticSet | None = None
 
@@ -111,7 +101,7 @@ class FeatureMeans(SetStrategy):
         releases = any(line.purpose == PURPOSE and line.count for one in view.schedule.clients for line in one.planned)
         must = "be a budget that pays for one release of some client"
         require(releases, "privacy.epsilon", must, "less", "Set more, or a larger privacy.noise_multiplier.")
-        sent = costs.Sent(clients * self._options["nets"] * model, clients * self._numbers(view))
+        sent = costs.Sent(clients * self.nets * model, clients * self._numbers(view))
         return (costs.traffic_words(sent, costs.traffic(clients, model, model), clients),)
 
     def _numbers(self, view: View) -> int:
@@ -126,14 +116,14 @@ class FeatureMeans(SetStrategy):
         nets = self._nets(view)
         answers = view.ask(FeatureSums(mechanism_of=mechanism_of, nets=nets, num_classes=view.facts.num_classes))
         advice = "Budgets that it spent stay spent. Set privacy.reserve_rounds: 1 to be able to repeat a release."
-        require(bool(answers), KEY, "get the release of at least one client", "none", advice)
+        require(bool(answers), "strategies.feature_means", "get the release of at least one client", "none", advice)
         clients = list(answers)
         self._released = pooled([answers[i] for i in clients], [mechanism_of[i] for i in clients])
         return plan.only(lambda client: False)
 
     def _nets(self, view: View) -> Tensor:
         """Return the parameters of the random nets, `[M, P]`."""
-        seeds = (public_generator(view.seed, "features", number) for number in range(self._options["nets"]))
+        seeds = (public_generator(view.seed, "features", number) for number in range(self.nets))
         return torch.stack([view.new_model(torch_seed(seed)) for seed in seeds])
 
     def _parts(self, view: View, nets: Tensor, x: Tensor) -> list[Tensor]:
@@ -143,7 +133,7 @@ class FeatureMeans(SetStrategy):
     def _matched(self, sums: Tensor, noise_std: float, view: View) -> SyntheticSet:
         """Return images `[G, n, *X]` whose mean features are those of the sums `[G, k]`."""
         sums, nets = sums.to(view.module.flat), self._nets(view)
-        start = self._of_noise(self._options["images_per_class"], view)
+        start = self._of_noise(view)
         (num_classes, count), pixels = start.images.shape[:2], start.images[0, 0].numel()
         records = (sums[:, :1] / COUNT_WEIGHT).clamp_min(max(noise_std / COUNT_WEIGHT, 1e-12))
         width = (sums.shape[1] - 1 - pixels) // len(nets)
@@ -152,8 +142,8 @@ class FeatureMeans(SetStrategy):
         # records are normalised: their values have mean square 1
         begin = math.sqrt(pixels) * torch.nn.functional.normalize(means[0])
         images = (begin.view(num_classes, 1, *start.images.shape[2:]) + _START_NOISE * start.images).requires_grad_()
-        optimizer = torch.optim.Adam([images], rate := self._options["image_learning_rate"])
-        draw, steps = public_generator(view.seed, "nets of steps"), self._options["image_steps"]
+        optimizer = torch.optim.Adam([images], rate := self.image_learning_rate)
+        draw, steps = public_generator(view.seed, "nets of steps"), self.image_steps
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
             some = draw.choice(len(nets), min(_NETS_OF_A_STEP, len(nets)), replace=False)
@@ -170,7 +160,7 @@ class FeatureMeans(SetStrategy):
             if not bool((images.detach().abs() <= _LARGEST).all()):
                 warn_user(
                     f"strategy feature_means: step {step + 1} of the images was skipped and ended the steps, because a "
-                    f"value was not finite, or above {_LARGEST:g}. Set a smaller {KEY}.image_learning_rate."
+                    f"value was not finite, or above {_LARGEST:g}. Set a smaller {self._key('image_learning_rate')}."
                 )
                 images = before
                 break
@@ -180,17 +170,14 @@ class FeatureMeans(SetStrategy):
     def _too_few(self, sums: Tensor, noise_std: float) -> Tensor:
         """Return which classes have too few records to be shown, `[G]` bool; none if there is noise."""
         counts = (sums[:, 0] / COUNT_WEIGHT).round()
-        return (counts < self._options["min_records_per_target"]) & (noise_std == 0)
+        return (counts < self.min_records_per_target) & (noise_std == 0)
 
     def _synthetic(self, view: View) -> SyntheticSet:
         if self._released is None:
-            return self._of_noise(self._options["images_per_class"], view)
+            return self._of_noise(view)
         if self._set is None:  # after the round and its checkpoint, so a crash here loses no release
             self._set = self._matched(*self._released, view)
         return self._set
-
-    def _told(self) -> tuple[Mapping[str, Any], str]:
-        return self._options, "full"
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         if self._released is None:

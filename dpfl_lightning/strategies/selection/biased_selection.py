@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
 from dpfl_lightning.config.typed import Interval
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
@@ -95,9 +95,6 @@ class BiasedSelection(QuotaSelection):
     Args:
         dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm.
             Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
-        min_participation: minimum number of rounds in which every client takes part.
-        max_effective_epsilon: upper bound on the budgets used for the quotas: a client that claims more is not
-            selected more often. null is no bound.
 
     **Guarantees** Quotas are whole numbers and, for full batches, exactly optimal for the noise that the run's
     accountant requires. For sampled batches the growth of noise is fitted, which costs 0.3 % at most in our tests.
@@ -111,27 +108,22 @@ class BiasedSelection(QuotaSelection):
     """
 
     dissimilarity: Annotated[float, Interval(ge=0, le=1e6)] = 0.1
-    min_participation: Annotated[int, Interval(ge=0)] = 0
-    max_effective_epsilon: Annotated[float, Interval(gt=0)] | None = None
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
         if total == 0:  # other strategies use all rounds
             self._noise = ParticipationNoise(np.zeros(len(upper)), np.ones(len(upper)))
             return np.zeros(len(upper), dtype=np.int64)
         check_free_noise(schedule, self._name, view.facts)
-        claimed = np.minimum(view.facts.reported_epsilon, self.max_effective_epsilon or math.inf).tolist()
+        claimed = view.facts.reported_epsilon
         claims = schedule.replan(lambda client, one: dataclasses.replace(one, target_epsilon=claimed[client]))
-        most = total // len(upper)
-        must = f"be at most {most}, the mean number of rounds that a client takes part in"
-        require(self.min_participation <= most, self._key("min_participation"), must, self.min_participation)
         laplace = isinstance(schedule.planned(0, PURPOSE).event, LaplaceEvent)
         scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
-        lower, quota = np.minimum(self.min_participation, upper), np.full(len(upper), max(most, 1))
+        quota = np.full(len(upper), max(total // len(upper), 1))
         for _ in range(_FITS if exact_exponent(claims) is None else 1):
             self._noise = noise = participation_noise(claims, view, quota)
             noised = bool(noise.factor.any())  # if not, the clip norm may be infinite
             anchor = anchor_strength(len(upper), self._horizon, scale, self.dissimilarity) if noised else 0.0
-            quota = allocate_int(noise.factor, total, noise.exponent, 0.0, lower, upper, anchor)
+            quota = allocate_int(noise.factor, total, noise.exponent, upper=upper, anchor=anchor)
         return quota
 
     def describe(self, view: View) -> tuple[str, ...]:

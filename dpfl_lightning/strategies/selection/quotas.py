@@ -4,14 +4,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpfl_lightning.algorithms.cohorts import draw_cohort
+from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.algorithms.selection_estimates import jain_index
 from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
@@ -31,7 +31,6 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 Counts = NDArray[np.int64]
 
 PURPOSE, LATER = "train", "later_train"  # purposes of the releases that quotas limit
-TRAINING = (PURPOSE, LATER)
 _USUAL_SHARE = 5  # by default one in this many clients takes part in a round
 _FEWEST = 2  # clients in a round, whose updates can be compared
 _DRAWS = 20  # attempts to draw a round that contains a client with a large budget
@@ -76,8 +75,6 @@ class QuotaSelection(Strategy, Callback):
             that of an update is ~ T_n^z. So null is 2 for Laplace noise with delta 0 (z = 2). Otherwise it is a fifth
             of the clients, and at least 2, whose updates can be compared: with Gaussian noise of full batches (z = 1),
             K does not matter. In a short run it is as many as it takes for every client to take part.
-        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
-            describes it).
         top_fraction: a share of the clients: a round is drawn again, at most 20 times, until it
             contains one of this share of clients with the largest claimed budgets. Use it with `pfa`, which projects
             onto their updates.
@@ -90,7 +87,6 @@ class QuotaSelection(Strategy, Callback):
     """
 
     clients_per_round: Annotated[int, Interval(ge=1)] | None = None
-    sampler: Literal["quota_systematic", "weighted_without_replacement"] = "quota_systematic"
     top_fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
 
     default_base = Uniform
@@ -148,7 +144,7 @@ class QuotaSelection(Strategy, Callback):
         generator = np.random.Generator(np.random.PCG64DXSM(key))
         left = min(self._horizon, view.run.rounds - view.round + 1)  # at most the rounds that budgets can pay for
         for _ in range(_DRAWS):
-            cohort = draw_cohort(self.sampler, quota, self._taken, left, self._cohort_size, generator)
+            cohort = systematic(np.maximum(quota - self._taken, 0), left, generator)
             if self.top_fraction is None or self._top[cohort].any():
                 break
         return cohort

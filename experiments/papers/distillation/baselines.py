@@ -19,7 +19,7 @@ from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.search import train_and_score as search
 from dpfl_lightning.search.train_and_score import one_client
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 NewNet = Callable[[int], nn.Module]

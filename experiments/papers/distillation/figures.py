@@ -161,7 +161,7 @@ def accuracy_by_epsilon(experiment: Experiment, cells: Cells) -> list[Panel]:
 
 def epsilons_of_sigmas(experiment: Experiment, cells: Cells) -> str:
     """Figure 6: the paper's epsilon of each sigma beside that of the whole run, the largest of clients and seeds."""
-    from dpfl_lightning.strategies.distillation.costs import paper_epsilon
+    from experiments.papers.distillation.printed import paper_epsilon
 
     lines = []
     for name, column in experiment.columns.items():

@@ -21,7 +21,7 @@ from dpfl_lightning.search.budget import Rest, SharedBudget
 from dpfl_lightning.search.costs import planned_cost
 from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 from experiments.papers.distillation.studies import Content, LastModel, RunRecorder, new_net, population_of, scored
 from experiments.papers.experiment import Cells, Experiment
 from experiments.papers.recorder import guarantee_of

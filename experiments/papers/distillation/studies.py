@@ -28,8 +28,8 @@ from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.search.objectives import folds
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS
+from dpfl_lightning.sets.distilled_set import DistilledSet
+from dpfl_lightning.strategies.distillation.distillation import AUGMENTATIONS
 from experiments.papers.cells import Cell
 from experiments.papers.distillation.baselines import (
     ON_A_SET,
@@ -271,7 +271,8 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
 
 def distillation_options(options: Options) -> dict[str, Any]:
     """The options of the strategy, with the default of `images_per_class`."""
-    return {"images_per_class": 10, **(options.strategies.get("distillation") or {})}
+    given = [one for name, one in options.strategies.items() if "distillation" in name and one]
+    return {"images_per_class": 10, **(given[0] if given else {})}
 
 
 def population_of(context: CellContext) -> Population:

@@ -30,7 +30,7 @@ class FirstRound(Recorder, FirstRoundOnly):
 
     def __init__(self, names: Sequence[str] = (), rows: Sequence[int] = (), singular_values: bool = False) -> None:
         super().__init__()
-        first = {f"rpca_{count}": EstimatorOptions("rpca", rows=count, blocks=1, row_choice="head") for count in rows}
+        first = {f"rpca_{count}": EstimatorOptions("rpca", rows=count, row_choice="head") for count in rows}
         self.estimators = {name: EstimatorOptions(name) for name in names} | first
         self.singular_values = singular_values
         self._lists: dict[str, list] = {}

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
-from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
+from dpfl_lightning.algorithms.allocation import Vector, allocate_int, positive
 from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from experiments.papers.selection.estimates import (
@@ -20,6 +21,30 @@ from experiments.papers.selection.random_effects import shares
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)
 _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them
+
+
+def noise_only(noise_factor: ArrayLike, total: float, exponent: float = 1.0) -> Vector:
+    """Return real quotas `[N]` of least noise, without bounds: `M noise_factor_n^(-1 / exponent) / sum of these`.
+
+    Reference: Ma et al., Proposition 1.
+    """
+    share = positive(np.asarray(noise_factor, dtype=float)) ** (-1 / exponent)
+    return total * share / share.sum()
+
+
+def objective(
+    quota: ArrayLike,
+    noise_factor: ArrayLike,
+    exponent: ArrayLike = 1.0,
+    bias_cost: ArrayLike = 0.0,
+    anchor: float = 0.0,
+) -> float:
+    """Return the cost of quotas `[N]`, in the unit of `noise_factor`."""
+    counts, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
+    takes_part = counts > 0  # avoids 0 * infinity for clients without a budget
+    powers = np.broadcast_to(np.asarray(exponent, dtype=float), counts.shape)[takes_part] + 1
+    noise = float((factor[takes_part] * counts[takes_part] ** powers).sum())
+    return noise + float((np.asarray(bias_cost) * counts).sum()) + anchor * float(((counts - counts.mean()) ** 2).sum())
 
 
 def three_clients(ratio: float, exponent: float) -> dict[str, float]:

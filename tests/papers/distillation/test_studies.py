@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.sets.distilled_set import DistilledSet
 from experiments.papers.__main__ import main
 from experiments.papers.cells import Cell, path_of, read
 from experiments.papers.distillation import studies

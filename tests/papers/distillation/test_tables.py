@@ -7,7 +7,7 @@ import pytest
 
 from dpfl_lightning.privacy.accounting.accountant import EXACT, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.strategies.distillation.options import participants
+from dpfl_lightning.strategies.distillation.distillation import participants
 from experiments.papers.cells import Cell, source
 from experiments.papers.experiment import Training
 from experiments.papers.registry import experiments

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from dpfl_lightning.config.reading import read_json, read_tensors
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
-from dpfl_lightning.runtime.text import without_secrets
 
 #: images and labels, the card for programs, and the data card for people
 TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
@@ -116,12 +115,6 @@ class DistilledSet(Dataset[tuple[Any, int]]):
             blank = framed.new_ones(width - len(framed), *framed.shape[1:])
             lines.append(torch.cat([*framed, *blank], dim=2))
         return torch.cat(lines, dim=1).clamp(0, 1).permute(1, 2, 0).cpu()
-
-
-def data_of_card(data: Mapping[str, Any] | None) -> Any:
-    """Return the options of the data as the card has them, which is given away: without secrets and local paths."""
-    public = {name: one for name, one in (data or {}).items() if name not in ("folder", "download")}
-    return without_secrets(public) or None
 
 
 def _require_finite(x: Tensor, path: Path, key: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The data card of a distilled set: for people who train on it, where it comes from and what it guarantees."""
+"""The cards of a distilled set, one for programs and one for people: where it comes from and what it guarantees."""
 
 from __future__ import annotations
 
@@ -6,14 +6,59 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.yaml_text import dump
+from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.text import at_most, markdown, without_secrets
-from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+from dpfl_lightning.sets.distilled_set import CARD, TENSORS, DistilledSet
 
 #: sections of a configuration that determine a set; paths, keys and tracking are left out
 _SECTIONS = ("rounds", "seed", "data", "model", "task", "clients", "privacy", "strategies")
 _LEFT_OUT = ("folder", "noise_key")
+_OF_CLIENTS = ("name", "num_records", "epsilon_spent", "delta")
+
+
+def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
+    """Return the card for programs: `what` the set is, the `options` and `sampling` that made it, and its cost."""
+    facts, run = view.facts, view.run.options
+    largest = max(view.guarantees(), key=lambda promise: promise.epsilon)
+    spent = [client["epsilon_spent"] for client in result.clients]
+    return {
+        "what": f"a distilled set: {what}",
+        "strategy": view.run.strategies,
+        "origin": facts.origin,
+        "images_per_class": options["images_per_class"],
+        "num_classes": facts.num_classes,
+        "shape": list(facts.input_shape),
+        "options": dict(options),
+        "sampling": sampling,
+        "data": data_of_card(run.get("data")),
+        "model": run.get("model"),
+        "seed": view.seed,
+        "rounds": result.rounds,
+        "clients": facts.num_clients,
+        "records": sum(facts.num_records),
+        "guarantee": result.guarantee,
+        "privacy": {
+            **{name: getattr(largest, name) for name in ("unit", "adjacency", "sampling", "accountant")},
+            "noise": view.run.noise,
+            "clients": [{name: client[name] for name in _OF_CLIENTS} for client in result.clients],
+        },
+        "epsilon_max": None if None in spent else max(spent),
+        "delta_max": max(client["delta"] for client in result.clients),
+        "ledger": result.ledger,
+        "test_accuracy": result.test_accuracy,
+        "test_set": result.test_set,
+        "dpfl_lightning": dpfl_lightning.__version__,
+    }
+
+
+def data_of_card(data: Mapping[str, Any] | None) -> Any:
+    """Return the options of the data as the card has them, which is given away: without secrets and local paths."""
+    public = {name: one for name, one in (data or {}).items() if name not in ("folder", "download")}
+    return without_secrets(public) or None
 
 
 def data_card(made: DistilledSet, options: Mapping[str, Any]) -> str:
