@@ -15,7 +15,6 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
-from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
@@ -157,7 +156,7 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     if options["participations"] is not None:
         rounds = f"{options['participations']} of {rounds}"
     each = f"local epochs {options['local_epochs']}" if options["steps"] is None else f"{options['steps']} steps each"
-    unit = "Laplace scale" if isinstance(client_plan.schedule.main, LaplaceEvent) else "noise std"
+    unit = client_plan.schedule.main.noise_unit
     rows = {
         "records": client_plan.num_records,
         "batch size": f"{client_plan.batch_size} (sample rate {client_plan.sample_rate:.6g})",

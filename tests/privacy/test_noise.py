@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfl_lightning.privacy import noise
-from dpfl_lightning.privacy.noise import RandomGenerator, Streams, device_noise, integer_noise, stream_words
+from dpfl_lightning.privacy.noise import (
+    LAPLACE,
+    NORMAL,
+    RandomGenerator,
+    Streams,
+    device_noise,
+    integer_noise,
+    stream_words,
+)
 from dpfl_lightning.privacy.sampling import draw_steps, poisson_rows, rows_of_each_class
 
 #: of each test with fresh randomness, which no seed fixes
@@ -193,13 +201,13 @@ def test_draws_are_independent_of_those_before_and_of_other_streams():
         assert np.abs(lagged).max() < stats.norm.isf(FALSE_ALARM / 2 / 64)
 
 
-@pytest.mark.parametrize(("laplace", "name"), [(False, "norm"), (True, "laplace")], ids=["normal", "laplace"])
-def test_a_devices_noise_has_the_same_distribution(laplace, name):
+@pytest.mark.parametrize(("distribution", "name"), [(NORMAL, "norm"), (LAPLACE, "laplace")], ids=["normal", "laplace"])
+def test_a_devices_noise_has_the_same_distribution(distribution, name):
     """The code of a GPU, here with a CPU's generator (seed 0), and that of a CPU."""
     like = torch.empty(2, 200_000, dtype=torch.int64)
     drawn = (
-        device_noise(torch.Generator().manual_seed(0), laplace, SCALE, like),
-        integer_noise(keyed(6), laplace, SCALE, like),
+        device_noise(torch.Generator().manual_seed(0), distribution.fill, SCALE, like),
+        integer_noise(keyed(6), distribution, SCALE, like),
     )
     for values in drawn:
         assert torch.equal(values, values.round()) and values.shape == like.shape

@@ -12,14 +12,14 @@ from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
+from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.privacy.mechanism import MECHANISMS
 from dpfl_lightning.runtime.text import at_most
 
-_KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
+_KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
 NameOf = Callable[[int], str]  # the name of a client, for messages
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
 _FOREIGN = (
@@ -116,7 +116,7 @@ class Budgets:
             self.ledger.charge([charge])
             self._paid.add(charge.client)
 
-    def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
+    def _next(self, client: int, round: int, purpose: str, event: Release) -> Charge:
         """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""
         number = len(self.ledger.charges(client, round)) if self._numbers is None else self._numbers[client, round]
         return Charge(client, round, purpose, event, number)
@@ -181,7 +181,7 @@ class Budgets:
         if self._checked:
             return
         for client, planned in enumerate(schedule.clients):
-            allowed: dict[str, tuple[Sequence[Event], int]] = {_SHOWN: (self._shown, len(self._shown))}
+            allowed: dict[str, tuple[Sequence[Release], int]] = {_SHOWN: (self._shown, len(self._shown))}
             allowed |= {line.purpose: ([line.event], line.count) for line in planned.planned}
             for purpose, events in self.ledger.paid(client).items():
                 known, most = allowed.get(purpose, ((), 0))

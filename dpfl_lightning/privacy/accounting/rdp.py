@@ -131,8 +131,10 @@ def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple
     return v, np.where(far, log_ratio, np.log1p(np.where(far, 0.0, near))), log_second
 
 
-def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
-    """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
+def laplace_rdp(noise_multiplier: float | np.ndarray, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
+    """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity.
+
+    A column [n, 1] of noise multipliers gives [n, k], one gives [k].
 
     Reference: Mironov (2017), table II. A shift spread over several coordinates costs less than a shift in one
     coordinate, because the divergence is convex in the shift.

@@ -23,9 +23,9 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.augmentation import ClassAugmentation
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.strategies.distillation import costs
 from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS, KEY, loops, participants, switches
 from dpfl_lightning.strategies.distillation.sets import SetStrategy
@@ -188,9 +188,7 @@ class Distillation(SetStrategy):
                         require(noise is not None, f"{KEY}.noise_scale", must_be_sum, "paper_mean", advice)
                         noise = (noise or 0.0) * self._records_of_a_class(client, rate, view)
                     count = min(line.count, rounds_of[client] + max(0, line.count - schedule.rounds))
-                    laplace = isinstance(line.event, LaplaceEvent)
-                    event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
-                    line = Planned(PURPOSE, event, count)
+                    line = Planned(PURPOSE, line.event.of(rate, noise, 1), count)
                 lines.append(line)
             return dataclasses.replace(client_schedule, planned=tuple(lines))
 
@@ -218,7 +216,7 @@ class Distillation(SetStrategy):
         settings = []
         for client, schedule in enumerate(view.schedule.clients):
             mechanism = view.mechanism(client, PURPOSE)
-            if isinstance(mechanism, Gaussian) and mechanism.noise_multiplier > 0:
+            if mechanism.clip_order == 2 and mechanism.noise_multiplier > 0:
                 clip_norm = self._job(view).clip_norm(mechanism)  # of one record's gradient, as in the paper
                 noise = mechanism.noise_multiplier * mechanism.clip_norm / clip_norm
                 if self._switches["noise_scale"] == "paper_mean":
