@@ -108,7 +108,7 @@ def _plan_run(words: Sequence[str]) -> int:
         examples=("--config digits", "--config digits --privacy.epsilon 2 --json"),
     )
     from dpfl_lightning.build import build_loop
-    from dpfl_lightning.privacy.sampling import SAMPLINGS
+    from dpfl_lightning.privacy.sampling import SAMPLERS
 
     if flags.sites:
         from dpfl_lightning.deployment.server import planning_loop
@@ -122,7 +122,7 @@ def _plan_run(words: Sequence[str]) -> int:
         from dpfl_lightning.federated.messages.wire import digest
 
         exported = digest(export(loop, flags.export))
-    schedules, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.info.sampling]
+    schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
     notes = loop.describe()

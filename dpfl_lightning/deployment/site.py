@@ -27,7 +27,7 @@ from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_pla
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
 
 
@@ -59,7 +59,7 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
         require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
     accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
     size = [(settings.num_records, settings.batch_size)]
-    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"])
+    (planned,) = client_plans([schedule], accountant, size, SAMPLERS["poisson"].words)
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
     require(
         math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."

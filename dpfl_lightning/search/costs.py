@@ -18,7 +18,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.text import at_most, columns, counted
 
 _MOST_CLIENTS = 30
@@ -97,7 +97,7 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
         values = list(dict.fromkeys(getattr(cost, key) for cost in costs))
         require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
     accountant = get_accountant(first.accountant, first.adjacency)
-    sampling = SAMPLINGS[next((cost.sampling for cost in costs if cost.sampling != "poisson"), first.sampling)]
+    sampling = SAMPLERS[weakest(cost.sampling for cost in costs)].words
     chosen, joined = ([cost for cost in costs if cost.chosen is one] for one in (True, False))
     clients = range(len(first.delta))
     if joined:

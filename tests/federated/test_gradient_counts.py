@@ -25,7 +25,7 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.sampling import draw_steps
+from dpfl_lightning.privacy.sampling import poisson_rows
 from dpfl_lightning.reporting.progress import Progress
 
 #: client -> its broken records, and their values
@@ -59,7 +59,8 @@ def expected(loop, steps: int | None = None) -> list[dict]:
         for round in range(1, loop.rounds + 1):
             generator = loop.clients.engine.streams.generator("sampling", round, client)
             count = steps or settings.steps
-            for batch in draw_steps("poisson", settings.num_records, settings.sample_rate, count, generator):
+            for _ in range(count):
+                batch = poisson_rows(settings.num_records, settings.sample_rate, generator)
                 drawn += len(batch)
                 broken += sum(int(row) in BROKEN.get(client, {}) for row in batch)
         rows.append({"client": client, "gradients": drawn, "not_finite": broken})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfl_lightning.privacy import noise
+from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import (
     LAPLACE,
     NORMAL,
@@ -22,7 +23,7 @@ from dpfl_lightning.privacy.noise import (
     integer_noise,
     stream_words,
 )
-from dpfl_lightning.privacy.sampling import draw_steps, poisson_rows, rows_of_each_class
+from dpfl_lightning.privacy.sampling import Poisson, Shuffled, poisson_rows, rows_of_each_class
 
 #: of each test with fresh randomness, which no seed fixes
 FALSE_ALARM = 1e-7
@@ -254,13 +255,13 @@ def test_permutations_are_equally_likely():
 
 
 def test_shuffled_epochs_use_every_record_once():
-    batches = list(draw_steps("shuffle", 10, 0.3, 8, fresh()))
+    batches = list(Shuffled(Gaussian(1.0, 1.0, 0.3, 3.0), 8).draws(10, fresh()))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1] * 2
     assert sorted(np.concatenate(batches[:4])) == sorted(np.concatenate(batches[4:])) == list(range(10))
 
 
 def test_a_tiny_rate_gives_empty_batches_and_a_rate_of_1_everybody():
-    assert any(len(rows) == 0 for rows in draw_steps("poisson", 100, 0.001, 50, keyed(11)))
+    assert any(len(rows) == 0 for rows in Poisson(Gaussian(1.0, 1.0, 0.001, 1.0), 50).draws(100, keyed(11)))
     assert np.array_equal(poisson_rows(100, 1.0, keyed(11)), np.arange(100))
 
 

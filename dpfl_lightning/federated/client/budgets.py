@@ -17,6 +17,7 @@ from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guara
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import MECHANISMS
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
@@ -41,7 +42,7 @@ class Budgets:
     """Limits all charges to the planned schedule.
 
     Args:
-        sampling: how batches are drawn, in words.
+        sampling: how batches are drawn, by name.
         simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
             bit, and is not charged twice.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
@@ -85,10 +86,10 @@ class Budgets:
         kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
         if not kinds <= _KNOWN:  # a subclass could state another event, or send another value
             raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _KNOWN}")
-        charges = {}
-        for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
-            event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
-            charges[client] = self._next(client, plan.round, plan.purpose, event)
+        charges = {
+            client: self._next(client, plan.round, plan.purpose, plan.sampler(row, self.sampling).event)
+            for row, client in enumerate(plan.clients)
+        }
         plan = plan.only(lambda client: self._payable(charges[client]))
         return plan, self._charge([charges[client] for client in plan.clients])
 
@@ -219,11 +220,11 @@ class Budgets:
         schedules, place_of = numbered(self.schedule.clients)
         kinds, kind_of = numbered([(place, tuple(self.ledger.events(i))) for i, place in enumerate(place_of)])
         composed = [([*events, *self.caveats], schedules[place].delta) for place, events in kinds]
-        promises = []
+        promises, drawn = [], SAMPLERS[self.sampling].words
         for (place, _), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
             planned = [line.event for line in schedules[place].planned]  # also before the first release
-            words, bound = sampling_words(planned, self.sampling), self._filtered(schedules[place], bound)
-            promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=bound))
+            words, stated = sampling_words(planned, drawn), self._filtered(schedules[place], bound)
+            promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=stated))
         return tuple(promises[kind] for kind in kind_of)
 
     def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:

@@ -34,7 +34,6 @@ from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.sampling import SAMPLINGS
 
 T = TypeVar("T")
 
@@ -125,8 +124,8 @@ class LocalClients:
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
-        drawn, simulated = SAMPLINGS[self.sampling], self.simulated or self.privacy is None
-        terms = (accountant, drawn, simulated, plan.caveats, self.unprotected, self.population.name_of)
+        simulated = self.simulated or self.privacy is None
+        terms = (accountant, self.sampling, simulated, plan.caveats, self.unprotected, self.population.name_of)
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):

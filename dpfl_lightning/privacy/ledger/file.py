@@ -18,7 +18,7 @@ from dpfl_lightning.config.names import is_name
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Release, event_of
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
@@ -322,7 +322,7 @@ def _header(fields: dict[str, Any]) -> Header:
         raise KeyError(fields)
     if [type(one) for one in (fields["ledger"], count, caveats, identity)] != [int, int, list, dict]:
         raise TypeError(fields)
-    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLINGS and _RUN.fullmatch(texts["run"])):
+    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLERS and _RUN.fullmatch(texts["run"])):
         raise ValueError(fields)
     if not all(type(text) is str and text.isprintable() for text in (*texts.values(), *caveats)):
         raise ValueError(texts)  # a terminal would obey control characters

@@ -14,7 +14,7 @@ from dpfl_lightning.privacy.accounting.accountant import PURE, Accountant, Rdp, 
 from dpfl_lightning.privacy.accounting.events import Caveat, Release, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 
 ANYBODY = "any client"
 _MOST_COMBINATIONS = 10_000
@@ -68,7 +68,7 @@ class Composed:
         accountant = get_accountant(self.header.accountant, self.header.adjacency)
         events, account = self.events[row], self.accounts[row]
         bound = (account.epsilon, _method(events, account, accountant))
-        caveats, sampling = map(Caveat, self.header.caveats), SAMPLINGS[self.header.sampling]
+        caveats, sampling = map(Caveat, self.header.caveats), SAMPLERS[self.header.sampling].words
         return guarantee([*events, *caveats], account.delta, accountant, sampling, bound=bound)
 
 
@@ -212,8 +212,7 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     return dataclasses.replace(
         first,
         accountant=first.accountant if accountant is None else accountant,
-        # Poisson samples and shuffled batches together are proven no better than shuffled batches
-        sampling=next((header.sampling for header in headers if header.sampling != "poisson"), first.sampling),
+        sampling=weakest(header.sampling for header in headers),
         caveats=tuple(dict.fromkeys(words for header in headers for words in header.caveats)),
     )
 

@@ -217,7 +217,7 @@ class Distillation(SetStrategy):
         for client, schedule in enumerate(view.schedule.clients):
             mechanism = view.mechanism(client, PURPOSE)
             if mechanism.clip_order == 2 and mechanism.noise_multiplier > 0:
-                clip_norm = self._job(view).clip_norm(mechanism)  # of one record's gradient, as in the paper
+                clip_norm = self._job(view).sampler(mechanism).clip_norm  # of one record's gradient, as in the paper
                 noise = mechanism.noise_multiplier * mechanism.clip_norm / clip_norm
                 if self._switches["noise_scale"] == "paper_mean":
                     noise /= self._records_of_a_class(client, mechanism.sample_rate, view)
