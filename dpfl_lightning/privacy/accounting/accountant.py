@@ -55,19 +55,18 @@ class Accountant(ABC):
         self.sensitivity = SENSITIVITY[adjacency]
 
     @abstractmethod
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        """Return the epsilon of each client and how it was computed, vectorised where the arithmetic allows it."""
+
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        """Return epsilon and how it was computed."""
+        return self.bounds([(events, delta)])[0]
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
 
-    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
-        """Return `bound` of many clients, vectorised where the arithmetic allows it."""
-        return [self.bound(events, delta) for events, delta in queries]
-
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         """Return epsilon of many clients, [clients]. This is fast; `bound` certifies the value that is kept."""
-        return np.array([self.epsilon(events, delta) for events, delta in queries])
+        return np.array([epsilon for epsilon, _ in self.bounds(queries)])
 
 
 def rounded_up(value: float, decimals: int) -> float:
@@ -112,8 +111,10 @@ class Rdp(Accountant):
         self._known: dict[Step, np.ndarray] = {}
         self.description = f"{self.kind} ({'Opacus, ' * (self.sensitivity == 1)}orders {orders[0]:g} to {orders[-1]:g})"
 
-    def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        releases = composed(events, delta)
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        return [self._certified(composed(*query), query[1]) for query in queries]
+
+    def _certified(self, releases: Composed, delta: float) -> tuple[float, str]:
         if releases.free or releases.noiseless:
             return (0.0 if releases.free else math.inf), self.description
         ours = self.convert(self._rdp([releases])[0], self.orders, delta)
@@ -125,11 +126,7 @@ class Rdp(Accountant):
         return (rounded_up(pure, 6), PURE) if pure <= certified else (rounded_up(certified, 6), self.description)
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
-        releases = [composed(events, delta) for events, delta in queries]
-        return self.epsilons(releases, np.array([delta for _, delta in queries]))
-
-    def epsilons(self, releases: Sequence[Composed], delta: np.ndarray) -> np.ndarray:
-        """Return the least epsilon of merged events at `delta` [clients], rounded up, [clients]."""
+        releases, delta = [composed(*query) for query in queries], np.array([delta for _, delta in queries])
         best = self.convert(self._rdp(releases), self.orders, delta).min(axis=1)
         best = np.minimum(best, [composition.pure(self.sensitivity) for composition in releases])
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
@@ -203,9 +200,6 @@ class Pld(Accountant):
         self.faster = Rdp(adjacency)
         self._cached_bound = functools.lru_cache(maxsize=8192)(self._composed)
 
-    def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        return self.bounds([(events, delta)])[0]
-
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
         releases = [composed(events, delta) for events, delta in queries]
         full = [i for i, release in enumerate(releases) if release.full_batches]
@@ -216,15 +210,12 @@ class Pld(Accountant):
             for i, release in enumerate(releases)
         ]
 
-    def search(self, queries: Sequence[Query]) -> np.ndarray:
-        return np.array([epsilon for epsilon, _ in self.bounds(queries)])
-
     def _composed(self, releases: Composed, delta: float) -> tuple[float, str]:
         if releases.free or releases.noiseless:
             return (0.0 if releases.free else math.inf), self.description
         if (pure := rounded_up(releases.pure(self.sensitivity), 6)) and delta == 0:
             return pure, PURE
-        rdp = float(self.faster.epsilons([releases], np.array([delta]))[0])
+        rdp = float(self.faster.search([(releases.releases, delta)])[0])
         try:
             epsilon = pld_epsilon(releases, delta, self.adjacency, rdp)
         except NoPld as reason:

@@ -7,7 +7,6 @@ sets are neighbours; a noise multiplier never includes that relation.
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from scipy.special import expit, ndtri
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting import losses, rdp
 from dpfl_lightning.privacy.accounting.losses import Loss, NoPld
-from dpfl_lightning.runtime.text import counted
 
 Numbers = NDArray[np.float64]
+Losses = list[tuple[tuple[Loss, Loss], int]]
 
 #: relation between neighbouring data sets -> by how many bounds one record moves a sum without sampling
 SENSITIVITY = {"add_remove": 1, "replace_one": 2}
@@ -63,26 +62,28 @@ class Caveat(Event):
     words: str
 
 
-class Release(Event, ABC):
+class Release(Event):
     """A release of some steps, whose costs are those of all steps together.
+
+    The defaults are those of a release without noise: what a mechanism does not define makes its epsilon infinite.
 
     Attributes:
         protection: in words.
         needs_delta: whether no epsilon holds at delta 0.
     """
 
-    protection: ClassVar[str]
+    protection: ClassVar[str] = "no noise"
     needs_delta: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def noiseless(self) -> bool:
         """Whether epsilon is infinite."""
+        return True
 
     @property
-    @abstractmethod
     def free(self) -> bool:
         """Whether epsilon is 0."""
+        return False
 
     @property
     def total(self) -> int:
@@ -104,19 +105,14 @@ class Release(Event, ABC):
         """Whether it is exactly a Gaussian mechanism: such releases together are another one."""
         return False
 
-    @property
-    def unsolved(self) -> bool:
-        """Whether `calibrate` has to solve the noise."""
-        return False
-
-    @abstractmethod
     def parameters(self) -> tuple[float, ...]:
         """Return the fields before the number of steps, on the safe side. UserError if a field is out of range."""
+        return ()
 
     @classmethod
-    @abstractmethod
     def rdp(cls, parameters: Numbers, orders: tuple[float, ...], adjacency: str) -> Numbers:
         """Return the RDP of one step for each row of `parameters` [n, k], in nats, [n, orders]."""
+        return np.full((len(parameters), len(orders)), math.inf)
 
     def library_rdp(self, order: float, adjacency: str) -> float:
         """Return the RDP at one order, by an independent library if there is one."""
@@ -136,36 +132,31 @@ class Release(Event, ABC):
 
     def variance(self, sensitivity: int) -> float:
         """Return an estimate of the variance of the privacy loss."""
-        raise NoPld(f"no tight bound is known for {self.protection}")
+        return self.total * self.loss_range(sensitivity) ** 2 / 4
 
     def reach(self, sensitivity: int, tail: float) -> float:
         """Return a privacy loss that a step exceeds with a probability of about e^tail; 0 if losses are bounded."""
         return 0.0
 
-    def losses(self, adjacency: str, mesh: float, tail: float) -> list[tuple[tuple[Loss, Loss], int]]:
+    def losses(self, adjacency: str, mesh: float, tail: float) -> Losses:
         """Return rounded privacy losses, with the record in the first or the second data set, and their numbers."""
         raise NoPld(f"no tight bound is known for {self.protection}")
 
-    @abstractmethod
     def dp_event(self, sensitivity: int) -> dict[str, Any]:
         """Return one step as an event of dp_accounting under ADD_OR_REMOVE_ONE."""
+        return library_event("NonPrivateDpEvent")
 
     def replaced_dp_event(self) -> dict[str, Any]:
         """Return a step as an event that reveals at least as much under REPLACE_ONE: there only Gaussians compose."""
         return dominating_gaussian(self.loss_range(SENSITIVITY["replace_one"]))
 
-    @abstractmethod
     def step_words(self) -> str:
-        """Describe one step in a guarantee."""
+        """Describe one step in a guarantee, which states what has no noise by itself."""
+        return ""
 
-    @staticmethod
-    def counted(steps: int, words: str, releases: int) -> str:
-        """Count steps with these words, which were sent in a number of releases."""
-        return counted(steps, words)
-
-    @abstractmethod
     def cells(self) -> list[str]:
         """Return sample rate, noise and steps of one release, for tables."""
+        return ["1", "none", "-"]
 
 
 class NoisedEvent(Release):
@@ -191,8 +182,8 @@ class NoisedEvent(Release):
     steps: int
 
     @classmethod
-    @abstractmethod
-    def of(cls, sample_rate: float, noise_multiplier: float | None, steps: int) -> Self: ...
+    def of(cls, sample_rate: float, noise_multiplier: float | None, steps: int) -> Self:
+        raise NotImplementedError
 
     def growth(self, delta: float) -> float | None:
         """Return the power with which the noise's variance grows with the releases of a budget; None for no power."""
@@ -216,10 +207,6 @@ class NoisedEvent(Release):
     @property
     def is_sampled(self) -> bool:
         return self.sample_rate < 1
-
-    @property
-    def unsolved(self) -> bool:
-        return self.noise_multiplier is None
 
     @property
     def noiseless(self) -> bool:
@@ -247,10 +234,6 @@ class NoisedEvent(Release):
 
     def step_words(self) -> str:
         return f"{'noised' if self.noise_multiplier else 'un-noised'} full-batch step"
-
-    @staticmethod
-    def counted(steps: int, words: str, releases: int) -> str:
-        return f"{counted(steps, words)} in {counted(releases, 'release')}"
 
     def cells(self) -> list[str]:
         return [f"{self.sample_rate:.6g}", f"{self.noise_multiplier or 0.0:.6g}", str(self.steps)]
@@ -311,7 +294,7 @@ class GaussianEvent(NoisedEvent):
     def reach(self, sensitivity: int, tail: float) -> float:
         return losses.gaussian_reach(self.sample_rate, sensitivity / self.noise, tail)
 
-    def losses(self, adjacency: str, mesh: float, tail: float) -> list[tuple[tuple[Loss, Loss], int]]:
+    def losses(self, adjacency: str, mesh: float, tail: float) -> Losses:
         return [(losses.gaussian_losses(self.sample_rate, self.noise, adjacency, mesh, tail), self.steps)]
 
     def dp_event(self, sensitivity: int) -> dict[str, Any]:
@@ -359,10 +342,7 @@ class LaplaceEvent(NoisedEvent):
     def loss_range(self, sensitivity: int) -> float:
         return 2 * sensitivity / self.noise
 
-    def variance(self, sensitivity: int) -> float:
-        return self.steps * (sensitivity / self.noise) ** 2
-
-    def losses(self, adjacency: str, mesh: float, tail: float) -> list[tuple[tuple[Loss, Loss], int]]:
+    def losses(self, adjacency: str, mesh: float, tail: float) -> Losses:
         return [((losses.laplace_loss(SENSITIVITY[adjacency] / self.noise, mesh),) * 2, self.steps)]
 
     def dp_event(self, sensitivity: int) -> dict[str, Any]:
@@ -421,10 +401,7 @@ class SelectionEvent(Release):
     def loss_range(self, sensitivity: int) -> float:
         return sensitivity * self.epsilon
 
-    def variance(self, sensitivity: int) -> float:
-        return self.count * (sensitivity * self.epsilon) ** 2 / 4
-
-    def losses(self, adjacency: str, mesh: float, tail: float) -> list[tuple[tuple[Loss, Loss], int]]:
+    def losses(self, adjacency: str, mesh: float, tail: float) -> Losses:
         whole, rest = divmod(self.count, _TOGETHER)
         groups = [(size, times) for size, times in ((_TOGETHER, whole), (rest, 1)) if size * times]
         epsilon = SENSITIVITY[adjacency] * self.epsilon
@@ -446,7 +423,6 @@ class NonPrivateEvent(Release):
     """A release of private information without noise: epsilon is infinite. `words`, one line, describe what it is."""
 
     kind: ClassVar = "unprotected"
-    protection: ClassVar = "no noise"
     private: ClassVar = False
 
     words: str
@@ -458,30 +434,6 @@ class NonPrivateEvent(Release):
     @property
     def leak(self) -> str:
         return self.words
-
-    @property
-    def noiseless(self) -> bool:
-        return True
-
-    @property
-    def free(self) -> bool:
-        return False
-
-    def parameters(self) -> tuple[float, ...]:
-        return ()
-
-    @classmethod
-    def rdp(cls, parameters: Numbers, orders: tuple[float, ...], adjacency: str) -> Numbers:
-        return np.full((len(parameters), len(orders)), math.inf)
-
-    def dp_event(self, sensitivity: int) -> dict[str, Any]:
-        return library_event("NonPrivateDpEvent")
-
-    def step_words(self) -> str:
-        return ""  # a guarantee states its words
-
-    def cells(self) -> list[str]:
-        return ["1", "none", "-"]
 
 
 #: what a client can release; a ledger records each by its `kind`

@@ -12,8 +12,8 @@ from dpfl_lightning.privacy.accounting.accountant import (
     Accountant,
     finite_or_none,
 )
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, Release
-from dpfl_lightning.runtime.text import at_most
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, Release
+from dpfl_lightning.runtime.text import at_most, counted
 
 #: caveat of every guarantee of a simulation
 SIMULATED = (
@@ -141,14 +141,18 @@ def leaks_of(events: Sequence[Event]) -> tuple[str, ...]:
 
 def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
     """Describe the events, counted by their words."""
-    times, steps, kinds = Counter[str](), Counter[str](), dict[str, type[Release]]()
+    times, steps, sums = Counter[str](), Counter[str](), set[str]()
     for event, count in itertools.zip_longest(events, releases, fillvalue=1):
         if isinstance(event, Release) and event.private:
             words = event.step_words()
-            kinds[words] = type(event)
+            sums |= {words} if isinstance(event, NoisedEvent) else set()
             times[words] += count
             steps[words] += event.total
-    return tuple(kinds[words].counted(steps[words], words, count) for words, count in times.items() if count)
+    return tuple(
+        counted(steps[words], words) + (f" in {counted(count, 'release')}" if words in sums else "")
+        for words, count in times.items()
+        if count
+    )
 
 
 def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:

@@ -60,7 +60,7 @@ class Planned:
     @property
     def unsolved(self) -> bool:
         """Whether the noise still has to be solved."""
-        return self.event.unsolved
+        return isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _smallest_noise(
     unsolved = [
         (place, i)
         for place, i in enumerate(bounded)
-        if any(event.unsolved and event.noised_steps for event in schedules[i].events())
+        if any(line.unsolved and line.count * line.event.noised_steps for line in schedules[i].planned)
     ]
     if not unsolved:
         return noise
@@ -206,7 +206,7 @@ def _guess(schedule: ClientSchedule) -> float:
     if not any(event.needs_delta for event in events):  # pure epsilons add up
         steps = sum(event.noised_steps for event in events)
         return math.log(min(max(steps / schedule.target_epsilon, 1e-3), 1e6))
-    free = [event for event in events if isinstance(event, NoisedEvent) and event.unsolved]
+    free = [event for event in events if isinstance(event, NoisedEvent) and event.noise_multiplier is None]
     square = sum(event.steps * event.sample_rate**2 for event in free)
     noise = math.sqrt(square * -2 * math.log(schedule.delta)) / schedule.target_epsilon
     return math.log(min(max(noise, 0.4), 1e6))
