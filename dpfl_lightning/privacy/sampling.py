@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -14,6 +13,10 @@ if TYPE_CHECKING:  # they load torch, which reports of a ledger do not need
     from dpfl_lightning.privacy.accounting.events import NoisedEvent
     from dpfl_lightning.privacy.mechanism import Mechanism
     from dpfl_lightning.privacy.noise import RandomGenerator
+
+
+Rows = Iterator[np.ndarray]
+Labels = Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,7 @@ class RecordSampler(ABC):
         return self.mechanism.clip_norm / self.moved
 
     @abstractmethod
-    def draws(
-        self, num_records: int, generator: RandomGenerator, labels: Callable[[], np.ndarray] | None = None
-    ) -> Iterator[np.ndarray]:
+    def draws(self, num_records: int, generator: RandomGenerator, labels: Labels | None = None) -> Rows:
         """Yield the row numbers `[B]` of each step. `labels` returns those of all records, `[num_records]`."""
 
 
@@ -53,9 +54,7 @@ class Poisson(RecordSampler):
 
     words = "Poisson sampling"
 
-    def draws(
-        self, num_records: int, generator: RandomGenerator, labels: Callable[[], np.ndarray] | None = None
-    ) -> Iterator[np.ndarray]:
+    def draws(self, num_records: int, generator: RandomGenerator, labels: Labels | None = None) -> Rows:
         for _ in range(self.steps):
             yield poisson_rows(num_records, self.mechanism.sample_rate, generator)
 
@@ -65,11 +64,13 @@ class Shuffled(RecordSampler):
 
     words = "shuffled batches accounted as if they were Poisson samples: this epsilon is NOT proven"
 
-    def draws(
-        self, num_records: int, generator: RandomGenerator, labels: Callable[[], np.ndarray] | None = None
-    ) -> Iterator[np.ndarray]:
-        batch_size = max(1, round(self.mechanism.sample_rate * num_records))
-        yield from islice(shuffled_rows(num_records, batch_size, generator), self.steps)
+    def draws(self, num_records: int, generator: RandomGenerator, labels: Labels | None = None) -> Rows:
+        size, order = max(1, round(self.mechanism.sample_rate * num_records)), np.zeros(0, dtype=np.int64)
+        for _ in range(self.steps):
+            if not len(order):
+                order = generator.permutation(num_records)
+            yield order[:size]
+            order = order[size:]
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,7 @@ class OfEachClass(RecordSampler):
         if self.mechanism.sample_rate < 1:
             raise ValueError("draws of a fixed number of records are not amplified: their sample rate is 1")
 
-    def draws(
-        self, num_records: int, generator: RandomGenerator, labels: Callable[[], np.ndarray] | None = None
-    ) -> Iterator[np.ndarray]:
+    def draws(self, num_records: int, generator: RandomGenerator, labels: Labels | None = None) -> Rows:
         if labels is None:
             raise ValueError("draws of each class need labels")
         for _ in range(self.steps):
@@ -120,11 +119,3 @@ def rows_of_each_class(labels: np.ndarray, most: int, generator: RandomGenerator
     order = generator.permutation(len(labels))
     chosen_rows = [class_rows[:most] for label in np.unique(labels) if len(class_rows := order[labels[order] == label])]
     return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *chosen_rows]))
-
-
-def shuffled_rows(num_records: int, batch_size: int, generator: RandomGenerator) -> Iterator[np.ndarray]:
-    """Yield shuffled batches of `batch_size` over endless epochs (the last batch of an epoch may be smaller)."""
-    while True:
-        order = generator.permutation(num_records)
-        for start in range(0, num_records, batch_size):
-            yield order[start : start + batch_size]

@@ -179,9 +179,9 @@ class PaperMa(Rdp):
 class Pld(Accountant):
     """Tight composition of privacy loss distributions: upper bounds, within 1 % and 0.01 of the least true epsilon.
 
-    Full batches with Gaussian noise are composed exactly (`gaussian.py`), everything else numerically (`pld.py`), for
-    sample rates from 1e-4, epsilons from 0.001 and deltas up to 0.1 as tightly as said. Where the epsilon of RDP is
-    above 100, where the numerics fail, or where RDP is smaller, RDP stands in, and the guarantee says so.
+    Full batches with Gaussian noise are composed exactly, everything else numerically, as tightly as said for sample
+    rates from 1e-4, epsilons from 0.001 and deltas up to 0.1. Where the epsilon of RDP is above 100, where there is no
+    tight bound, or where RDP is smaller, RDP stands in, and the guarantee says so.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Pld().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
