@@ -484,7 +484,7 @@ class Composed:
 
 
 def composed(events: Sequence[Event], delta: float) -> Composed:
-    """Check events and delta, and merge equal releases, in the order of their kinds.
+    """Check events and delta, and merge equal releases, in the reverse order of their kinds.
 
     Raises UserError if a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta
     is outside (0, 1) (or negative, if no release needs it).
@@ -496,7 +496,7 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
         elif not isinstance(event, Event):
             raise TypeError(f"not an event: {event!r}")
     merged: list[Release] = [kind(*parameters, count) for (kind, *parameters), count in counts.items()]
-    paid = sorted((one for one in merged if not one.free), key=lambda one: one.kind)
+    paid = sorted((one for one in merged if not one.free), key=lambda one: one.kind, reverse=True)
     releases = Composed(tuple(paid), any(not event.private for event in events))
     if not (releases.free or releases.noiseless):  # epsilon 0 and infinity hold at any delta
         in_range = delta > 0 if any(release.needs_delta for release in paid) else delta >= 0

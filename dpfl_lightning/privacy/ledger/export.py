@@ -28,7 +28,7 @@ def as_dp_event(events: Sequence[Event], delta: float, adjacency: str) -> tuple[
     replaced = sensitivity == 2 and any(release.is_sampled for release in merged.releases)
     parts = [
         (release.replaced_dp_event() if replaced else release.dp_event(sensitivity), release.total)
-        for release in merged.releases
+        for release in sorted(merged.releases, key=lambda release: release.kind)
     ]
     repeated = [library_event("SelfComposedDpEvent", event=event, count=count) for event, count in parts]
     relation = "REPLACE_ONE" if replaced else "ADD_OR_REMOVE_ONE"
