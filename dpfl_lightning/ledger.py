@@ -12,7 +12,7 @@ from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, columns, shown
 
@@ -126,7 +126,7 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
     lines += [f"Instead of the ledger's {name}: {value}." for name, value in overrides.items()]
     header = report.header
     lines.append(
-        f"Accountant {header.accountant}, adjacency {header.adjacency}, sampling: {SAMPLINGS[header.sampling]}."
+        f"Accountant {header.accountant}, adjacency {header.adjacency}, sampling: {SAMPLERS[header.sampling].words}."
     )
     lines.append(columns([["client", "releases", "steps", "epsilon", "budget", "delta"], *rows]))
     lines += [f"Above its budget: client {', '.join(over)}."] if over else []

@@ -15,7 +15,6 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
-from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
@@ -109,7 +108,7 @@ def _plan_run(words: Sequence[str]) -> int:
         examples=("--config digits", "--config digits --privacy.epsilon 2 --json"),
     )
     from dpfl_lightning.build import build_loop
-    from dpfl_lightning.privacy.sampling import SAMPLINGS
+    from dpfl_lightning.privacy.sampling import SAMPLERS
 
     if flags.sites:
         from dpfl_lightning.deployment.server import planning_loop
@@ -123,7 +122,7 @@ def _plan_run(words: Sequence[str]) -> int:
         from dpfl_lightning.federated.messages.wire import digest
 
         exported = digest(export(loop, flags.export))
-    schedules, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.info.sampling]
+    schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
     notes = loop.describe()
@@ -157,7 +156,7 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     if options["participations"] is not None:
         rounds = f"{options['participations']} of {rounds}"
     each = f"local epochs {options['local_epochs']}" if options["steps"] is None else f"{options['steps']} steps each"
-    unit = "Laplace scale" if isinstance(client_plan.schedule.main, LaplaceEvent) else "noise std"
+    unit = client_plan.schedule.main.noise_unit
     rows = {
         "records": client_plan.num_records,
         "batch size": f"{client_plan.batch_size} (sample rate {client_plan.sample_rate:.6g})",

@@ -69,14 +69,14 @@ def realised_mean(patch: MonkeyPatch) -> None:
 
 def counted_twice(patch: MonkeyPatch) -> None:
     """The sampler returns every record twice."""
-    draw = engine.draw_steps
-    patch.setattr(engine, "draw_steps", lambda *args: (np.concatenate([rows, rows]) for rows in draw(*args)))
+    draw = sampling.Poisson.draws
+    patch.setattr(sampling.Poisson, "draws", lambda *args: (np.concatenate([rows, rows]) for rows in draw(*args)))
 
 
 def last_counted_twice(patch: MonkeyPatch) -> None:
     """The sampler returns one record of a batch twice."""
-    draw = engine.draw_steps
-    patch.setattr(engine, "draw_steps", lambda *args: (np.concatenate([rows, rows[-1:]]) for rows in draw(*args)))
+    draw = sampling.Poisson.draws
+    patch.setattr(sampling.Poisson, "draws", lambda *args: (np.concatenate([rows, rows[-1:]]) for rows in draw(*args)))
 
 
 def overlapping_passes(patch: MonkeyPatch) -> None:

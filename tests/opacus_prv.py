@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 
 from dpfl_lightning.privacy.accounting.accountant import Rdp
-from dpfl_lightning.privacy.accounting.events import Event, composed
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent, composed
 
 Cdf = Callable[[np.ndarray], np.ndarray]
 
@@ -29,10 +29,14 @@ def interval(
 ) -> tuple[float, float, float]:
     """Return (lower bound, estimate, upper bound) of the tight epsilon; the bounds are `error` from the estimate."""
     releases, sensitivity = composed(events, delta), 2 if adjacency == "replace_one" else 1
+    gaussian, laplace, choices = (
+        [one for one in releases.releases if isinstance(one, kind)]
+        for kind in (GaussianEvent, LaplaceEvent, SelectionEvent)
+    )
     sides = []
     for added in (False, True):
-        losses = [(_gaussian(rate, noise, sensitivity, added), n) for rate, noise, n in releases.gaussian]
-        sides.append(losses + [(_laplace(sensitivity / noise), n) for noise, n in releases.laplace])
+        losses = [(_gaussian(one.sample_rate, one.noise_multiplier, sensitivity, added), one.steps) for one in gaussian]
+        sides.append(losses + [(_laplace(sensitivity / one.noise_multiplier), one.steps) for one in laplace])
     steps = sum(n for _, n in sides[0])
     rdp = Rdp(adjacency).epsilon(events, delta / 4000)
     mesh = error / math.sqrt(steps * math.log(12e3 / delta) / 2)
@@ -40,9 +44,10 @@ def interval(
     grid = prv.Domain.create_aligned((0.5 - half) * mesh, (half - 0.5) * mesh, mesh)
     with np.errstate(all="ignore"):
         totals = [_composed(losses, grid) for losses in sides]
-        if releases.selection:
-            ((selection, count),) = releases.selection
-            tight = max(_with_selections(total, sensitivity * selection, count, delta, rdp) for total in totals)
+        if choices:
+            (choice,) = choices
+            width = sensitivity * choice.epsilon
+            tight = max(_with_selections(total, width, choice.count, delta, rdp) for total in totals)
             return tight - error, tight, tight + error
         return max((total.compute_epsilon(delta, delta / 1000, error) for total in totals), key=lambda one: one[1])
 

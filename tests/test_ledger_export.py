@@ -19,8 +19,14 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.ledger import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
-from dpfl_lightning.privacy.ledger.export import _dominating_gaussian, as_dp_event
+from dpfl_lightning.privacy.accounting.events import (
+    GaussianEvent,
+    LaplaceEvent,
+    NonPrivateEvent,
+    SelectionEvent,
+    dominating_gaussian,
+)
+from dpfl_lightning.privacy.ledger.export import as_dp_event
 from dpfl_lightning.privacy.ledger.file import Charge, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 
@@ -115,7 +121,7 @@ def test_every_kind_of_release_has_a_valid_bound(adjacency, tmp_path, monkeypatc
 @pytest.mark.parametrize("loss_range", [1e-3, 0.2, 1.0, 5.0, 20.0])
 def test_the_gaussian_mechanism_for_a_choice_dominates_every_binary_one_of_its_range(loss_range):
     """Its mu is at least the difference of the quantiles at the corner of each mechanism with two losses."""
-    mu = 2 / _dominating_gaussian(loss_range)["noise_multiplier"]
+    mu = 2 / dominating_gaussian(loss_range)["noise_multiplier"]
     t = np.linspace(0, loss_range, 2001)[1:-1]
     p = (np.exp(loss_range) - np.exp(t)) / np.expm1(loss_range)
     corners = ndtri(p) - ndtri(p * np.exp(-t))

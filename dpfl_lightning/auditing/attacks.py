@@ -33,7 +33,7 @@ from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -288,7 +288,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     """
     problems, schedule = [], loop.schedule.clients[subject.client]
     lines = [line for line in schedule.planned if line.count]
-    unprotected = [line for line in lines if not isinstance(line.event, NoisedEvent | SelectionEvent)]
+    unprotected = [line for line in lines if not line.event.private]
     epsilon = loop.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
     if unprotected and epsilon < math.inf:
         free = ", ".join(line.purpose for line in unprotected)

@@ -20,7 +20,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.clipping.passes import SIZES as PASS_SIZES
-from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
 
 TOLERANCE = 1e-5  # relative, above the clip norm: for rounding in float64
@@ -104,7 +104,7 @@ def moved(
         if isinstance(job, ClassGradients):
             releases = releases * unit
         smaller = releases[[without.index(name) for name, _ in chosen_pairs]]
-        order = 1 if isinstance(mechanism, Laplace) else 2  # the norm that the accountant assumes
+        order = mechanism.accounted.clip_order  # the norm that the accountant assumes
         difference = torch.linalg.vector_norm(releases[len(without) :] - smaller, ord=order, dim=1)
         most = max(most, float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max()))
     return most

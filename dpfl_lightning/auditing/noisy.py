@@ -118,7 +118,7 @@ def _laplace_canary(subject: AuditTarget, scene: Scene) -> Finding:
     mechanism, harness = subject.mechanism, scene.harness
     silent = dataclasses.replace(mechanism, noise_multiplier=0.0)
     without, with_it = (_several(subject, harness, [name], silent, 1, 1, False)[0, 0] for name in (WITHOUT, WITH))
-    scale = mechanism.noise_std(1, subject.settings.learning_rate) / mechanism.unit_std
+    scale = mechanism.noise_std(1, subject.settings.learning_rate) / mechanism.accounted.unit_std
 
     def score(releases: Tensor) -> Tensor:
         return ((releases - without).abs() - (releases - with_it).abs()).sum(dim=1, keepdim=True) / scale

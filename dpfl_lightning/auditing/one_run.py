@@ -1,6 +1,5 @@
 """Audit with many canaries in one training run: how much the whole schedule of a client reveals."""
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -77,7 +76,7 @@ def _claimed_curve(subject: AuditTarget, events: Sequence[NoisedEvent], weakness
 
 
 def _weaker(events: Sequence[NoisedEvent], weakness: float) -> list[NoisedEvent]:
-    return [dataclasses.replace(event, noise_multiplier=(event.noise_multiplier or 0.0) / weakness) for event in events]
+    return [event.with_noise((event.noise_multiplier or 0.0) / weakness) for event in events]
 
 
 def _scores(subject: AuditTarget, scene: Scene) -> np.ndarray:
@@ -108,7 +107,7 @@ def _counts(scene: Scene, now: Tensor, summed: Tensor, mechanism: Mechanism, ste
     mean = steps * mechanism.sample_rate / 2  # expected count of each record
     contrasts, residual = gradients - others, summed - mean * (gradients + others).sum(dim=0)
     prior = mean**2 + mean * (1 - mechanism.sample_rate)
-    noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier * mechanism.unit_std) ** 2
+    noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier * mechanism.accounted.unit_std) ** 2
     gram = (contrasts @ contrasts.T).double().cpu()
     gram.diagonal().add_(noise / prior)
     return torch.linalg.solve(gram, (contrasts @ residual).double().cpu()).numpy()

@@ -12,7 +12,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, mechanism_of
+from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class AuditTarget:
 
     @property
     def laplace(self) -> bool:
-        return isinstance(self.planned, Laplace)
+        return self.planned.accounted.clip_order == 1
 
     @property
     def mu(self) -> float:
@@ -87,7 +87,7 @@ class AuditTarget:
         return {
             "epsilon": self.epsilon,
             "delta": self.settings.delta,
-            "mechanism": type(self.planned).__name__.lower(),
+            "mechanism": self.planned.accounted.kind,
             "noise_multiplier": self.planned.noise_multiplier,
             "clip_norm": self.planned.clip_norm,
             "sample_rate": self.planned.sample_rate,

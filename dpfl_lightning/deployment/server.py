@@ -20,7 +20,6 @@ from dpfl_lightning.federated.node.state import read_site, read_terms
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.federated.transport.sites import Channel, Sites
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.runtime.files import write_text
 
@@ -134,7 +133,7 @@ def check_deployable(loop: FederatedLoop) -> None:
         must = "keep its schedule during the run, as sites accept it beforehand"
         require(not overrides(strategy, "replan"), name, must, "a strategy with `replan`", "Choose another strategy.")
     for schedule in loop.schedule.clients:
-        plain = [line for line in schedule.planned if isinstance(line.event, NonPrivateEvent) and line.count]
+        plain = [line for line in schedule.planned if not line.event.private and line.count]
         if plain:
             advice = "Choose its form with noise, or another strategy."
-            require(False, "strategies", "plan noised releases only", plain[0].event.words, advice)  # type: ignore[union-attr]
+            require(False, "strategies", "plan noised releases only", plain[0].event.leak, advice)

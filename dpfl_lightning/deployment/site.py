@@ -24,11 +24,10 @@ from dpfl_lightning.federated.node.state import Reservation, Settings, StateFold
 from dpfl_lightning.federated.node.study import Study
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
-from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
 
 
@@ -56,13 +55,11 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
     """
     schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
     for line in schedule.planned:
-        plain = isinstance(line.event, NonPrivateEvent) and line.count > 0
-        require(not plain, "PLAN", "plan noised releases only", line.event)
-        each = line.event.steps if isinstance(line.event, NoisedEvent) else getattr(line.event, "count", 1)
-        require(line.count >= 0 and each >= 1, "PLAN", "plan releases of at least one step", line)
+        require(line.event.private or line.count <= 0, "PLAN", "plan noised releases only", line.event)
+        require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
     accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
     size = [(settings.num_records, settings.batch_size)]
-    (planned,) = client_plans([schedule], accountant, size, SAMPLINGS["poisson"])
+    (planned,) = client_plans([schedule], accountant, size, SAMPLERS["poisson"].words)
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
     require(
         math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."

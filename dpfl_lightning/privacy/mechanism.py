@@ -11,7 +11,15 @@ from torch import Tensor
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent, SelectionEvent
 from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
-from dpfl_lightning.privacy.noise import PIECE, RandomGenerator, integer_noise, noised_on_grid
+from dpfl_lightning.privacy.noise import (
+    LAPLACE,
+    NORMAL,
+    PIECE,
+    Distribution,
+    RandomGenerator,
+    integer_noise,
+    noised_on_grid,
+)
 
 #: the noise covers `clip_norm` times this: it adds twice the rounding of the sum, and the grid (at most 1/400)
 ENLARGED = 1 + 2 * SUM_ROUNDING + 1 / 400
@@ -49,8 +57,9 @@ class Mechanism:
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
     """
 
-    clip_order: ClassVar[int]  # order of the norm that bounds a record, 1 or 2
-    unit_std: ClassVar[float]  # standard deviation of noise of scale 1
+    accounted: ClassVar[type[NoisedEvent]]  # the event of its steps, with the norm and the std of its noise
+    distribution: ClassVar[Distribution]  # of the noise
+    clip_order: ClassVar[int]
 
     clip_norm: float
     noise_multiplier: float
@@ -103,27 +112,27 @@ class Mechanism:
         if self.noise_multiplier == 0:
             return (clipped_sum / self.expected_batch_size).to(dtype)
         numbers = clipped_sum.numel()
-        step, laplace = self.grid(numbers), self.clip_order == 1
+        step, draw = self.grid(numbers), self.distribution
         scale, unit = self.noise_scale(numbers) / step, step / self.expected_batch_size
         if clipped_sum.device.type != "cpu":
             integers = on_grid(clipped_sum, step)
-            integers.add_(integer_noise(generator, laplace, scale, integers))
+            integers.add_(integer_noise(generator, draw, scale, integers))
             return integers.mul_(unit).to(clipped_sum.device, dtype)
         exact = clipped_sum.double().contiguous()
         computed = dtype if dtype == torch.float32 else torch.float64
         fits = into is not None and into.dtype == computed and into.shape == exact.shape
         released = into if into is not None and fits else torch.empty_like(exact, dtype=computed)
         for sums, out in zip(exact.view(-1).split(PIECE), released.view(-1).split(PIECE), strict=True):
-            noised_on_grid(sums, integer_noise(generator, laplace, scale, sums), step, unit, out)
+            noised_on_grid(sums, integer_noise(generator, draw, scale, sums), step, unit, out)
         return released.to(dtype)
 
     def event(self, steps: int) -> NoisedEvent:
         """Return the accounting event of `steps` calls of `privatise`."""
-        raise NotImplementedError
+        return self.accounted.of(self.sample_rate, self.noise_multiplier, steps)
 
     def noise_std(self, steps: float, learning_rate: float) -> float:
         """Return the per-coordinate standard deviation of the noise in `steps` plain SGD steps, without feedback."""
-        return learning_rate * self.noise_scale() / self.expected_batch_size * self.unit_std * steps**0.5
+        return learning_rate * self.noise_scale() / self.expected_batch_size * self.accounted.unit_std * steps**0.5
 
     def _spread(self, numbers: int) -> float:
         """Return the norm of a vector of P ones."""
@@ -144,11 +153,9 @@ class Gaussian(Mechanism):
     logical batch. One call of `privatise` is one step of `event`.
     """
 
-    clip_order: ClassVar[int] = 2
-    unit_std: ClassVar[float] = 1.0
-
-    def event(self, steps: int) -> GaussianEvent:
-        return GaussianEvent(self.sample_rate, self.noise_multiplier, steps)
+    accounted: ClassVar = GaussianEvent
+    distribution: ClassVar = NORMAL
+    clip_order: ClassVar = GaussianEvent.clip_order
 
 
 @dataclass(frozen=True)
@@ -160,11 +167,13 @@ class Laplace(Mechanism):
     One call of `privatise` is (1 / noise_multiplier)-private; the event ignores sampling: `sample_rate` is usually 1.
     """
 
-    clip_order: ClassVar[int] = 1
-    unit_std: ClassVar[float] = math.sqrt(2)
+    accounted: ClassVar = LaplaceEvent
+    distribution: ClassVar = LAPLACE
+    clip_order: ClassVar = LaplaceEvent.clip_order
 
-    def event(self, steps: int) -> LaplaceEvent:
-        return LaplaceEvent(self.noise_multiplier, steps)
+
+#: mechanisms of noised sums
+MECHANISMS: tuple[type[Mechanism], ...] = (Gaussian, Laplace)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,7 +184,7 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
     """
     if event.noise_multiplier is None:
         raise KeyError("its noise is not solved yet")
-    kind = Laplace if isinstance(event, LaplaceEvent) else Gaussian
+    (kind,) = (one for one in MECHANISMS if one.accounted is type(event))
     return kind(clip_norm, event.noise_multiplier, event.sample_rate, event.sample_rate * num_records)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -138,25 +139,49 @@ def stream_words(purpose: str, *numbers: int) -> list[int]:
     return [word for number in (name, *numbers) for word in (number >> 32, number & 0xFFFFFFFF)]
 
 
-def integer_noise(generator: RandomGenerator, laplace: bool, scale: float, like: Tensor) -> Tensor:
-    """Return rounded normal or Laplace numbers, float64, with the shape and the device of `like`.
+@dataclass(frozen=True)
+class Distribution:
+    """How integer noise is drawn.
 
-    On a CPU they are drawn in pieces, so that they are the same whether a caller asks for them in pieces or at once.
+    `draw` returns `[count]` numbers of a scale from a stream. `fill` fills a tensor with noise of scale 1 from the
+    generator of a GPU, and is None for noise that is always drawn on the CPU.
     """
-    if like.device.type == "cuda":
-        return device_noise(generator.on(like.device), laplace, scale, like)
-    draw, numbers = generator.integer_laplace if laplace else generator.integer_normals, like.numel()
-    pieces = [draw(min(PIECE, numbers - start), scale) for start in range(0, max(1, numbers), PIECE)]
-    return torch.from_numpy(pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(like.shape)
+
+    draw: Callable[[RandomGenerator, int, float], np.ndarray]
+    fill: Callable[[Tensor, torch.Generator], object] | None = None
 
 
-def device_noise(generator: torch.Generator, laplace: bool, scale: float, like: Tensor) -> Tensor:
-    """Return integer noise from the generator of a device."""
+def _fill_laplace(noise: Tensor, generator: torch.Generator) -> None:
+    noise.exponential_(generator=generator).sub_(torch.empty_like(noise).exponential_(generator=generator))
+
+
+NORMAL = Distribution(
+    lambda stream, count, scale: stream.integer_normals(count, scale),
+    lambda noise, generator: noise.normal_(generator=generator),
+)
+LAPLACE = Distribution(lambda stream, count, scale: stream.integer_laplace(count, scale), _fill_laplace)
+
+
+def integer_noise(generator: RandomGenerator, distribution: Distribution, scale: float, like: Tensor) -> Tensor:
+    """Return integer noise, float64, with the shape and the device of `like`.
+
+    On a CPU it is drawn in pieces, so that it is the same whether a caller asks for it in pieces or at once.
+    """
+    if like.device.type == "cuda" and distribution.fill is not None:
+        return device_noise(generator.on(like.device), distribution.fill, scale, like)
+    numbers = like.numel()
+    lengths = [min(PIECE, numbers - start) for start in range(0, max(1, numbers), PIECE)]
+    pieces = [distribution.draw(generator, length, scale) for length in lengths]
+    noise = torch.from_numpy(pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(like.shape)
+    return noise.to(like.device) if like.device.type == "cuda" else noise
+
+
+def device_noise(
+    generator: torch.Generator, fill: Callable[[Tensor, torch.Generator], object], scale: float, like: Tensor
+) -> Tensor:
+    """Return rounded noise from the generator of a device."""
     noise = torch.empty(like.shape, dtype=torch.float64, device=like.device)
-    if laplace:
-        noise.exponential_(generator=generator).sub_(torch.empty_like(noise).exponential_(generator=generator))
-    else:
-        noise.normal_(generator=generator)
+    fill(noise, generator)
     return noise.mul_(scale).round_()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
@@ -15,18 +15,13 @@ from dpfl_lightning.privacy.accounting.accountant import (
     finite_or_none,
     get_accountant,
 )
-from dpfl_lightning.privacy.accounting.events import (
-    Caveat,
-    Event,
-    NonPrivateEvent,
-)
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.text import at_most, columns, counted
 
 _MOST_CLIENTS = 30
-_EVENTS = {kind.__name__: kind for kind in get_args(Event)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Cost:
     def as_dict(self) -> dict[str, Any]:
         """Return the cost as JSON, in which equal clients share their events."""
         different, places = numbered(self.events)
-        kinds = [[{"kind": type(event).__name__, **asdict(event)} for event in events] for events in different]
+        kinds = [[event.as_dict() for event in events] for events in different]
         return {**vars(self), "events": kinds, "events_of": places}
 
     @classmethod
@@ -64,14 +59,9 @@ class Cost:
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
         }
-        kinds = [tuple(map(_event, events)) for events in fields.pop("events")]
+        kinds = [tuple(map(event_of, events)) for events in fields.pop("events")]
         events = tuple(kinds[place] for place in fields.pop("events_of"))
         return cls(**fields, events=events)
-
-
-def _event(stored: Mapping[str, Any]) -> Event:
-    fields = dict(stored)
-    return _EVENTS[fields.pop("kind")](**fields)
 
 
 def planned_cost(loop: FederatedLoop) -> Cost:
@@ -107,7 +97,7 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
         values = list(dict.fromkeys(getattr(cost, key) for cost in costs))
         require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
     accountant = get_accountant(first.accountant, first.adjacency)
-    sampling = SAMPLINGS[next((cost.sampling for cost in costs if cost.sampling != "poisson"), first.sampling)]
+    sampling = SAMPLERS[weakest(cost.sampling for cost in costs)].words
     chosen, joined = ([cost for cost in costs if cost.chosen is one] for one in (True, False))
     clients = range(len(first.delta))
     if joined:

@@ -25,7 +25,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.published import BATCH_SIZES
 from dpfl_lightning.errors import require_one_of
 from dpfl_lightning.federated.client.engines.fast import FastEngine
-from dpfl_lightning.privacy.noise import RandomGenerator, Streams, integer_noise
+from dpfl_lightning.privacy.noise import NORMAL, RandomGenerator, Streams, integer_noise
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.text import markdown
 from experiments.attacks.nets import NETS
@@ -74,7 +74,9 @@ def correct(device: torch.device, tiny: bool, keep: Keep) -> None:
             for engine in ("fast", "trainer"):
                 actual = _updates(case, device, engine, dtype)
                 _hold(keep, f"{engine}, {words}", _furthest(actual, exact), TOLERANCE[dtype])
-    noise = integer_noise(RandomGenerator(os.urandom(32)), False, 2.0**20, torch.zeros(1 << 20, device=device)).double()
+    noise = integer_noise(
+        RandomGenerator(os.urandom(32)), NORMAL, 2.0**20, torch.zeros(1 << 20, device=device)
+    ).double()
     scale = float(noise.std()) / 2**20
     keep(products=products(), cudnn_tf32=torch.backends.cudnn.allow_tf32, noise_scale=f"{scale:.4f}")
     if abs(scale - 1) > 0.005:  # seven standard deviations

@@ -208,8 +208,8 @@ class Formula(Accountant):
         super().__init__()
         self.formula, self.of = formula, of
 
-    def bound(self, events, delta):
-        return float(self.formula(getattr(events[-1], self.of))), "a formula"
+    def bounds(self, queries):
+        return [(float(self.formula(getattr(events[-1], self.of))), "a formula") for events, _ in queries]
 
 
 def calibrate_mechanism(

@@ -6,8 +6,9 @@ from conformance.adapters import UpperBounds, calibrated
 
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.privacy.sampling import draw_steps
+from dpfl_lightning.privacy.sampling import Poisson as PoissonSampler
 
 usual = hypothesis.settings.get_current_profile_name()
 hypothesis.settings.load_profile("conformance")
@@ -70,7 +71,8 @@ class Sampler:
 
     def __iter__(self):
         generator = RandomGenerator(self.key.to_bytes(32, "big"))
-        for rows in draw_steps("poisson", self.num_samples, self.sample_rate, len(self), generator):
+        sampler = PoissonSampler(Gaussian(1.0, 1.0, self.sample_rate, 1.0), len(self))
+        for rows in sampler.draws(self.num_samples, generator):
             yield rows.tolist()
 
 

@@ -27,7 +27,7 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
+from dpfl_lightning.privacy.sampling import poisson_rows, rows_of_each_class
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 
 #: the same for every engine
@@ -167,7 +167,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
             rows = rows_of_each_class(y.numpy(), job.most_records, sampling)
             assert min(4, *y.bincount().tolist()) == min(y[rows].bincount().tolist())
         else:
-            (rows,) = draw_steps("poisson", records, 15 / records, 1, sampling)
+            rows = poisson_rows(records, 15 / records, sampling)
         seen, labels = x[rows], y[rows]
         seen = seen if job.augmentation is None else TURNED(seen, labels)
         sums = torch.zeros(3, sum(params[name].numel() for name in wanted))
@@ -214,7 +214,7 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     clients = []
     for client, row in enumerate(loop.settings):
         generator = streams.generator("sampling", 1, client)
-        draws = draw_steps("poisson", row.num_records, row.sample_rate, row.steps, generator)
+        draws = [poisson_rows(row.num_records, row.sample_rate, generator) for _ in range(row.steps)]
         clients.append([loop.population.records(client, torch.from_numpy(rows)) for rows in draws])
     columns = [[getattr(row, n) for row in loop.settings] for n in ("learning_rate", "batch_size", "num_records")]
     expected = reference.fedavg_round(net, start, clients, *columns)
@@ -300,7 +300,8 @@ def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
     for client, row in enumerate(loop.settings):
         net, generator = small_net(), STREAMS.generator("sampling", 1, client)
         start, torchs = loop.module.flat, kind(net.parameters(), lr=0.05, foreach=False, **options)
-        for rows in draw_steps("poisson", row.num_records, row.sample_rate, row.steps, generator):
+        for _ in range(row.steps):
+            rows = poisson_rows(row.num_records, row.sample_rate, generator)
             x, y = loop.population.records(client, torch.from_numpy(rows))
             torchs.zero_grad()
             (nn.functional.cross_entropy(net(x), y, reduction="sum") / row.batch_size).backward()

@@ -23,7 +23,7 @@ from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.sampling import draw_steps
+from dpfl_lightning.privacy.sampling import poisson_rows
 from dpfl_lightning.reporting.progress import Progress
 
 #: client -> its broken records, and their values
@@ -56,7 +56,8 @@ def expected(loop) -> list[dict]:
         drawn = broken = 0
         for round in range(1, loop.rounds + 1):
             generator = loop.clients.engine.streams.generator("sampling", round, client)
-            for batch in draw_steps("poisson", settings.num_records, settings.sample_rate, settings.steps, generator):
+            for _ in range(settings.steps):
+                batch = poisson_rows(settings.num_records, settings.sample_rate, generator)
                 drawn += len(batch)
                 broken += sum(int(row) in BROKEN.get(client, {}) for row in batch)
         rows.append({"client": client, "gradients": drawn, "not_finite": broken})

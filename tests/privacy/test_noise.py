@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfl_lightning.privacy import noise
-from dpfl_lightning.privacy.noise import RandomGenerator, Streams, device_noise, integer_noise, stream_words
-from dpfl_lightning.privacy.sampling import draw_steps, poisson_rows, rows_of_each_class
+from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.noise import (
+    LAPLACE,
+    NORMAL,
+    RandomGenerator,
+    Streams,
+    device_noise,
+    integer_noise,
+    stream_words,
+)
+from dpfl_lightning.privacy.sampling import Poisson, Shuffled, poisson_rows, rows_of_each_class
 
 #: of each test with fresh randomness, which no seed fixes
 FALSE_ALARM = 1e-7
@@ -193,13 +202,13 @@ def test_draws_are_independent_of_those_before_and_of_other_streams():
         assert np.abs(lagged).max() < stats.norm.isf(FALSE_ALARM / 2 / 64)
 
 
-@pytest.mark.parametrize(("laplace", "name"), [(False, "norm"), (True, "laplace")], ids=["normal", "laplace"])
-def test_a_devices_noise_has_the_same_distribution(laplace, name):
+@pytest.mark.parametrize(("distribution", "name"), [(NORMAL, "norm"), (LAPLACE, "laplace")], ids=["normal", "laplace"])
+def test_a_devices_noise_has_the_same_distribution(distribution, name):
     """The code of a GPU, here with a CPU's generator (seed 0), and that of a CPU."""
     like = torch.empty(2, 200_000, dtype=torch.int64)
     drawn = (
-        device_noise(torch.Generator().manual_seed(0), laplace, SCALE, like),
-        integer_noise(keyed(6), laplace, SCALE, like),
+        device_noise(torch.Generator().manual_seed(0), distribution.fill, SCALE, like),
+        integer_noise(keyed(6), distribution, SCALE, like),
     )
     for values in drawn:
         assert torch.equal(values, values.round()) and values.shape == like.shape
@@ -246,13 +255,13 @@ def test_permutations_are_equally_likely():
 
 
 def test_shuffled_epochs_use_every_record_once():
-    batches = list(draw_steps("shuffle", 10, 0.3, 8, fresh()))
+    batches = list(Shuffled(Gaussian(1.0, 1.0, 0.3, 3.0), 8).draws(10, fresh()))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1] * 2
     assert sorted(np.concatenate(batches[:4])) == sorted(np.concatenate(batches[4:])) == list(range(10))
 
 
 def test_a_tiny_rate_gives_empty_batches_and_a_rate_of_1_everybody():
-    assert any(len(rows) == 0 for rows in draw_steps("poisson", 100, 0.001, 50, keyed(11)))
+    assert any(len(rows) == 0 for rows in Poisson(Gaussian(1.0, 1.0, 0.001, 1.0), 50).draws(100, keyed(11)))
     assert np.array_equal(poisson_rows(100, 1.0, keyed(11)), np.arange(100))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opacus_prv import interval
 from oracle import lower_bound
 
-from dpfl_lightning.privacy.accounting import pld
+from dpfl_lightning.privacy.accounting import losses, pld
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, Pld, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
@@ -29,7 +29,7 @@ def test_numerical_composition_is_exact_where_the_exact_value_is_known(mu, steps
     exact = float(gaussian_epsilon(np.array([mu]), np.array([delta]))[0])
     mesh = pld._mesh(mu, steps, delta)
     tail = math.log(delta * 1e-4 / steps)
-    loss, _ = pld._gaussian(1.0, math.sqrt(steps) / mu, "add_remove", mesh, tail)
+    loss, _ = losses.gaussian_losses(1.0, math.sqrt(steps) / mu, "add_remove", mesh, tail)
     found = pld._epsilon([(loss, steps)], mesh, delta)
     assert exact * (1 - 1e-9) <= found <= exact + min(0.005, 0.003 * exact) + 1e-5
 
@@ -38,14 +38,14 @@ def test_numerical_composition_is_exact_where_the_exact_value_is_known(mu, steps
 @given(st.floats(1e-4, 1.0), st.floats(0.3, 50.0), st.integers(6, 60), st.floats(1e-3, 1.0))
 @example(1.0, 2.0, 20, 0.5)
 def test_a_sampled_gaussian_has_the_bits_of_dp_accounting(rate, noise, tail, fineness):
-    mesh = 2.0 ** math.floor(math.log2(fineness * pld._reach(rate, 1 / noise, -tail) / 10))
-    ours = pld._gaussian(rate, noise, "add_remove", mesh, -float(tail))
+    mesh = 2.0 ** math.floor(math.log2(fineness * losses.gaussian_reach(rate, 1 / noise, -tail) / 10))
+    ours = losses.gaussian_losses(rate, noise, "add_remove", mesh, -float(tail))
     theirs = from_gaussian_mechanism(
         noise, value_discretization_interval=mesh, log_mass_truncation_bound=-float(tail), sampling_prob=rate
     )
     sides = [(ours[0], theirs._pmf_remove), (ours[1], theirs._pmf_add)]
     for loss, pmf in sides[: 1 if rate == 1 else 2]:  # full batches: only the first is used
-        expected = pld._loss_of(pmf)
+        expected = losses.loss_of(pmf)
         assert (loss.lowest, loss.infinite) == (expected.lowest, expected.infinite)
         np.testing.assert_array_equal(loss.log_probability, expected.log_probability)
 
@@ -130,12 +130,12 @@ def test_where_rdp_stands_in_the_guarantee_says_so():
 
 def test_where_the_numerics_fail_rdp_stands_in(monkeypatch):
     events = [GaussianEvent(0.123, 1.0, 10)]
-    for reason, error in (("too large", pld.NoPld("too large")), ("the numerics failed (odd)", ValueError("odd"))):
+    for reason, error in (("too large", losses.NoPld("too large")), ("the numerics failed (odd)", ValueError("odd"))):
 
         def fail(*_, error=error):
             raise error
 
-        monkeypatch.setattr(pld, "_gaussian", fail)
+        monkeypatch.setattr(losses, "gaussian_losses", fail)
         epsilon, how = Pld().bound(events, 1e-5)
         assert epsilon == RDP.epsilon(events, 1e-5) and how.startswith("RDP") and how.endswith(f"because {reason}")
 

@@ -128,13 +128,13 @@ def test_sampled_gaussian_rdp_is_the_integral(rate, noise, order, adjacency):
 
 def test_both_directions_of_a_removal_are_composed(monkeypatch):
     """With the removed record left out, the value would still be right for this pair, and smaller."""
-    from dpfl_lightning.privacy.accounting import pld
+    from dpfl_lightning.privacy.accounting import losses
 
-    events, real = [GaussianEvent(0.3, 0.8, 5)], pld._gaussian
+    events, real = [GaussianEvent(0.3, 0.8, 5)], losses.gaussian_losses
     both = Pld().epsilon(events, 1e-5)
     alone = []
     for side in (0, 1):
-        monkeypatch.setattr(pld, "_gaussian", lambda *args, side=side: (real(*args)[side],) * 2)
+        monkeypatch.setattr(losses, "gaussian_losses", lambda *args, side=side: (real(*args)[side],) * 2)
         alone.append(Pld().epsilon(events, 1e-5))
     assert both == alone[0] > alone[1]
 

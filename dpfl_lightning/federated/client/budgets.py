@@ -12,14 +12,15 @@ from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
+from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.privacy.mechanism import MECHANISMS
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
 
-_KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
+_KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
 NameOf = Callable[[int], str]  # the name of a client, for messages
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
 _FOREIGN = (
@@ -41,7 +42,7 @@ class Budgets:
     """Limits all charges to the planned schedule.
 
     Args:
-        sampling: how batches are drawn, in words.
+        sampling: how batches are drawn, by name.
         simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
             bit, and is not charged twice.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
@@ -85,10 +86,10 @@ class Budgets:
         kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
         if not kinds <= _KNOWN:  # a subclass could state another event, or send another value
             raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _KNOWN}")
-        charges = {}
-        for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
-            event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
-            charges[client] = self._next(client, plan.round, plan.purpose, event)
+        charges = {
+            client: self._next(client, plan.round, plan.purpose, plan.sampler(row, self.sampling).event)
+            for row, client in enumerate(plan.clients)
+        }
         plan = plan.only(lambda client: self._payable(charges[client]))
         return plan, self._charge([charges[client] for client in plan.clients])
 
@@ -116,7 +117,7 @@ class Budgets:
             self.ledger.charge([charge])
             self._paid.add(charge.client)
 
-    def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
+    def _next(self, client: int, round: int, purpose: str, event: Release) -> Charge:
         """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""
         number = len(self.ledger.charges(client, round)) if self._numbers is None else self._numbers[client, round]
         return Charge(client, round, purpose, event, number)
@@ -181,7 +182,7 @@ class Budgets:
         if self._checked:
             return
         for client, planned in enumerate(schedule.clients):
-            allowed: dict[str, tuple[Sequence[Event], int]] = {_SHOWN: (self._shown, len(self._shown))}
+            allowed: dict[str, tuple[Sequence[Release], int]] = {_SHOWN: (self._shown, len(self._shown))}
             allowed |= {line.purpose: ([line.event], line.count) for line in planned.planned}
             for purpose, events in self.ledger.paid(client).items():
                 known, most = allowed.get(purpose, ((), 0))
@@ -219,11 +220,11 @@ class Budgets:
         schedules, place_of = numbered(self.schedule.clients)
         kinds, kind_of = numbered([(place, tuple(self.ledger.events(i))) for i, place in enumerate(place_of)])
         composed = [([*events, *self.caveats], schedules[place].delta) for place, events in kinds]
-        promises = []
+        promises, drawn = [], SAMPLERS[self.sampling].words
         for (place, _), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
             planned = [line.event for line in schedules[place].planned]  # also before the first release
-            words, bound = sampling_words(planned, self.sampling), self._filtered(schedules[place], bound)
-            promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=bound))
+            words, stated = sampling_words(planned, drawn), self._filtered(schedules[place], bound)
+            promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=stated))
         return tuple(promises[kind] for kind in kind_of)
 
     def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:

@@ -30,12 +30,10 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.sampling import SAMPLINGS
 
 T = TypeVar("T")
 
@@ -126,8 +124,8 @@ class LocalClients:
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
-        drawn, simulated = SAMPLINGS[self.sampling], self.simulated or self.privacy is None
-        terms = (accountant, drawn, simulated, plan.caveats, self.unprotected, self.population.name_of)
+        simulated = self.simulated or self.privacy is None
+        terms = (accountant, self.sampling, simulated, plan.caveats, self.unprotected, self.population.name_of)
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
@@ -223,7 +221,7 @@ class LocalClients:
 
     def account(self, client: int) -> ClientAccount:
         events = self.ledger.events(client)
-        return ClientAccount(len(events), sum(event.steps for event in events if isinstance(event, NoisedEvent)))
+        return ClientAccount(len(events), sum(event.noised_steps for event in events))
 
     def spent(self) -> tuple[float, ...]:
         return self.budgets.spent()

@@ -9,14 +9,12 @@ from torch import Tensor
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.plan import Job
 from dpfl_lightning.federated.messages.query import Query
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_MODELS = 64  # that one question may compare
 _MOST_OF_A_QUESTION = 1 << 30  # bytes
-
-Release = GaussianEvent | LaplaceEvent | SelectionEvent | NonPrivateEvent
 
 #: code of a refusal -> what it means; a refusal says nothing else
 REFUSALS = {
@@ -106,7 +104,7 @@ class Ask:
 def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
     """Return how many bytes of tensors a request needs: a model `[P]` and an anchor, or the models of a question."""
     size, events = model.numel() * model.element_size(), [line.event for line in schedule.planned]
-    asks = any(not isinstance(event, GaussianEvent) or event.sample_rate == event.steps == 1 for event in events)
+    asks = any(event.total == 1 and not event.is_sampled for event in events)
     return max(2 * size, min(MOST_MODELS * size, _MOST_OF_A_QUESTION) if asks else 0)
 
 

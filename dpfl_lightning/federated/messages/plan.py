@@ -13,14 +13,15 @@ from torch import Tensor
 from dpfl_lightning.models.augmentation import ClassAugmentation, RowsInPasses
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.sampling import SAMPLERS, OfEachClass, RecordSampler
 
 
 @dataclass(frozen=True)
 class LocalTraining:
     """Local DPSGD steps. The client sends the change of the parameters `[P]`."""
 
-    def clip_norm(self, mechanism: Mechanism) -> float:
-        return mechanism.clip_norm
+    def sampler(self, mechanism: Mechanism, steps: int, sampling: str) -> RecordSampler:
+        return SAMPLERS[sampling](mechanism, steps)
 
     def expected_records(self, mechanism: Mechanism) -> float:
         return mechanism.expected_batch_size
@@ -47,9 +48,13 @@ class ClassGradients:
     most_records: int | None = None
     counts: bool = False
 
-    def clip_norm(self, mechanism: Mechanism) -> float:
-        """The bound on one record's gradient, so that all rows change by at most the mechanism's clip norm."""
-        return mechanism.clip_norm if self.most_records is None else mechanism.clip_norm / 2
+    def sampler(self, mechanism: Mechanism, steps: int = 1, sampling: str = "poisson") -> RecordSampler:
+        """The sampler of the only batch. Raises ValueError if its event would not cover the release."""
+        if self.counts and mechanism.noise_multiplier > 0:
+            raise ValueError("exact counts beside noised sums are covered by no epsilon")
+        if self.most_records is None:
+            return SAMPLERS[sampling](mechanism)
+        return OfEachClass(mechanism, most=self.most_records)
 
     def expected_records(self, mechanism: Mechanism) -> float:
         """An upper bound of the expected number, because the classes that a client lacks are private."""
@@ -63,14 +68,6 @@ class ClassGradients:
         """How many numbers a release has, given the size of each parameter."""
         width = sum(size for name, size in sizes.items() if self.parameters is None or name in self.parameters)
         return self.num_classes * (width + (2 if self.counts else 0))
-
-    def problem(self, mechanism: Mechanism) -> str:
-        """Why the mechanism's event would not cover this job's releases; empty if it does."""
-        if self.counts and mechanism.noise_multiplier > 0:
-            return "exact counts beside noised sums are covered by no epsilon"
-        if self.most_records is not None and mechanism.sample_rate < 1:
-            return "draws of a fixed number of records are not amplified: their sample rate is 1"
-        return ""
 
 
 Job = LocalTraining | ClassGradients
@@ -107,9 +104,8 @@ class RoundPlan:
         columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)
         if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
             raise ValueError(f"a plan needs one entry for each client in every column, and each client once: {self}")
-        if isinstance(self.job, ClassGradients):
-            for problem in filter(None, map(self.job.problem, self.mechanism_of)):
-                raise ValueError(f"{problem}: {self.job}")
+        for row in range(len(self.clients)):
+            self.sampler(row)
 
     @property
     def expected_records(self) -> tuple[float, ...]:
@@ -121,8 +117,9 @@ class RoundPlan:
         """See `LocalOptimizer.independent_steps`."""
         return math.nan if self.optimizer is None else self.optimizer.independent_steps(steps)
 
-    def clip_norm(self, row: int) -> float:
-        return self.job.clip_norm(self.mechanism_of[row])
+    def sampler(self, row: int, sampling: str = "poisson") -> RecordSampler:
+        """The draws of the client in this row, and the event that pays for them."""
+        return self.job.sampler(self.mechanism_of[row], self.steps[row], sampling)
 
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
         """The same plan for those clients for which `keep(client)` is true."""

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
-from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent
-from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace, Mechanism
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, Release
+from dpfl_lightning.privacy.mechanism import MECHANISMS, ExponentialMechanism, Mechanism
 
 Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 
@@ -31,7 +31,7 @@ class NoMechanism:
 
 
 AnswerMechanism = Mechanism | ExponentialMechanism | NoMechanism
-_KNOWN = (Gaussian, Laplace, ExponentialMechanism, NoMechanism)
+_KNOWN = (*MECHANISMS, ExponentialMechanism, NoMechanism)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ChargedQuery(Query):
         return self.question.read(client, released)
 
 
-def event_of(query: Query, client: int) -> Event:
+def event_of(query: Query, client: int) -> Release:
     """The event of the client's answer.
 
     Raises TypeError for a mechanism that is none of the framework's (a subclass could state another event), and

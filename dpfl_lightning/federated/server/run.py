@@ -325,10 +325,10 @@ class Run:
         if measured and not any(strategy.trains_on_server for strategy in self.strategies):
             batch = round(median(client.batch_size for client in self.settings))
             records = sum(
-                line.count * line.event.steps * line.event.sample_rate * client.num_records
+                event.steps * event.sample_rate * client.num_records
                 for client, schedule in zip(self.settings, self.schedule.clients, strict=True)
-                for line in schedule.planned
-                if isinstance(line.event, NoisedEvent)
+                for event in schedule.events()
+                if isinstance(event, NoisedEvent)
             )
             records_a_round = records / (self.rounds + self.schedule.reserve)
             seconds = clients.seconds_per_record(batch) * records_a_round * (self.rounds - first_round + 1)

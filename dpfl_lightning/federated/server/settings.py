@@ -11,7 +11,7 @@ from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
-from dpfl_lightning.privacy.accounting.events import noised_event
+from dpfl_lightning.privacy.accounting.events import NOISED
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, once_each
 from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
 from dpfl_lightning.runtime.text import slow_notice
@@ -71,7 +71,7 @@ def reported_epsilons(
 
 def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, names: Sequence[str | int]) -> None:
     """Check values against the client's number of records and against the mechanism."""
-    laplace = privacy is not None and privacy.mechanism == "laplace"
+    noised = NOISED["gaussian" if privacy is None else privacy.mechanism]
     first_with: dict[ClientSettings, int] = {}  # equal clients are checked once
     for i, client in enumerate(settings):
         first_with.setdefault(client, i)
@@ -84,12 +84,11 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
         require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
         must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
         require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
-        if laplace:
-            must = f"be null (all {size} of client {name}'s records) with Laplace noise"
-            require(batch == size, "clients.batch_size", must, batch, "Its accountant needs full batches.")
-        else:
-            must, advice = "be in (0, 1) with Gaussian noise", "Laplace noise (mechanism) can have 0."
-            require(client.delta > 0, "privacy.delta", must, client.delta, advice)
+        must = f"be null (all {size} of client {name}'s records) with {noised.protection}"
+        full = noised.amplified or batch == size
+        require(full, "clients.batch_size", must, batch, "Its accountant needs full batches.")
+        must, advice = f"be in (0, 1) with {noised.protection}", "Laplace noise (mechanism) can have 0."
+        require(client.delta > 0 or not noised.needs_delta, "privacy.delta", must, client.delta, advice)
     loose = [i for i, client in enumerate(settings) if client.delta > 1 / client.num_records]
     if loose and privacy is not None:
         client = settings[loose[0]]
@@ -105,7 +104,7 @@ def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions
     mechanism = privacy.mechanism if privacy is not None else "gaussian"
 
     def schedule(client: ClientSettings) -> ClientSchedule:
-        event = noised_event(mechanism, client.sample_rate, client.noise_multiplier, client.steps)
+        event = NOISED[mechanism].of(client.sample_rate, client.noise_multiplier, client.steps)
         return ClientSchedule(client.epsilon, client.delta, (Planned("train", event, rounds + reserve),))
 
     return RunSchedule(tuple(once_each(schedule, settings)), rounds, reserve)

@@ -15,8 +15,8 @@ from dpfl_lightning.federated.server.results import RunInfo
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.accounting.accountant import EXACT, PURE, Pld
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, composed
-from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee
+from dpfl_lightning.privacy.accounting.events import composed
+from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, leaks_of
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 
 
@@ -75,8 +75,7 @@ class View:
         if self.run.replans and not accountant.endswith(FILTER):
             accountant = f"{accountant}, {FILTER}"
         now = dataclasses.replace(now, accountant=accountant)
-        events = [event for client in self.schedule.clients for event in client.events()]
-        planned = [event.words for event in events if isinstance(event, NonPrivateEvent)]
+        planned = leaks_of([event for client in self.schedule.clients for event in client.events()])
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))
         return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now
 

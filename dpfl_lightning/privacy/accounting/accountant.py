@@ -5,24 +5,22 @@ inside functions because it imports torch, which would slow down `dpfl_lightning
 """
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from decimal import Decimal
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from dpfl_lightning.errors import require_one_of
-from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
+from dpfl_lightning.privacy.accounting.events import SENSITIVITY, Composed, Event, composed
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from dpfl_lightning.privacy.accounting.pld import NoPld, pld_epsilon
-from dpfl_lightning.privacy.accounting.rdp import (
-    ORDERS,
-    classically_converted,
-    converted,
-    laplace_rdp,
-    sampled_gaussian_rdp,
-)
+from dpfl_lightning.privacy.accounting.losses import NoPld
+from dpfl_lightning.privacy.accounting.pld import pld_epsilon
+from dpfl_lightning.privacy.accounting.rdp import ORDERS, classically_converted, converted
 
 #: description of an epsilon that needs no delta
 PURE = "addition of pure epsilons"
@@ -30,6 +28,8 @@ PURE = "addition of pure epsilons"
 EXACT = "exact Gaussian differential privacy"
 
 _MOST_KNOWN = 4096  # mechanisms whose RDP is kept
+
+Step = tuple[Any, ...]  # class and parameters of a release
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
@@ -52,22 +52,21 @@ class Accountant(ABC):
     def __init__(self, adjacency: str = "add_remove") -> None:
         require_one_of(ADJACENCIES, "adjacency", adjacency)
         self.adjacency = adjacency
-        self.sensitivity = 2 if adjacency == "replace_one" else 1
+        self.sensitivity = SENSITIVITY[adjacency]
 
     @abstractmethod
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        """Return the epsilon of each client and how it was computed, vectorised where the arithmetic allows it."""
+
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        """Return epsilon and how it was computed."""
+        return self.bounds([(events, delta)])[0]
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
 
-    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
-        """Return `bound` of many clients, vectorised where the arithmetic allows it."""
-        return [self.bound(events, delta) for events, delta in queries]
-
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         """Return epsilon of many clients, [clients]. This is fast; `bound` certifies the value that is kept."""
-        return np.array([self.epsilon(events, delta) for events, delta in queries])
+        return np.array([epsilon for epsilon, _ in self.bounds(queries)])
 
 
 def rounded_up(value: float, decimals: int) -> float:
@@ -109,66 +108,53 @@ class Rdp(Accountant):
     def __init__(self, adjacency: str = "add_remove", orders: tuple[float, ...] = ORDERS) -> None:
         super().__init__(adjacency)
         self.orders = orders
-        self._known: dict[tuple[float, float], np.ndarray] = {}  # RDP by mechanism
+        self._known: dict[Step, np.ndarray] = {}
         self.description = f"{self.kind} ({'Opacus, ' * (self.sensitivity == 1)}orders {orders[0]:g} to {orders[-1]:g})"
 
-    def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        releases = composed(events, delta)
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        return [self._certified(composed(*query), query[1]) for query in queries]
+
+    def _certified(self, releases: Composed, delta: float) -> tuple[float, str]:
         if releases.free or releases.noiseless:
             return (0.0 if releases.free else math.inf), self.description
         ours = self.convert(self._rdp([releases])[0], self.orders, delta)
         best = int(np.argmin(ours))
-        rdp = self._opacus_rdp(releases, self.orders[best])
+        rdp = sum(release.library_rdp(self.orders[best], self.adjacency) for release in releases.releases)
         # The larger, because Opacus' rounding can fall below the true value if a step costs very little.
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         pure = releases.pure(self.sensitivity)
         return (rounded_up(pure, 6), PURE) if pure <= certified else (rounded_up(certified, 6), self.description)
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
-        releases = [composed(events, delta) for events, delta in queries]
-        return self.epsilons(releases, np.array([delta for _, delta in queries]))
-
-    def epsilons(self, releases: Sequence[Composed], delta: np.ndarray) -> np.ndarray:
-        """Return the least epsilon of merged events at `delta` [clients], rounded up, [clients]."""
+        releases, delta = [composed(*query) for query in queries], np.array([delta for _, delta in queries])
         best = self.convert(self._rdp(releases), self.orders, delta).min(axis=1)
         best = np.minimum(best, [composition.pure(self.sensitivity) for composition in releases])
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
 
     def _rdp(self, clients: Sequence[Composed]) -> np.ndarray:
         """Return the RDP of each client, [clients, orders]; each distinct mechanism is computed once."""
-        pairs = {(rate, noise) for client in clients for rate, noise, _ in client.gaussian if noise > 0}
-        table = {pair: self._known[pair] for pair in pairs if pair in self._known}
-        if new := sorted(pairs - {*table}):
-            rates, noises = np.array(new).T
-            table |= zip(new, sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency), strict=True)
-        self._known = table if len(self._known) > _MOST_KNOWN else self._known | table
-        total = np.array([self._unsampled_rdp(client) for client in clients]).reshape(len(clients), len(self.orders))
-        for row, client in zip(total, clients, strict=True):
-            for rate, noise, steps in client.gaussian:
-                row += steps * table[rate, noise] if noise > 0 else math.inf
+        total = np.zeros((len(clients), len(self.orders)))
+        steps: list[tuple[int, Step, int]] = []
+        for row, client in enumerate(clients):
+            if client.noiseless:
+                total[row] = math.inf
+            else:
+                steps += [(row, (type(one), *one.parameters()), one.total) for one in client.releases]
+        table = self._of_steps({step for _, step, _ in steps})
+        for row, step, count in steps:
+            total[row] += count * table[step]
         return total
 
-    def _unsampled_rdp(self, composition: Composed) -> np.ndarray:
-        """Return the RDP of selections and Laplace releases, [orders]; infinite if a release is unprotected."""
-        order = np.array(self.orders)
-        if composition.noiseless:
-            return np.full(len(order), math.inf)
-        ranges = [(epsilon * self.sensitivity, count) for epsilon, count in composition.selection]
-        zcdp = sum(count * eps * eps / 8 for eps, count in ranges)  # `**` would raise on overflow
-        laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in composition.laplace]
-        return sum(laplace, order * zcdp)
-
-    def _opacus_rdp(self, composition: Composed, order: float) -> float:
-        """Return the RDP at one order. Opacus computes the sampled Gaussians if it supports the adjacency."""
-        from opacus.accountants.analysis.rdp import compute_rdp
-
-        total = self._unsampled_rdp(composition)[self.orders.index(order)]
-        for rate, noise, steps in composition.gaussian:
-            if self.sensitivity == 1 or rate == 1:
-                total += compute_rdp(q=rate, noise_multiplier=noise / self.sensitivity, steps=steps, orders=[order])[0]
-            else:
-                total += steps * sampled_gaussian_rdp([rate], [noise], (order,), self.adjacency)[0, 0]
-        return float(total)
+    def _of_steps(self, steps: Set[Step]) -> dict[Step, np.ndarray]:
+        """Return the RDP of single steps, [orders] each."""
+        table = {step: self._known[step] for step in steps if step in self._known}
+        new = sorted(steps - table.keys(), key=lambda step: (step[0].kind, *step[1:]))
+        for kind, group in itertools.groupby(new, key=itemgetter(0)):
+            of_kind = list(group)
+            parameters = np.array([one[1:] for one in of_kind])
+            table |= zip(of_kind, kind.rdp(parameters, self.orders, self.adjacency), strict=True)
+        self._known = table if len(self._known) > _MOST_KNOWN else self._known | table
+        return table
 
 
 class PaperMa(Rdp):
@@ -193,9 +179,9 @@ class PaperMa(Rdp):
 class Pld(Accountant):
     """Tight composition of privacy loss distributions: upper bounds, within 1 % and 0.01 of the least true epsilon.
 
-    Full batches with Gaussian noise are composed exactly (`gaussian.py`), everything else numerically (`pld.py`), for
-    sample rates from 1e-4, epsilons from 0.001 and deltas up to 0.1 as tightly as said. Where the epsilon of RDP is
-    above 100, where the numerics fail, or where RDP is smaller, RDP stands in, and the guarantee says so.
+    Full batches with Gaussian noise are composed exactly, everything else numerically, as tightly as said for sample
+    rates from 1e-4, epsilons from 0.001 and deltas up to 0.1. Where the epsilon of RDP is above 100, where there is no
+    tight bound, or where RDP is smaller, RDP stands in, and the guarantee says so.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Pld().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -214,36 +200,24 @@ class Pld(Accountant):
         self.faster = Rdp(adjacency)
         self._cached_bound = functools.lru_cache(maxsize=8192)(self._composed)
 
-    def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        return self.bounds([(events, delta)])[0]
-
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
         releases = [composed(events, delta) for events, delta in queries]
         full = [i for i, release in enumerate(releases) if release.full_batches]
-        mu, deltas = [self._mu(releases[i]) for i in full], [queries[i][1] for i in full]
+        mu, deltas = [releases[i].mu(self.sensitivity) for i in full], [queries[i][1] for i in full]
         exact = dict(zip(full, gaussian_epsilon(np.array(mu), np.array(deltas)).tolist(), strict=True))
         return [
             (rounded_up(exact[i], 6), EXACT) if i in exact else self._cached_bound(release, queries[i][1])
             for i, release in enumerate(releases)
         ]
 
-    def search(self, queries: Sequence[Query]) -> np.ndarray:
-        return np.array([epsilon for epsilon, _ in self.bounds(queries)])
-
-    def _mu(self, releases: Composed) -> float:
-        """Return the mu of all full batches together, as one Gaussian mechanism."""
-        if releases.noiseless:
-            return math.inf
-        return self.sensitivity * math.sqrt(sum(n / noise**2 for rate, noise, n in releases.gaussian if rate == 1))
-
     def _composed(self, releases: Composed, delta: float) -> tuple[float, str]:
         if releases.free or releases.noiseless:
             return (0.0 if releases.free else math.inf), self.description
         if (pure := rounded_up(releases.pure(self.sensitivity), 6)) and delta == 0:
             return pure, PURE
-        rdp = float(self.faster.epsilons([releases], np.array([delta]))[0])
+        rdp = float(self.faster.search([(releases.releases, delta)])[0])
         try:
-            epsilon = pld_epsilon(releases, self._mu(releases), delta, self.adjacency, rdp)
+            epsilon = pld_epsilon(releases, delta, self.adjacency, rdp)
         except NoPld as reason:
             return rdp, f"{self.faster.description}, because {reason}"
         except (ValueError, ArithmeticError, MemoryError) as error:  # of dp_accounting

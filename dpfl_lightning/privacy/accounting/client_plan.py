@@ -2,19 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
-from dpfl_lightning.privacy.accounting.events import (
-    Caveat,
-    Event,
-    NoisedEvent,
-    NonPrivateEvent,
-    SelectionEvent,
-    noised_event,
-)
+from dpfl_lightning.privacy.accounting.events import NOISED, Caveat, Event, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
@@ -45,7 +38,7 @@ class ClientPlan:
     @property
     def steps(self) -> int:
         """Noised steps of the whole run."""
-        return sum(event.steps for event in self.schedule.events() if isinstance(event, NoisedEvent))
+        return sum(event.noised_steps for event in self.schedule.events())
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON; an infinite epsilon is None."""
@@ -62,7 +55,7 @@ class ClientPlan:
                 {
                     "purpose": line.purpose,
                     "count": line.count,
-                    "event": asdict(line.event),
+                    "event": dict(vars(line.event)),
                     "epsilon_alone": finite_or_none(alone),
                 }
                 for line, alone in zip(self.schedule.planned, self.epsilon_alone, strict=True)
@@ -151,8 +144,9 @@ def plan(
     takes_part = rounds if participations is None else participations
     require(1 <= takes_part <= rounds, "participations", f"be in 1..{rounds} (rounds)", participations)
     _check_privacy(epsilon, noise_multiplier, delta, num_records, mechanism)
-    fits = mechanism == "gaussian" or batch_size == num_records
-    require(fits, "batch_size", f"be {num_records} (num_records) with Laplace noise", batch_size)
+    noised = NOISED[mechanism]
+    fits = noised.amplified or batch_size == num_records
+    require(fits, "batch_size", f"be {num_records} (num_records) with {noised.protection}", batch_size)
     solvable = takes_part > 1 or first_round_noise_multiplier is None or epsilon is None
     _check_first_round(first_round, first_round_noise_multiplier, solvable, steps, local_epochs)
     require(selections >= 0, "selections", "be at least 0", selections)
@@ -167,12 +161,12 @@ def plan(
     lines, full = [], first_round is not None
     if full:
         first_noise = noise_multiplier if first_round_noise_multiplier is None else first_round_noise_multiplier
-        lines.append(Planned("first_round", noised_event(mechanism, 1.0, first_noise, local_epochs), 1))
+        lines.append(Planned("first_round", noised.of(1.0, first_noise, local_epochs), 1))
     if selection_epsilon is not None:
         lines.append(Planned("select", SelectionEvent(selection_epsilon), selections))
     if takes_part > full:
         steps = local_epochs * math.ceil(num_records / batch_size) if steps is None else steps
-        event = noised_event(mechanism, batch_size / num_records, noise_multiplier, steps)
+        event = noised.of(batch_size / num_records, noise_multiplier, steps)
         lines.append(Planned("train", event, takes_part - full))
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
@@ -183,8 +177,8 @@ def plan(
 def _check_privacy(
     epsilon: float | None, noise_multiplier: float | None, delta: float, num_records: int, mechanism: str
 ) -> None:
-    known = ("gaussian", "laplace")
-    require(mechanism in known, "mechanism", f"be {' or '.join(known)}", mechanism, nearest(mechanism, known))
+    must = f"be {' or '.join(NOISED)}"
+    require(mechanism in NOISED, "mechanism", must, mechanism, nearest(mechanism, tuple(NOISED)))
     if (epsilon is None) == (noise_multiplier is None):
         must = "must be a number" if epsilon is None else "must be left out if noise_multiplier is given"
         raise UserError(
@@ -195,7 +189,7 @@ def _check_privacy(
     if noise_multiplier is not None:
         require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
     expected = f"below 1 / num_records = {1 / num_records:.2g}"
-    in_range = 0 < delta < 1 or (delta == 0 and mechanism == "laplace")
+    in_range = 0 < delta < 1 or (delta == 0 and not NOISED[mechanism].needs_delta)
     require(in_range, "delta", "be in (0, 1)", delta, f"It is usually {expected}.")
     if delta > 1 / num_records:
         why = "publishing one record at random would satisfy it"

@@ -12,13 +12,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
     Accountant,
     finite_or_none,
 )
-from dpfl_lightning.privacy.accounting.events import (
-    Caveat,
-    Event,
-    NoisedEvent,
-    NonPrivateEvent,
-    SelectionEvent,
-)
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, Release
 from dpfl_lightning.runtime.text import at_most, counted
 
 #: caveat of every guarantee of a simulation
@@ -112,7 +106,8 @@ def guarantee(
     returned, if known.
     """
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
-    caveats, unprotected = _words_of(events, Caveat), _words_of(events, NonPrivateEvent)
+    caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
+    unprotected = leaks_of(events)
     releases_text, bounded = _released(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
@@ -139,30 +134,30 @@ def in_words(guarantees: Sequence[Guarantee]) -> str:
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
-def _words_of(events: Sequence[Event], kind: type[Caveat] | type[NonPrivateEvent]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(event.words for event in events if isinstance(event, kind)))
+def leaks_of(events: Sequence[Event]) -> tuple[str, ...]:
+    """Return what is released without noise, in words, each once."""
+    return tuple(dict.fromkeys(event.leak for event in events if not event.private))
 
 
 def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
-    """Describe the events, counted by kind."""
-    times, steps = Counter[str](), Counter[str]()
+    """Describe the events, counted by their words."""
+    times, steps, sums = Counter[str](), Counter[str](), set[str]()
     for event, count in itertools.zip_longest(events, releases, fillvalue=1):
-        if isinstance(event, SelectionEvent):
-            times["selection"] += event.count
-        elif isinstance(event, NoisedEvent):
-            kind = event.step_words()
-            times[kind] += count
-            steps[kind] += event.steps
+        if isinstance(event, Release) and event.private:
+            words = event.step_words()
+            sums |= {words} if isinstance(event, NoisedEvent) else set()
+            times[words] += count
+            steps[words] += event.total
     return tuple(
-        f"{counted(steps[kind], kind)} in {counted(count, 'release')}" if kind in steps else counted(count, kind)
-        for kind, count in times.items()
+        counted(steps[words], words) + (f" in {counted(count, 'release')}" if words in sums else "")
+        for words, count in times.items()
         if count
     )
 
 
 def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:
     """Describe how batches are drawn; `drawn` describes batches that are not full."""
-    full = {event.sample_rate == 1 for event in events if isinstance(event, NoisedEvent) and event.steps}
+    full = {not event.is_sampled for event in events if isinstance(event, Release) and event.noised_steps}
     if full == {True}:
         return "full batches"
     if drawn is not None:

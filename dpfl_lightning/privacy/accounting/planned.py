@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.accounting.events import (
-    Caveat,
-    Event,
-    GaussianEvent,
-    NoisedEvent,
-    NonPrivateEvent,
-    SelectionEvent,
-)
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, Release
 
 Value = TypeVar("Value", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -49,18 +42,18 @@ class Planned:
     """`count` >= 0 releases of one purpose ("train", "first_round", ...), which is unique in a schedule.
 
     `event` is ONE release, for example a round of 38 steps. Its noise_multiplier is None if it has to be solved. A
-    release without protection is a `NonPrivateEvent`; a `Caveat` raises TypeError, because it is no release.
+    release without protection is a `NonPrivateEvent`. Raises TypeError for a `Caveat`, which is no release.
     """
 
     purpose: str
-    event: Event
+    event: Release
     count: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.event, Caveat):
+        if not isinstance(self.event, Release):
             raise TypeError(f"a release of {self.purpose!r} must have noise or be `NonPrivateEvent`, got {self.event}")
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[Release]:
         """Return what all releases together release; empty if count is 0."""
         return [self.event.repeated(self.count)] if self.count else []
 
@@ -82,11 +75,11 @@ class ClientSchedule:
     delta: float
     planned: tuple[Planned, ...]
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[Release]:
         """Return what the whole run releases."""
         return [event for line in self.planned for event in line.events()]
 
-    def released(self, used: Callable[[str], int]) -> list[Event]:
+    def released(self, used: Callable[[str], int]) -> list[Release]:
         """Return what was released so far; `used(purpose)` is the number of releases of a purpose."""
         counts = [(line.event, min(used(line.purpose), line.count)) for line in self.planned]
         return [event.repeated(count) for event, count in counts if count]
@@ -99,7 +92,7 @@ class ClientSchedule:
     @property
     def protected(self) -> ClientSchedule:
         """The schedule without `NonPrivateEvent` releases, which no noise can pay for."""
-        lines = tuple(line for line in self.planned if not isinstance(line.event, NonPrivateEvent))
+        lines = tuple(line for line in self.planned if line.event.private)
         return replace(self, planned=lines)
 
     def check_filter(self) -> None:
@@ -109,9 +102,9 @@ class ClientSchedule:
         """
         bounded = math.isfinite(self.target_epsilon) or not self.adds_noise  # without noise nothing is promised
         require(bounded, "privacy.epsilon", "be a number where later noise follows from releases", self.target_epsilon)
-        events = [line.event for line in self.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
-        gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
-        pure = self.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
+        events = [line.event for line in self.planned if line.event.private]
+        gaussian = all(event.is_gaussian for event in events)
+        pure = self.delta == 0 and not any(event.needs_delta for event in events)
         must = (
             "plan only full batches of Gaussian noise (clients.batch_size: null), or only pure epsilons "
             "(privacy.mechanism: laplace, delta: 0), where one of them chooses later noise from earlier releases"
@@ -121,9 +114,13 @@ class ClientSchedule:
     @property
     def outline(self) -> str:
         """The planned releases in words."""
-        words = [(line.purpose, line.event.protection, line.event) for line in self.planned]
-        sampled = " of sampled batches"
-        return ", ".join(f"{name}: {kind}{sampled * (getattr(one, 'sample_rate', 1) < 1)}" for name, kind, one in words)
+        lines, sampled = [(line.purpose, line.event) for line in self.planned], " of sampled batches"
+        return ", ".join(f"{name}: {event.protection}{sampled * event.is_sampled}" for name, event in lines)
+
+    @property
+    def noised(self) -> list[NoisedEvent]:
+        """The events of noised sums."""
+        return [line.event for line in self.planned if isinstance(line.event, NoisedEvent)]
 
     @property
     def main_line(self) -> Planned:
@@ -166,6 +163,6 @@ class ClientSchedule:
         """Return the schedule with every unsolved noise set to this value."""
         lines = list(self.planned)
         for number, line in enumerate(lines):
-            if isinstance(line.event, NoisedEvent) and line.event.noise_multiplier is None:
-                lines[number] = replace(line, event=replace(line.event, noise_multiplier=noise_multiplier))
+            if isinstance(line.event, NoisedEvent) and line.unsolved:
+                lines[number] = replace(line, event=line.event.with_noise(noise_multiplier))
         return replace(self, planned=tuple(lines))

@@ -21,19 +21,10 @@ def sampled_gaussian_rdp(
 ) -> np.ndarray:
     """Return the RDP of one step of Poisson-sampled Gaussians, log(A_alpha) / (alpha - 1), [n, orders] in nats.
 
-    With N(m) a Gaussian of mean m and standard deviation z = noise_multiplier [n], and q = sample_rate [n], the worst
-    neighbours release
-
-    - add_remove: (1-q) N(0) + q N(1) and N(0), in the order that costs more;
-    - replace_one: (1-q) N(0) + q N(1) and (1-q) N(0) + q N(-1).
-
-    The second pair dominates every other replacement: for contributions v and v' in the unit ball the hockey-stick
-    divergence grows when v' moves along the sphere away from v, or outwards, because the set on which one density
-    exceeds a multiple of the other contains every ray against these directions. The same holds for v.
-
-    A_alpha - 1 is summed directly, so that small costs keep their digits: by the binomial form at integer orders of
-    add_remove, otherwise by quadrature. If a quadrature would take too long, the result is the value of the full batch,
-    which is an upper bound. This happens only at orders that never give the smallest epsilon.
+    With N(m) a Gaussian of mean m and std z = noise_multiplier [n], and q = sample_rate [n], the worst neighbours
+    release (1-q) N(0) + q N(1), and N(0) (add_remove, in the order that costs more) or (1-q) N(0) + q N(-1)
+    (replace_one; proof in docs/epsilon.md). Orders whose quadrature would take too long get the value of the full
+    batch, an upper bound; they never give the smallest epsilon.
 
     Reference: Mironov, Talwar, Zhang (2019), section 3.3, like Opacus' `compute_rdp`. Both agree to 1e-9, or to 1e-12
         in log(A_alpha), where Opacus cuts its series. Replacement: Lebeda et al. (2024).
@@ -131,8 +122,10 @@ def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple
     return v, np.where(far, log_ratio, np.log1p(np.where(far, 0.0, near))), log_second
 
 
-def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
-    """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
+def laplace_rdp(noise_multiplier: float | np.ndarray, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
+    """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity.
+
+    A column [n, 1] of noise multipliers gives [n, k], one gives [k].
 
     Reference: Mironov (2017), table II. A shift spread over several coordinates costs less than a shift in one
     coordinate, because the divergence is convex in the shift.

@@ -13,7 +13,7 @@ from scipy.optimize import elementwise
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import Event, NoisedEvent, Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.runtime.text import at_most
 
@@ -21,7 +21,7 @@ _TOLERANCE = 1e-6  # relative tolerance of the solved noise
 _DIGITS = 7  # digits of the solved noise
 _MOST_NOISE = 1e9  # a schedule that does not fit with this noise never fits
 
-Offer = tuple[Event, float, float, Sequence[Event]]  # one release, target epsilon, delta, other events of the client
+Offer = tuple[Release, float, float, Sequence[Event]]  # one release, target epsilon, delta, other events of the client
 
 
 def calibrate(
@@ -127,7 +127,7 @@ def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) 
 def _check(schedule: ClientSchedule) -> None:
     if any(line.unsolved for line in schedule.planned):
         require(schedule.target_epsilon > 0, "epsilon", "be above 0", schedule.target_epsilon, "null means no budget.")
-        pure = schedule.delta == 0 and not any(isinstance(line.event, GaussianEvent) for line in schedule.planned)
+        pure = schedule.delta == 0 and not any(line.event.needs_delta for line in schedule.planned)
         if math.isfinite(schedule.target_epsilon) and not pure:
             advice = "It is usually below 1 / number of records."
             require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, advice)
@@ -176,7 +176,7 @@ def _smallest_noise(
     unsolved = [
         (place, i)
         for place, i in enumerate(bounded)
-        if any(isinstance(e, NoisedEvent) and e.noise_multiplier is None and e.steps for e in schedules[i].events())
+        if any(line.unsolved and line.count * line.event.noised_steps for line in schedules[i].planned)
     ]
     if not unsolved:
         return noise
@@ -202,11 +202,12 @@ def _rough_noise(schedules: Sequence[ClientSchedule], accountant: Accountant) ->
 
 def _guess(schedule: ClientSchedule) -> float:
     """Return the log of the noise by the central limit theorem; it is accurate to about a third."""
-    events = [event for event in schedule.events() if isinstance(event, GaussianEvent)]
-    if not events:  # pure epsilons add up
-        steps = sum(event.steps for event in schedule.events() if isinstance(event, LaplaceEvent))
+    events = schedule.events()
+    if not any(event.needs_delta for event in events):  # pure epsilons add up
+        steps = sum(event.noised_steps for event in events)
         return math.log(min(max(steps / schedule.target_epsilon, 1e-3), 1e6))
-    square = sum(event.steps * event.sample_rate**2 for event in events if event.noise_multiplier is None)
+    free = [event for event in events if isinstance(event, NoisedEvent) and event.noise_multiplier is None]
+    square = sum(event.steps * event.sample_rate**2 for event in free)
     noise = math.sqrt(square * -2 * math.log(schedule.delta)) / schedule.target_epsilon
     return math.log(min(max(noise, 0.4), 1e6))
 

@@ -12,18 +12,16 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from dpfl_lightning.config.names import is_name
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import Event, Release
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.accounting.events import Release, event_of
+from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
-_EVENTS = {event.kind: event for event in get_args(Release)}
-_KINDS = {event: kind for kind, event in _EVENTS.items()}
 _RUN = re.compile("[0-9a-f]{32}")
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
@@ -43,7 +41,7 @@ class Charge:
     client: int
     round: int
     purpose: str
-    event: Event
+    event: Release
     number: int = 0
 
 
@@ -292,8 +290,8 @@ def _follows(line: bytes, before: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _event_json(event: Event) -> str:
-    return json.dumps({"kind": _KINDS[type(event)], **vars(event)})
+def _event_json(event: Release) -> str:
+    return json.dumps(event.as_dict())
 
 
 def _one_or_all(values: Sequence[float | None]) -> object:
@@ -324,7 +322,7 @@ def _header(fields: dict[str, Any]) -> Header:
         raise KeyError(fields)
     if [type(one) for one in (fields["ledger"], count, caveats, identity)] != [int, int, list, dict]:
         raise TypeError(fields)
-    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLINGS and _RUN.fullmatch(texts["run"])):
+    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLERS and _RUN.fullmatch(texts["run"])):
         raise ValueError(fields)
     if not all(type(text) is str and text.isprintable() for text in (*texts.values(), *caveats)):
         raise ValueError(texts)  # a terminal would obey control characters
@@ -363,8 +361,10 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
 
 def _charge_of(fields: dict[str, Any]) -> Charge:
     fields.pop("chain", None)
-    event = fields.pop("event")
-    return Charge(**fields, event=_EVENTS[event.pop("kind")](**event))
+    event = event_of(fields.pop("event"))
+    if not isinstance(event, Release):
+        raise TypeError(event)
+    return Charge(**fields, event=event)
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:

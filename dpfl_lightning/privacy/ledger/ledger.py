@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.accounting.events import Event
+from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
@@ -34,8 +34,8 @@ class Ledger:
         self.path = path
         self._files = ExitStack()
         self._file = self._files.enter_context(_locked(path))
-        self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
-        self._events: defaultdict[int, list[Event]] = defaultdict(list)
+        self._paid: defaultdict[int, dict[str, list[Release]]] = defaultdict(dict)
+        self._events: defaultdict[int, list[Release]] = defaultdict(list)
         self._charges: defaultdict[tuple[int, int], list[Charge]] = defaultdict(list)
         self._is_accepted = True
         try:
@@ -84,11 +84,11 @@ class Ledger:
         """Return how many releases of `purpose` the client has paid for; compare it with the schedule."""
         return len(self._paid.get(client, {}).get(purpose, ()))
 
-    def paid(self, client: int) -> Mapping[str, Sequence[Event]]:
+    def paid(self, client: int) -> Mapping[str, Sequence[Release]]:
         """Return what the client has paid for, by purpose, in order."""
         return {purpose: tuple(events) for purpose, events in self._paid.get(client, {}).items()}
 
-    def events(self, client: int) -> list[Event]:
+    def events(self, client: int) -> list[Release]:
         """Return everything the client has paid for, in order."""
         return list(self._events.get(client, ()))
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import PURE, Accountant, Rdp, get_accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
+from dpfl_lightning.privacy.accounting.events import Caveat, Release, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
-from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 
 ANYBODY = "any client"
 _MOST_COMBINATIONS = 10_000
@@ -38,7 +38,7 @@ class VerifiedLedger:
 
     path: Path
     verified: Verified
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[Release, ...], ...]
     releases: tuple[Counter[str], ...]
 
 
@@ -53,7 +53,7 @@ class Composed:
     header: Header
     matched: str
     accounts: tuple[Account, ...]
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[Release, ...], ...]
 
     @property
     def weakest(self) -> Guarantee:
@@ -68,7 +68,7 @@ class Composed:
         accountant = get_accountant(self.header.accountant, self.header.adjacency)
         events, account = self.events[row], self.accounts[row]
         bound = (account.epsilon, _method(events, account, accountant))
-        caveats, sampling = map(Caveat, self.header.caveats), SAMPLINGS[self.header.sampling]
+        caveats, sampling = map(Caveat, self.header.caveats), SAMPLERS[self.header.sampling].words
         return guarantee([*events, *caveats], account.delta, accountant, sampling, bound=bound)
 
 
@@ -77,10 +77,14 @@ class _Row:
     """A client before its epsilon is known; its budget is that of its only ledger."""
 
     client: str
-    events: tuple[Event, ...]
+    events: tuple[Release, ...]
     releases: Counter[str]
     delta: float
     budget: float
+
+    @property
+    def steps(self) -> int:
+        return sum(event.noised_steps for event in self.events)
 
     def __add__(self, other: "_Row") -> "_Row":
         releases, delta = self.releases + other.releases, max(self.delta, other.delta)
@@ -122,15 +126,22 @@ def read(
     if matched == "nothing":
         known = [max(known, key=lambda pair: pair[1])]
     accounts = tuple(
-        Account(row.client, dict(row.releases), _steps(row.events), epsilon, row.budget, row.delta)
+        Account(
+            row.client,
+            dict(row.releases),
+            row.steps,
+            epsilon,
+            row.budget,
+            row.delta,
+        )
         for row, epsilon in known
     )
     return Composed(ledgers, header, matched, accounts, tuple(row.events for row, _ in known))
 
 
 def _verified(path: Path) -> VerifiedLedger:
-    kinds: dict[Event, Event] = {}  # one object for equal events: most are equal
-    events: defaultdict[int, list[Event]] = defaultdict(list)
+    kinds: dict[Release, Release] = {}  # one object for equal events: most are equal
+    events: defaultdict[int, list[Release]] = defaultdict(list)
     releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
     def take(charge: Charge) -> None:
@@ -192,10 +203,6 @@ def _epsilons(rows: Sequence[_Row], accountant: Accountant) -> list[float]:
     return [known[key] for key in keys]
 
 
-def _steps(events: Sequence[Event]) -> int:
-    return sum(event.steps for event in events if isinstance(event, NoisedEvent))
-
-
 def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     """Combine the headers of all ledgers; the accountant is `accountant` or the one that all have."""
     first = headers[0]
@@ -208,13 +215,12 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     return dataclasses.replace(
         first,
         accountant=first.accountant if accountant is None else accountant,
-        # Poisson samples and shuffled batches together are proven no better than shuffled batches
-        sampling=next((header.sampling for header in headers if header.sampling != "poisson"), first.sampling),
+        sampling=weakest(header.sampling for header in headers),
         caveats=tuple(dict.fromkeys(words for header in headers for words in header.caveats)),
     )
 
 
-def _method(events: Sequence[Event], account: Account, accountant: Accountant) -> str:
+def _method(events: Sequence[Release], account: Account, accountant: Accountant) -> str:
     """Return how epsilon was computed. For RDP, `bound` is avoided because it would import torch."""
     if type(accountant) is not Rdp:
         return accountant.bound(events, account.delta)[1]

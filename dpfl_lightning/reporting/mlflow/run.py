@@ -15,7 +15,6 @@ from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow import describe
@@ -225,8 +224,7 @@ def _options_of(view: View) -> dict[str, Any]:
 
 def _private(view: View) -> bool:
     """Return whether any planned release has noise."""
-    events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
-    return any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent))
+    return any(one.noise_multiplier for schedule in view.schedule.clients for one in schedule.noised)
 
 
 def _frame(view: View) -> dict[str, str]:

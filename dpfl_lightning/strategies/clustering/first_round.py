@@ -12,7 +12,7 @@ from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 PURPOSE = "first_round"
@@ -43,7 +43,7 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
         train = schedule.planned(client, "train")
         noise = noise_of(client, schedule.noised(client, "train").noise_multiplier)
         reserve = min(1, max(0, train.count - schedule.rounds))
-        first = Planned(PURPOSE, dataclasses.replace(full[client], noise_multiplier=noise), 1 + reserve)
+        first = Planned(PURPOSE, full[client].with_noise(noise), 1 + reserve)
         later = dataclasses.replace(train, count=max(0, train.count - 1))
         others = (line for line in client_schedule.planned if line is not train)
         return dataclasses.replace(client_schedule, planned=(later, first, *others))
@@ -54,7 +54,7 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
 def _full_batch(client: int, schedule: RunSchedule, view: View) -> NoisedEvent:
     event = schedule.noised(client, "train")
     epochs = max(1, event.steps // math.ceil(view.facts.num_records[client] / view.facts.batch_size[client]))
-    return LaplaceEvent(None, epochs) if isinstance(event, LaplaceEvent) else GaussianEvent(1.0, None, epochs)
+    return event.of(1.0, None, epochs)
 
 
 def _alone(client_schedule: ClientSchedule, line: Planned) -> ClientSchedule:
@@ -63,9 +63,9 @@ def _alone(client_schedule: ClientSchedule, line: Planned) -> ClientSchedule:
 
 
 def _wanted(event: NoisedEvent, client: int, distance: float, view: View) -> float:
-    """Return the noise multiplier of `noise_that_separates`; Laplace noise has a standard deviation of sqrt(2)."""
+    """Return the noise multiplier of `noise_that_separates`."""
     wanted = noise_that_separates(distance, view.facts.num_records[client], view.module.num_sent, event.steps)
-    return wanted / math.sqrt(2) if isinstance(event, LaplaceEvent) else wanted
+    return wanted / event.unit_std
 
 
 def distance_of_updates(clients: tuple[int, ...], steps: tuple[int, ...], view: View) -> float:
@@ -76,11 +76,11 @@ def distance_of_updates(clients: tuple[int, ...], steps: tuple[int, ...], view: 
 
 def warn_if_blind(schedule: RunSchedule, view: View) -> None:
     """Warn the user if the noise of round 1 hides groups at `DISTANCE` from most clients."""
-    events = [schedule.planned(client, PURPOSE).event for client in range(len(schedule.clients))]
+    events = [schedule.noised(client, PURPOSE) for client in range(len(schedule.clients))]
     noises = [
         event.noise_multiplier / _wanted(event, client, 1.0, view)
         for client, event in enumerate(events)
-        if isinstance(event, NoisedEvent) and event.noise_multiplier
+        if event.noise_multiplier
     ]
     if noises and (needed := median(noises)) > DISTANCE:
         warn_user(

@@ -12,7 +12,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 
@@ -80,7 +80,7 @@ class ModelSelection:
         if count == 0:
             return schedule
         events = [self._event(client, one) for client, one in enumerate(schedule.clients)]
-        if any(isinstance(event, SelectionEvent) for event in events):
+        if any(event.private for event in events):
             self._bound_of(view)
         lines = [Planned(_PURPOSE, event, count) for event in events]
         return schedule.replan(lambda client, one: dataclasses.replace(one, planned=(*one.planned, lines[client])))
@@ -109,7 +109,7 @@ class ModelSelection:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._left, self._last = list(state["left"]), dict(state["last"])
 
-    def _event(self, client: int, schedule: ClientSchedule) -> Event:
+    def _event(self, client: int, schedule: ClientSchedule) -> SelectionEvent | NonPrivateEvent:
         """Return the event of one choice of the client."""
         if not schedule.adds_noise:
             return NonPrivateEvent("updates and choices of models are released without noise")

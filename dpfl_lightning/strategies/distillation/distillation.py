@@ -50,7 +50,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.augmentation import OPERATIONS, ClassAugmentation
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.strategies.distillation import costs
@@ -182,9 +182,7 @@ class Distillation(SetStrategy):
                     rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
                     noise = line.event.noise_multiplier
                     count = min(line.count, rounds_of[client] + max(0, line.count - schedule.rounds))
-                    laplace = isinstance(line.event, LaplaceEvent)
-                    event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
-                    line = Planned(PURPOSE, event, count)
+                    line = Planned(PURPOSE, line.event.of(rate, noise, 1), count)
                 lines.append(line)
             return dataclasses.replace(client_schedule, planned=tuple(lines))
 

@@ -18,7 +18,7 @@ from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.models.features import COUNT_WEIGHT, part_weight, record_features
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.clipping.reference import evaluating
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -79,9 +79,9 @@ class FeatureMeans(SetStrategy):
             lines = []
             for line in client_schedule.planned:
                 if line.purpose == "train" and isinstance(line.event, NoisedEvent):
-                    gaussian = isinstance(line.event, GaussianEvent)
-                    require(gaussian, "privacy.mechanism", "be gaussian for feature_means", "laplace")
-                    line = Planned(PURPOSE, GaussianEvent(1.0, line.event.noise_multiplier, 1), line.count)
+                    event, in_l2 = line.event, line.event.clip_order == 2
+                    require(in_l2, "privacy.mechanism", "be gaussian for feature_means", event.kind)
+                    line = Planned(PURPOSE, event.of(1.0, event.noise_multiplier, 1), line.count)
                 lines.append(line)
             return dataclasses.replace(client_schedule, planned=tuple(lines))
 

@@ -14,7 +14,6 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, exact_exponent, with_quotas
 
@@ -75,8 +74,8 @@ def update_noise(schedule: RunSchedule, purpose: str, view: View) -> Vector:
 def check_free_noise(schedule: RunSchedule, strategy: str, facts: Facts) -> None:
     """Raise UserError if noise multipliers are given, which no quota could change."""
     for client in range(len(schedule.clients)):
-        event = schedule.planned(client, PURPOSE).event
-        if isinstance(event, NoisedEvent) and event.noise_multiplier:
+        event = schedule.noised(client, PURPOSE)
+        if event.noise_multiplier:
             raise UserError(
                 f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {event.noise_multiplier} for "
                 f"client {facts.name_of(client)}: quotas change the noise that is solved from a budget, but not noise "
@@ -116,8 +115,8 @@ class BiasedSelection(QuotaSelection):
         check_free_noise(schedule, self._name, view.facts)
         claimed = view.facts.reported_epsilon
         claims = schedule.replan(lambda client, one: dataclasses.replace(one, target_epsilon=claimed[client]))
-        laplace = isinstance(schedule.planned(0, PURPOSE).event, LaplaceEvent)
-        scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
+        in_l1 = schedule.noised(0, PURPOSE).clip_order == 1
+        scale = float(np.median(view.clip_norm)) * (_L1_SCALE if in_l1 else 1.0)
         quota = np.full(len(upper), max(total // len(upper), 1))
         for _ in range(_FITS if exact_exponent(claims) is None else 1):
             self._noise = noise = participation_noise(claims, view, quota)

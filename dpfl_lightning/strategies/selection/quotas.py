@@ -22,7 +22,6 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
@@ -54,14 +53,11 @@ def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSche
 
 def exact_exponent(schedule: RunSchedule) -> float | None:
     """Return the exponent with which noise grows with participations; None unless only full batches share budgets."""
-    lines = [line for client_schedule in schedule.clients for line in client_schedule.planned]
-    events = [line.event for line in lines if isinstance(line.event, NoisedEvent)]
+    events = [(event, client.delta) for client in schedule.clients for event in client.noised]
     if len(events) > len(schedule.clients):
         return None
-    if all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events):
-        return 1.0
-    pure = all(client_schedule.delta == 0 for client_schedule in schedule.clients)
-    return 2.0 if pure and all(isinstance(event, LaplaceEvent) for event in events) else None
+    exponents = {event.growth(delta) for event, delta in events} or {1.0}
+    return exponents.pop() if len(exponents) == 1 else None
 
 
 @dataclass

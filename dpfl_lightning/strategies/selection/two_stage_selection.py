@@ -116,9 +116,9 @@ class TwoStageSelection(QuotaSelection):
             line, event = planned.planned(client, PURPOSE), planned.noised(client, PURPOSE)
             power = self._noise.exponent[client] / 2
             noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * max(line.count, 1) ** power
-            of_update = dataclasses.replace(event, noise_multiplier=noise / (1 - self.loss_share) ** power)
+            of_update = event.with_noise(noise / (1 - self.loss_share) ** power)
             of_loss = noise * (self._losses_a_round / self.loss_share) ** power
-            report = dataclasses.replace(event, noise_multiplier=of_loss, steps=1)  # also if an update has several
+            report = event.with_noise(of_loss, steps=1)  # also if an update has several
             reports = Planned(_LOSS, report, self._losses_a_round * line.count)
             others = (other for other in client_schedule.planned if other is not line)
             updates = dataclasses.replace(line, event=of_update)
@@ -243,7 +243,7 @@ def _with_later(schedule: RunSchedule, counts: Sequence[int], reserve: int) -> R
     """Return the schedule with `counts[n]` more participations, whose noise uses the rest of the budget."""
 
     def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
-        event = dataclasses.replace(schedule.noised(client, PURPOSE), noise_multiplier=None)
+        event = schedule.noised(client, PURPOSE).with_noise(None)
         later = Planned(LATER, event, counts[client] + reserve if counts[client] else 0)
         return dataclasses.replace(client_schedule, planned=(*client_schedule.planned, later))
 

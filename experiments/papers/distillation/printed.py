@@ -12,7 +12,6 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.strategies.distillation.distillation import COUNTS, Distillation, divisors
 
@@ -89,13 +88,13 @@ class NoiseOnMeans(Distillation):
             event = schedule.noised(client, "train")
             noise = event.noise_multiplier
             advice = "A budget is solved for noise on the sum."
-            given = isinstance(event, GaussianEvent) and noise is not None
+            given = event.clip_order == 2 and noise is not None
             require(given, "privacy.noise_multiplier", "be given for noise on means", noise, advice)
             drawn = (event.sample_rate if self.sampling == "poisson" else 1.0) * view.facts.num_records[client]
             records = drawn / view.facts.num_classes
             if self.sampling == "fixed":
                 records = min(records, self.records_per_class)
-            event = dataclasses.replace(event, noise_multiplier=(noise or 0.0) * records)
+            event = event.of(event.sample_rate, (noise or 0.0) * records, event.steps)
             lines = (
                 dataclasses.replace(line, event=event) if line.purpose == "train" else line for line in one.planned
             )

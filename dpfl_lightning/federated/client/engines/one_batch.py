@@ -70,7 +70,7 @@ def _of_a_batch(
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys]))
     owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])
-    clip_norm, group, parameters = plan.clip_norm(rows[0]), owner, None
+    clip_norm, group, parameters = plan.sampler(rows[0]).clip_norm, owner, None
     if isinstance(job, ClassGradients):
         x, group, parameters = job.augmented(x, y, engine.checked.passes.rows), owner * num_rows + y, job.parameters
     request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)

@@ -25,7 +25,6 @@ from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, evaluating
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 from dpfl_lightning.runtime.devices import sent, use_exact_products
 
 T = TypeVar("T")
@@ -145,7 +144,7 @@ class SerialEngine:
         task, start, batches = self.local_task(plan, row, models, charge_number)
         if isinstance(job, ClassGradients):
             x, y = batches[0]
-            clip_norm, order = job.clip_norm(task.mechanism), task.mechanism.clip_order
+            clip_norm, order = plan.sampler(row).clip_norm, task.mechanism.clip_order
             request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
             with tensors_restored(self.module.net):
                 sums = task.sum_of(
@@ -157,7 +156,7 @@ class SerialEngine:
                 end = self.local_training(task, start, batches)
             released = self.change(client, start, end)
         if task.norms:
-            self.counts[client] += count_outcomes(torch.cat(task.norms), plan.clip_norm(row)).sum(dim=0)
+            self.counts[client] += count_outcomes(torch.cat(task.norms), plan.sampler(row).clip_norm).sum(dim=0)
         return released
 
     def local_task(
@@ -167,11 +166,8 @@ class SerialEngine:
         client, mechanism = plan.clients[row], plan.mechanism_of[row]
         start = self.personalised(models[plan.model_of[row]], client)
         stream = self.streams.generator("sampling", plan.round, client, charge_number)
-        if isinstance(plan.job, ClassGradients) and plan.job.most_records is not None:
-            draws = [rows_of_each_class(self.labels(client).cpu().numpy(), plan.job.most_records, stream)]
-        else:
-            num_records = self.population.num_records[client]
-            draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
+        sampler, num_records = plan.sampler(row, self.sampling), self.population.num_records[client]
+        draws = list(sampler.draws(num_records, stream, lambda: self.labels(client).cpu().numpy()))
         task = LocalTask(
             clipped_sum=self.clipped_sum,
             mechanism=mechanism,
