@@ -26,7 +26,11 @@ class Answer(NamedTuple):
 
 
 class Forged(Exception):
-    """A reply that no node of the plan has signed for this request; its text says why."""
+    """A reply that no node of the plan has signed for this request; `client` is the one whose node signed it."""
+
+    def __init__(self, got: str, client: int | None = None) -> None:
+        super().__init__(got)
+        self.client = client
 
 
 def sign(reply: Reply, request: str, key: bytes, plan: str = "", ledger: Head | None = None) -> bytes:
@@ -48,12 +52,12 @@ def answer(content: bytes | bytearray, request: bytes, plan: str, public_keys: M
     if client is None:
         raise Forged("another signature: the reply was changed on its way, or another node sent it")
     if receipt.reply != digest_of(reply):
-        raise Forged("another reply than the signed one: it was changed on its way")
+        raise Forged("another reply than the signed one: it was changed on its way", client)
     if receipt.request != digest_of(request):
-        raise Forged("a reply to another request: an earlier one was sent again")
+        raise Forged("a reply to another request: an earlier one was sent again", client)
     found = Answer(client, receipt, wire.decode(Reply, reply, _MOST_REPLY))  # type: ignore[arg-type]
     if not isinstance(found.reply, Refused) and (receipt.plan != plan or receipt.ledger is None):
-        raise Forged("no account of its ledger")
+        raise Forged("no account of its ledger", client)
     if isinstance(found.reply, Welcome) and len(found.reply.paid) != receipt.releases:
-        raise Forged(f"an account of {len(found.reply.paid)} releases beside a ledger of {receipt.releases}")
+        raise Forged(f"an account of {len(found.reply.paid)} releases beside a ledger of {receipt.releases}", client)
     return found

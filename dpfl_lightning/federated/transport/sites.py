@@ -308,6 +308,7 @@ class RemoteClients(LocalClients):
         except TimeoutError:
             raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
         except signed.Forged as forged:
+            whose = whose if forged.client is None else f"client {self.population.name_of(forged.client)}"
             must = "sign each reply to its request with the key in the plan"
             advice = "Nothing of it was used. Check the connection to the site, and resume."
             raise LostClients(f"`--nodes` must {must}, got from {whose} {forged}. {advice}") from None
