@@ -160,8 +160,8 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
             "Nothing was released for it."
         )
     if count := len(read_receipts(ledger.path.parent)):
-        must = "It has all releases that these nodes have signed; compare the keys with those of the plan."
-        lines.append(f"{FILE} beside it has signed heads of the ledgers of {counted(count, 'node')}. {must}")
+        whole = "no release that they count is missing here. Compare its public keys with those of the plan"
+        lines.append(f"{FILE} beside it holds the heads of ledgers that {counted(count, 'node')} signed: {whole}.")
     return [
         *lines,
         f"Whoever rewrites ledger and head together is not noticed: compare the chain {end.chain} with a copy that is "

@@ -98,7 +98,7 @@ def test_no_site_of_other_names_is_read_alone_or_in_a_plan(files, change, words,
     (tmp_path / "site.json").write_text(wire.to_text(site))
     with pytest.raises(UserError, match=f"`--sites: {words}"):
         read_site(tmp_path / "site.json")
-    (tmp_path / "plan.json").write_text(wire.to_text(dataclasses.replace(terms, sites=(*terms.sites[:2], site))))
+    (tmp_path / "plan.json").write_text(wire.to_text(dataclasses.replace(terms, sites=(site, *terms.sites[1:]))))
     with pytest.raises(UserError, match=f"`PLAN: {words}"):
         read_terms(tmp_path / "plan.json")
 

@@ -130,7 +130,7 @@ def test_a_run_keeps_the_heads_that_nodes_have_signed(tmp_path, terms, capsys):
     nodes, run = nodes_of(tmp_path, terms), tmp_path / "run"
     over(nodes, terms, options(tmp_path)).run()
     assert ledger([str(run)]) == 0
-    assert "receipts.json beside it has signed heads of the ledgers of 2 nodes" in capsys.readouterr().out
+    assert "receipts.json beside it holds the heads of ledgers that 2 nodes signed" in capsys.readouterr().out
     file, mirror = run / "receipts.json", run / "ledger.jsonl"
     rows = json.loads(file.read_text())["clients"]
     assert [row["public_key"] for row in rows] == [public_key(key_of(client)) for client in range(2)]
