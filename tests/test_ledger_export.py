@@ -34,13 +34,13 @@ def program() -> str:
     return found
 
 
-def epsilons_in(output: str) -> dict[int, dict[str, float]]:
+def epsilons_in(output: str) -> dict[str, dict[str, float]]:
     """The epsilons that the documented program prints, by client and accountant."""
-    epsilons: dict[int, dict[str, float]] = {}
+    epsilons: dict[str, dict[str, float]] = {}
     for line in output.splitlines():
         client, accountant, epsilon, _, reported = line.split()
-        epsilons.setdefault(int(client), {})[accountant] = float(epsilon)
-        epsilons[int(client)]["reported"] = math.inf if reported == "None" else float(reported)
+        epsilons.setdefault(client, {})[accountant] = float(epsilon)
+        epsilons[client]["reported"] = math.inf if reported == "None" else float(reported)
     return epsilons
 
 
@@ -62,9 +62,9 @@ def test_a_real_run_is_recomputed_without_this_package(tmp_path):
         json.loads(file.read_text()),
         epsilons_in(done.stdout),
     )
-    assert list(epsilons) == [0, 1] == [row["client"] for row in content["clients"]]
+    assert list(epsilons) == ["0", "1"] == [row["client"] for row in content["clients"]]
     for row in result["clients"]:
-        found = epsilons[row["client"]]
+        found = epsilons[str(row["client"])]
         assert found["reported"] == row["epsilon_spent"]
         assert 0 < found["PLDAccountant"] <= found["reported"] + 1e-3
         if content["accountant"] == "rdp":

@@ -21,6 +21,7 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.file import Header, head_file
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
+from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -208,6 +209,8 @@ def test_clients_that_nobody_can_recognise_get_the_worst_combination(tmp_path, r
     text, both = composed(tmp_path, report, (digests[0], [TRAIN, small]), (digests[1], [small, TRAIN]))
     assert column(both["clients"], "epsilon") == [get_accountant("rdp").epsilon([TRAIN, TRAIN], 1e-4)]
     assert both["matched"] == "nothing" and "worst combination" in text
+    known = read([tmp_path / number / "ledger.jsonl" for number in "01"], one_population=True)
+    assert [one.epsilon for one in known.accounts] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.__main__ import COMMANDS
 from dpfl_lightning.config.load import load
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from experiments import picture
 
@@ -263,8 +264,11 @@ def test_container_commands_name_real_options(monkeypatch):
 
 def test_the_recipe_of_strategies_runs_and_names_every_hook():
     page = (ROOT / "docs" / "extending.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(block, names := {})
-    assert names["Uniform"].role == "base"
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert names["Uniform"].role == "base" and names["FedProx"](pull=0.5).pull == 0.5
+    with pytest.raises(UserError, match="pull"):
+        names["FedProx"](pull=-1)
     missing = [hook for hook in HOOKS if callable(getattr(Strategy, hook)) and f"`{hook}(" not in page]
     assert not missing

@@ -23,7 +23,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.fit import fit as train
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.privacy.ledger.verify import Composed, read
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.costs import Cost
@@ -213,7 +213,7 @@ def test_a_combination_that_cannot_be_built_is_a_failed_trial(search):
 def test_private_trials_are_composed_from_what_each_of_them_releases(search, tmp_path):
     text, result = search(changed(**PRIVATE, trials=3))
     cost, folder = result["cost"], tmp_path / "out" / "trials" / "mine"
-    composed = read([folder / str(number) / "ledger.jsonl" for number in range(3)])
+    composed = read([folder / str(number) / "ledger.jsonl" for number in range(3)], one_population=True)
     assert cost["epsilon"] == [account.epsilon for account in composed.accounts]
     assert cost["delta"] == [1e-3] * 5 and cost["runs"] == 3 and cost["composed"]
     assert all(budget < epsilon < 3 * budget for budget, epsilon in zip(BUDGETS, cost["epsilon"], strict=True))
@@ -450,7 +450,7 @@ def folders(tmp_path_factory):
 @pytest.mark.e2e
 def test_the_set_and_the_run_are_composed_from_both_ledgers(folders):
     words = with_the_set(str(folders[0]), load_distilled(folders[0]).card, final(folders[1]))
-    both = read([folder / "ledger.jsonl" for folder in folders])
+    both = read([folder / "ledger.jsonl" for folder in folders], one_population=True)
     assert words == f"Together with the set, composed from both ledgers: {both.weakest.words()}"
     alone = [json.loads((folder / "result.json").read_text())["clients"] for folder in folders]
     for client, account in enumerate(both.accounts):
@@ -493,6 +493,12 @@ def test_the_command_names_the_total_after_the_final_run(folders, search, tmp_pa
 
 # ---- one budget for the set and the final run
 
+
+def of_both(folder: Path) -> Composed:
+    """The ledgers of the set and of the final run, composed."""
+    return read([folder / name / "ledger.jsonl" for name in ("set", "final")], one_population=True)
+
+
 SHARED = {
     **changed(
         set_share=0.3,
@@ -519,7 +525,7 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
     uri = new_store(tmp_path)
     text, result = search({**SHARED, "tracking": {"experiment": "e", "uri": uri}}, "--final")
     out = tmp_path / "out"
-    both = read([out / "set" / "ledger.jsonl", out / "final" / "ledger.jsonl"])
+    both = of_both(out)
     of_set, of_final = (json.loads((out / name / "result.json").read_text())["clients"] for name in ("set", "final"))
     for client, (account, budget) in enumerate(zip(both.accounts, BUDGETS, strict=True)):
         spent = of_set[client]["epsilon_spent"], of_final[client]["epsilon_spent"]
@@ -541,7 +547,7 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
 def test_a_set_from_one_release_leaves_the_rest_of_the_budget(search, tmp_path):
     few = {"images_per_class": 4, "nets": 2, "image_steps": 2, "evaluation_epochs": 1}
     search(shared(trials=1, set_with={"strategies": {"feature_means": few}}), "--final")
-    both = read([tmp_path / "out" / "set" / "ledger.jsonl", tmp_path / "out" / "final" / "ledger.jsonl"])
+    both = of_both(tmp_path / "out")
     assert [dict(account.releases) for account in both.accounts] == [{"features": 1, "train": 2}] * 5
     for account, budget in zip(both.accounts, BUDGETS, strict=True):
         assert 0.999 * budget < account.epsilon <= budget
@@ -567,7 +573,7 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
         assert (out / folder / "ledger.jsonl").is_file() and not (out / folder / "result.json").exists()
     monkeypatch.setattr(Run, "evaluate", rounds)
     assert sweep(words) == 0
-    both = read([out / "set" / "ledger.jsonl", out / "final" / "ledger.jsonl"])
+    both = of_both(out)
     assert [dict(account.releases) for account in both.accounts] == [{"class_gradients": 3, "train": 2}] * 5
     assert all(account.epsilon <= budget for account, budget in zip(both.accounts, BUDGETS, strict=True))
     before = [(out / folder / "ledger.jsonl").read_bytes() for folder in ("set", "final")]

@@ -49,7 +49,7 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options, ch
         why = "the search on the set chose batch sizes, and with them the releases of the run"
     else:
         try:
-            report = read([ledger_of(source), ledger_of(final.output_dir or "")])
+            report = read([ledger_of(source), ledger_of(final.output_dir or "")], one_population=True)
             if report.ledgers[0].verified.end.run == (card.get("ledger") or {}).get("run"):
                 return f"Together with the set, composed from both ledgers: {report.weakest.words()}"
         except UserError as error:

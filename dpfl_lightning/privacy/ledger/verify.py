@@ -95,18 +95,21 @@ def ledger_of(folder: str | Path) -> Path:
     return path
 
 
-def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> Composed:
+def read(
+    paths: Sequence[Path], accountant: str | None = None, delta: float | None = None, one_population: bool = False
+) -> Composed:
     """Verify ledgers and compose the events of each client in them. It only reads: a run may be writing one of them.
 
     Clients of several ledgers are the same if they have the same name, or, without names, if both ledgers have the same
     keyed digests of records. Otherwise anybody may be in all of them under any number: one account then holds
-    the worst combination. `accountant` and `delta` (of every client, in (0, 1)) replace those of the headers; otherwise
-    a client's largest delta counts. Raises UserError if a ledger and its head disagree.
+    the worst combination, unless the caller knows that all runs divided `one_population` in the same way. `accountant`
+    and `delta` (of every client, in (0, 1)) replace those of the headers; otherwise a client's largest delta counts.
+    Raises UserError if a ledger and its head disagree.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     ledgers = tuple(map(_verified, paths))
     header = _together([ledger.verified.header for ledger in ledgers], accountant)
-    matched, rows = _rows(ledgers)
+    matched, rows = _rows(ledgers, one_population)
     if delta is not None:
         rows = [dataclasses.replace(row, delta=delta) for row in rows]
     try:
@@ -145,7 +148,7 @@ def _verified(path: Path) -> VerifiedLedger:
     )
 
 
-def _rows(ledgers: Sequence[VerifiedLedger]) -> tuple[str, list[_Row]]:
+def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool) -> tuple[str, list[_Row]]:
     """Return how clients were recognised, and a row for each; of unknown ones, a row for each combination."""
     each = [_rows_of(ledger) for ledger in ledgers]
     if len(ledgers) == 1:
@@ -153,8 +156,8 @@ def _rows(ledgers: Sequence[VerifiedLedger]) -> tuple[str, list[_Row]]:
     identities = [ledger.verified.header.identity for ledger in ledgers]
     names = [identity.get("names") or [] for identity in identities]
     digests = [identity.get("records") or [] for identity in identities]
-    if all(names):
-        return "name", _joined(names, each)
+    if all(names) or one_population:
+        return "name", _joined([[row.client for row in rows] for rows in each], each)
     same = len({frozenset(one) for one in digests}) == 1
     if same and not any(names) and all(len({*one}) == len(rows) for one, rows in zip(digests, each, strict=True)):
         return "digest", _joined(digests, each)
