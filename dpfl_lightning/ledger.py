@@ -3,18 +3,20 @@
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.federated.messages.receipt import FILE, read_receipts
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.text import at_most, columns, shown
+from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
 _MATCHED = {
     "name": "Together: releases of clients with the same name are composed, at the largest delta.",
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         report = read([ledger_of(run) for run in options.runs], options.accountant, options.delta)
+        for ledger in report.ledgers:
+            _check_receipts(ledger)
         if options.export is not None:
             _export(report, Path(options.export))
     except (UserError, OSError) as error:
@@ -54,6 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = {name: getattr(options, name) for name in ("accountant", "delta") if getattr(options, name) is not None}
     print(json.dumps({**_as_dict(report), "overrides": overrides}) if options.json else shown(_text(report, overrides)))
     return 0
+
+
+def _check_receipts(ledger: VerifiedLedger) -> None:
+    """Raise UserError unless a ledger has all releases that nodes have signed in receipts beside it, if any."""
+    for client, receipt in read_receipts(ledger.path.parent).items():
+        paid = sum(dict(enumerate(ledger.releases)).get(client, Counter()).values())
+        must = f"have the {receipt.releases} releases that the node of client {client} has signed"
+        advice = "If the run was interrupted, resume it: nodes tell again what they have paid for."
+        require(paid >= receipt.releases, str(ledger.path), must, paid, advice)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +159,9 @@ def _what_was_verified(ledger: VerifiedLedger) -> list[str]:
             f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
             "Nothing was released for it."
         )
+    if count := len(read_receipts(ledger.path.parent)):
+        whole = "no release that they count is missing here. Compare its public keys with those of the plan"
+        lines.append(f"{FILE} beside it holds the heads of ledgers that {counted(count, 'node')} signed: {whole}.")
     return [
         *lines,
         f"Whoever rewrites ledger and head together is not noticed: compare the chain {end.chain} with a copy that is "

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.config.options import Options
@@ -18,6 +19,9 @@ from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_pla
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.messages.exchange import Site
 
 
 @command
@@ -40,7 +44,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
     _flags(parser)
-    text = "write the plan for the operators of sites, who accept it by `dpfl node accept`, to FILE"
+    text = "write the plan for the operators of sites, who accept it by `dpfl node accept`, to FILE; with --sites"
     parser.add_argument("--export", metavar="FILE", help=text)
     text = "files site.json of the sites that hold the records, one for each client"
     parser.add_argument("--sites", metavar="FILE", nargs="+", default=[], help=text)
@@ -110,10 +114,13 @@ def _plan_run(words: Sequence[str]) -> int:
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.privacy.sampling import SAMPLERS
 
+    sites: list[Site] = []
     if flags.sites:
         from dpfl_lightning.deployment.server import planning_loop
+        from dpfl_lightning.federated.node.state import read_site
 
-        loop = planning_loop(options, flags.sites)
+        sites = [read_site(Path(file)) for file in flags.sites]
+        loop = planning_loop(options, sites)
     else:
         loop = build_loop(options)
     exported = None
@@ -121,7 +128,7 @@ def _plan_run(words: Sequence[str]) -> int:
         from dpfl_lightning.deployment.server import export
         from dpfl_lightning.federated.messages.wire import digest
 
-        exported = digest(export(loop, flags.export))
+        exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)

@@ -1,6 +1,7 @@
 """Sites with shares of scikit-learn's digits, and runs over their nodes in this process or over Unix sockets."""
 
 import dataclasses
+import functools
 import shutil
 import threading
 from contextlib import contextmanager
@@ -8,19 +9,20 @@ from pathlib import Path
 
 from conftest import FIXED_KEY
 
-from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.deployment.server import loop_over, terms_of
-from dpfl_lightning.deployment.site import accept, new_node, open_study
+from dpfl_lightning.data.sites import site_population
+from dpfl_lightning.deployment.server import loop_over, planning_loop, terms_of
+from dpfl_lightning.deployment.site import accept, open_study, site_of
 from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Reply, Terms, Train
+from dpfl_lightning.federated.messages.exchange import Reply, Signed, Site, Terms, Train
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Listener, Node
 from dpfl_lightning.federated.node.state import Settings, StateFolder
 from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.runtime.digests import memory_of
 
 SITES = 3
 
@@ -40,14 +42,28 @@ def configured(folder: Path, key: str | None = None, strategies=None, **more) ->
     return from_mapping({**usual, **more, "privacy": {**privacy, **more.get("privacy", {})}})
 
 
+def key_of(client: int) -> bytes:
+    """The key with which the node of a client signs."""
+    return bytes([client]) * 32
+
+
+@functools.cache
+def site(client: int, sites: int = SITES) -> Site:
+    """What a site with share `client` of the digits tells the server."""
+    settings = Settings(str(client), f"digits:{client}/{sites}")
+    return site_of(settings, site_population(settings.data, {}, settings.name), key_of(client))
+
+
 def planned(folder: Path, **more) -> Terms:
-    return terms_of(build_loop(configured(folder / "planned", **more)))
+    options = configured(folder / "planned", **more)
+    sites = [site(client, options.clients.count) for client in range(options.clients.count)]
+    return terms_of(planning_loop(options, sites), sites)
 
 
 def state_of(folder: Path, client: int, key: str | None = FIXED_KEY, sites: int = SITES) -> StateFolder:
     """The folder of a node with share `client` of the digits."""
     settings = Settings(str(client), f"digits:{client}/{sites}", test_key=key)
-    return new_node(folder / f"site{client}", settings)[0]
+    return StateFolder.create(folder / f"site{client}", settings, site(client, sites), key_of(client))
 
 
 def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: float = 100.0) -> list[Node]:
@@ -73,7 +89,12 @@ def accepting(folder: Path, terms: Terms):
 
 
 def asked(node: Node, request) -> Reply:
-    return wire.decode(Reply, node.handle(wire.encode(request)))
+    return reply_in(node.handle(wire.encode(request)))
+
+
+def reply_in(content: bytes) -> Reply:
+    """The reply in the signed bytes that a node sends."""
+    return wire.decode(Reply, memory_of(wire.decode(Signed, content).reply).tobytes())
 
 
 def over(nodes, terms: Terms, options: Options, parts=()):

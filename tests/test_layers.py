@@ -46,6 +46,7 @@ ONLY_IN = {
     "dp_accounting": {"privacy.accounting.losses"},
     "pandas": {"data.frames"},
     "PIL": {"data.images"},
+    "cryptography": {"privacy.noise", "federated.messages.receipt"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},

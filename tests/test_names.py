@@ -77,30 +77,36 @@ def test_a_node_is_not_set_up_under_another_name(name, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A site.json and the plan of three sites, as JSON."""
-    folder = tmp_path_factory.mktemp("files")
-    terms = planned(folder)
-    return read_site(state_of(folder, 0).path / "site.json"), terms
+    """The public facts of a site, and the plan of three sites."""
+    terms = planned(tmp_path_factory.mktemp("files"))
+    return terms.sites[0], terms
 
 
-HOSTILE = [{"name": "<script>alert(1)</script>"}, {"name": "a\x1b]0;x\x07"}, {"features": {"names": ["a\x1b[2J"]}}]
+HOSTILE = [
+    ({"name": "<script>alert(1)</script>"}, "name` must have 1 to"),
+    ({"name": "a\x1b]0;x\x07"}, "name` must have 1 to"),
+    ({"features": {"scale": {"a\u202eb": [0.0, 1.0]}}}, "features` must have 1 to"),
+    ({"public_key": "ab" * 31}, "public_key` must be 64 hexadecimal digits"),
+    ({"schema": {"age": "x" * (1 << 16)}}, "schema` must have at most 65536 characters"),
+]
 
 
-@pytest.mark.parametrize("change", HOSTILE, ids=str)
-def test_a_server_reads_no_site_of_other_names(files, change, tmp_path):
-    (tmp_path / "site.json").write_text(wire.to_text(dataclasses.replace(files[0], **change)))
-    with pytest.raises(UserError, match=r"`--sites: (name|features)` must have 1 to"):
+@pytest.mark.parametrize(("change", "words"), HOSTILE, ids=[str(number) for number in range(len(HOSTILE))])
+def test_no_site_of_other_names_is_read_alone_or_in_a_plan(files, change, words, tmp_path):
+    site, terms = files
+    site = dataclasses.replace(site, **change)
+    (tmp_path / "site.json").write_text(wire.to_text(site))
+    with pytest.raises(UserError, match=f"`--sites: {words}"):
         read_site(tmp_path / "site.json")
-
-
-PLANS = [{"names": ("0", "<b>", "2")}, {"features": {"scale": {"a\u202eb": [0.0, 1.0]}}}]
-
-
-@pytest.mark.parametrize("change", PLANS, ids=str)
-def test_a_site_reads_no_plan_of_other_names(files, change, tmp_path):
-    (tmp_path / "plan.json").write_text(wire.to_text(dataclasses.replace(files[1], **change)))
-    with pytest.raises(UserError, match=r"`PLAN: (names|features)` must have 1 to"):
+    (tmp_path / "plan.json").write_text(wire.to_text(dataclasses.replace(terms, sites=(site, *terms.sites[1:]))))
+    with pytest.raises(UserError, match=f"`PLAN: {words}"):
         read_terms(tmp_path / "plan.json")
+
+
+def test_a_schema_of_a_site_is_carried(files, tmp_path):
+    schema = {"columns": {"age": {"dtype": "float32", "unit": None}}, "rows": [1, 2.5, True]}
+    (tmp_path / "site.json").write_text(wire.to_text(dataclasses.replace(files[0], schema=schema)))
+    assert read_site(tmp_path / "site.json").schema == schema
 
 
 def test_a_study_of_a_search_is_no_path():

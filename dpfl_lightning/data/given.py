@@ -188,7 +188,7 @@ def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | 
 
 def check_range(where: str, y: Tensor, num_classes: int) -> None:
     """Raise UserError unless labels [n, ...] that are no floating values are below `num_classes`."""
-    if y.is_floating_point():
+    if y.is_floating_point() or not len(y):  # no records: those of sites are elsewhere
         return
     several = y.ndim > 1  # of which some may be ignored, or each is 0 or 1
     most = max(num_classes, 2) if several else num_classes

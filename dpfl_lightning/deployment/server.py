@@ -15,8 +15,8 @@ from dpfl_lightning.deployment.site import check_version
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
 from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Site, Terms
-from dpfl_lightning.federated.node.state import read_site, read_terms
+from dpfl_lightning.federated.messages.exchange import Site, Terms, client_names
+from dpfl_lightning.federated.node.state import read_terms
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.federated.transport.sites import Channel, Sites
@@ -27,31 +27,31 @@ from dpfl_lightning.runtime.files import write_text
 def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     """Return the clients of a run, whose records are at the sites, with the test set that `data.*` names.
 
-    Raises UserError if the records of the sites or the test set are not alike.
+    Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
     """
     first = sites[0]
+    must, keys = "be of different nodes, each with a key of its own", len({site.public_key for site in sites})
+    require(keys == len(sites), "--sites", must, f"{len(sites)} sites with {keys} keys")
     for site in sites:
         same = alike((site.inputs, site.labels), (first.inputs, first.labels))
         same = same and (site.num_classes, site.features) == (first.num_classes, first.features)
         must = f"be of sites with records like those of {first.name}, of shape {record_shape(first.inputs)}"
         require(same, "--sites", must, f"{site.name}: {record_shape(site.inputs)}, {site.num_classes} classes")
-    names = [site.name for site in sites]
-    numbered = names == [str(place) for place in range(len(names))]
-    shape = first.inputs, first.labels
+    shape, sizes = (first.inputs, first.labels), [site.num_records for site in sites]
     public = build_population(options)
-    sizes = [site.num_records for site in sites]
-    return AbsentRecords.of(sizes, [] if numbered else names, shape, first.num_classes, first.features, public)
+    return AbsentRecords.of(sizes, client_names(sites), shape, first.num_classes, first.features, public)
 
 
-def planning_loop(options: Options, files: Sequence[str]) -> FederatedLoop:
-    """Return the loop of a configuration over the sites of these files site.json, to plan the run only."""
-    population = remote_population(options, [read_site(Path(file)) for file in files])
-    return build_loop(options, population=population)
+def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
+    """Return the loop of a configuration over these sites, to plan the run only."""
+    return build_loop(options, population=remote_population(options, sites))
 
 
-def export(loop: FederatedLoop, file: str) -> Terms:
+def export(loop: FederatedLoop, sites: Sequence[Site], file: str) -> Terms:
     """Write the plan of a loop for its sites, and return it. Raises UserError if the run cannot be deployed."""
-    terms, path = terms_of(loop), Path(file)
+    advice = "A plan holds the public keys of the nodes, which `dpfl node init` writes into site.json."
+    require(bool(sites), "--sites", "be given with --export", None, advice)
+    terms, path = terms_of(loop, sites), Path(file)
     require(path.parent.is_dir(), "--export", "be a file in a folder that exists", file)
     write_text(path, wire.to_text(terms))
     return terms
@@ -76,10 +76,7 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     """Return the loop of a configuration over `sites`."""
     terms = sites.terms
     check_version(terms)
-    shared = (terms.num_classes, terms.inputs, terms.labels, terms.features)
-    names = terms.names or tuple(map(str, range(len(terms.plan.settings))))
-    known = [Site(name, one.num_records, *shared) for name, one in zip(names, terms.plan.settings, strict=True)]
-    loop = build_loop(options, more, remote_population(options, known), sites)
+    loop = build_loop(options, more, remote_population(options, terms.sites), sites)
     loop.plan_schedule()
     check_deployable(loop)
     if personal := ", ".join(loop.module.personal):
@@ -87,22 +84,16 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     return loop
 
 
-def terms_of(loop: FederatedLoop) -> Terms:
-    """Return the plan of a loop as sites accept it. Raises UserError if the run cannot be deployed."""
+def terms_of(loop: FederatedLoop, sites: Sequence[Site]) -> Terms:
+    """Return the plan of a loop as its sites accept it. Raises UserError if the run cannot be deployed."""
     loop.plan_schedule()
     check_deployable(loop)
-    population = loop.population
-    inputs, labels = population.empty_batch
     plan = loop.run_plan()
     return Terms(
         version=dpfl_lightning.__version__,
         run=secrets.token_hex(16),
-        names=population.names,
+        sites=tuple(sites),
         module=module_digest(loop.module),
-        num_classes=population.num_classes,
-        inputs=inputs,
-        labels=labels,
-        features=population.features,
         plan=dataclasses.replace(plan, options=deciding_options(plan.options)),
     )
 

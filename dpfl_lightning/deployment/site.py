@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dpfl_lightning
 from dpfl_lightning.build import build_engine, build_module
@@ -12,14 +14,15 @@ from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.sites import alike, seated, site_population
+from dpfl_lightning.data.sites import seated, site_population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Site, Terms, most_numbers
+from dpfl_lightning.federated.messages.exchange import Site, Terms, client_names, most_numbers
 from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.receipt import new_key, public_key
 from dpfl_lightning.federated.node.state import Reservation, Settings, StateFolder
 from dpfl_lightning.federated.node.study import Study
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
@@ -31,17 +34,16 @@ from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
 
 
-def site_of(settings: Settings) -> tuple[Site, Population]:
-    """Return the public facts about a site's records, and the records."""
-    population = site_population(settings.data, settings.data_args, settings.name)
+def site_of(settings: Settings, population: Population, key: bytes, schema: Mapping[str, Any] | None = None) -> Site:
+    """Return the public facts about a site, its records, and the key with which its node signs."""
     inputs, labels = population.empty_batch
-    size = population.num_records[0]
-    return Site(settings.name, size, population.num_classes, inputs, labels, population.features), population
+    size, classes, features = population.num_records[0], population.num_classes, population.features
+    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), schema)
 
 
 def client_of(terms: Terms, settings: Settings) -> int:
     """Return the number of a site's client in a plan. Raises UserError if the plan does not have it."""
-    names = terms.names or tuple(map(str, range(len(terms.plan.settings))))
+    names = tuple(site.name for site in terms.sites)
     must = f"have a client named {settings.name} (its clients: {', '.join(names)})"
     require(settings.name in names, "PLAN", must, "none", "Names of sites are given by `dpfl node init --name`.")
     return names.index(settings.name)
@@ -70,22 +72,23 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
     return planned
 
 
-def clients_of(terms: Terms, settings: Settings) -> LocalClients:
+def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     """Return the clients of a plan of whom only the one of this site has records here, with the plan's module.
 
-    Raises UserError if the plan does not fit the records or this installation.
+    Raises UserError if the plan does not fit the records, the key or this installation.
     """
     check_version(terms)
-    site, population = site_of(settings)
+    settings = state.settings()
+    population = site_population(settings.data, settings.data_args, settings.name)
+    site = site_of(settings, population, state.key(), state.site().schema)
     client = client_of(terms, settings)
+    other, advice = wire.different_fields(site, terms.sites[client]), "Give this node's site.json to the plan's author."
+    require(not other, "PLAN", "have the public facts of this site", f"other {other}", advice)
     stated = terms.plan.settings[client].num_records
     require(stated == site.num_records, "PLAN", f"state the {site.num_records} records of this site", stated)
-    same = alike((terms.inputs, terms.labels), (site.inputs, site.labels))
-    same = same and (terms.num_classes, terms.features) == (site.num_classes, site.features)
-    require(same, "PLAN", "be for records like those of this site", (record_shape(terms.inputs), terms.num_classes))
     options = _options(terms, settings)
-    module = build_module(options, _facts(terms))
-    seats = seated(population, client, len(terms.plan.settings), terms.names).checked()
+    module = build_module(options, _facts(terms, site))
+    seats = seated(population, client, len(terms.sites), client_names(terms.sites)).checked()
     clients = LocalClients(seats, module, build_engine("fast"), options.privacy)
     module.check_optimizer(terms.plan.rounds, [one.steps for one in terms.plan.settings])
     _check_module(module, terms)
@@ -104,7 +107,7 @@ def open_study(state: StateFolder, plan: str) -> Study:
         wire.digest(terms) == plan, str(file), f"have the hash {plan[:12]}", "another one", "Restore it from a copy."
     )
     state.released(plan)
-    study = Study(state.plan_folder(plan), terms, client, clients_of(terms, settings), settings.test_key)
+    study = Study(state.plan_folder(plan), terms, client, clients_of(terms, state), settings.test_key)
     state.begin(plan)
     return study
 
@@ -150,9 +153,8 @@ def accept(
     Raises UserError if the plan does not fit, a sum would exceed its limit, or a limit is refused, see `limits_of`.
     Nothing is stored then.
     """
-    settings = state.settings()
-    clients = clients_of(terms, settings)
-    client = client_of(terms, settings)
+    clients = clients_of(terms, state)
+    client = client_of(terms, state.settings())
     cost = cost_of(terms, client).guarantee
     limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
     adjacency = str(_privacy(terms)["adjacency"])
@@ -200,17 +202,18 @@ def _privacy(terms: Terms) -> dict[str, object]:
     return {name: given[name] for name in names}
 
 
-def _facts(terms: Terms) -> Facts:
+def _facts(terms: Terms, site: Site) -> Facts:
     sizes = tuple(one.num_records for one in terms.plan.settings)
-    shape = record_shape(terms.inputs)
-    return Facts(sizes, terms.num_classes, shape, names=terms.names, features=terms.features, empty_x=terms.inputs)
+    shape, names = record_shape(site.inputs), client_names(terms.sites)
+    return Facts(sizes, site.num_classes, shape, names=names, features=site.features, empty_x=site.inputs)
 
 
 def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
     """Create the folder of a node after its records were read once."""
     check_names("--name", [settings.name])
-    site, _ = site_of(settings)
-    return StateFolder.create(path, settings, site), site
+    key = new_key()
+    site = site_of(settings, site_population(settings.data, settings.data_args, settings.name), key)
+    return StateFolder.create(path, settings, site, key), site
 
 
 def verified(state: StateFolder, plan: str) -> float:

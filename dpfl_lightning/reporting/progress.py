@@ -363,6 +363,7 @@ def _files(folder: Path) -> list[str]:
         "result.json: results of every client",
         *([f"{model}: the trained parameters"] if model else []),
         *([f"{TENSORS} and {DATA_CARD}: the distilled set, and its data card"] if (folder / CARD).exists() else []),
+        *(["receipts.json: how far the ledgers of nodes go, signed"] if (folder / "receipts.json").exists() else []),
         *(["private.json: how many gradients were not finite; only for the clients"] if private else []),
     ]
 

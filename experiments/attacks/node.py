@@ -15,8 +15,8 @@ from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.deployment.server import terms_of
 from dpfl_lightning.deployment.site import accept, new_node, open_study
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Released, Reply, Terms, Train
+from dpfl_lightning.federated.messages import signed, wire
+from dpfl_lightning.federated.messages.exchange import Released, Terms, Train
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import Settings
@@ -82,7 +82,8 @@ class _Server:
             None,
             0.0,
         )
-        reply: Reply = wire.decode(Reply, node.handle(wire.encode(request)))  # type: ignore[arg-type]
+        content, plan, site = wire.encode(request), wire.digest(terms), terms.sites[0]
+        reply = signed.answer(node.handle(content), content, plan, {0: site.public_key}).reply
         if not isinstance(reply, Released):
             raise RuntimeError(f"the node refused: {reply}")
         return -reply.value.double() * (COUNT + coin) / RATE  # type: ignore[union-attr]
@@ -102,9 +103,9 @@ def _site(records: str, rounds: int) -> Iterator[tuple[Node, Terms]]:
         "tracking": None,
     }
     with tempfile.TemporaryDirectory() as folder:
-        terms = terms_of(build_loop(from_mapping({**options, "output_dir": f"{folder}/plan"})))
         settings = Settings("0", f"{module}:{records}", model="experiments.attacks.guess.Regression")
-        state, _ = new_node(Path(folder) / "site", settings)
+        state, site = new_node(Path(folder) / "site", settings)
+        terms = terms_of(build_loop(from_mapping({**options, "output_dir": f"{folder}/plan"})), [site])
         accept(state, terms, epsilon_limit=1e6)
         made = Node(state, open_study)
         try:

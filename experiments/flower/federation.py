@@ -129,8 +129,8 @@ class Federation:
 
     def plan(self, config: str, name: str) -> Terms:
         """Export a plan to `name`.json, which all nodes accept."""
-        loop = planning_loop(options_of(config), [str(self.folder / site / "site.json") for site in SITES])
-        terms = export(loop, str(self.folder / f"{name}.json"))
+        facts = [StateFolder(self.folder / site).site() for site in SITES]
+        terms = export(planning_loop(options_of(config), facts), facts, str(self.folder / f"{name}.json"))
         for site in SITES:
             accept(StateFolder(self.folder / site), terms, 1000.0, 0.9)
         return terms

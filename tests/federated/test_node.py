@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
-from sites import SITES, a_request, accepting, asked, charges, listening, planned, state_of
+from sites import SITES, a_request, accepting, asked, charges, key_of, listening, planned, reply_in, state_of
 
 from dpfl_lightning.deployment.site import accept, open_study, verified
 from dpfl_lightning.errors import UserError
@@ -49,11 +49,11 @@ def node(place, terms):
 
 
 def test_codes_are_all_that_others_learn(node, terms, place):
-    assert asked(node, Hello("0" * 64)) == asked(node, Hello("../" + digest(terms))) == Refused("unknown_plan")
-    assert asked(node, Refused("spent")) == asked(node, Released(1, (), 1)) == Refused("malformed")
-    assert wire.decode(Reply, node.handle(b"GET / HTTP/1.1\r\n")) == Refused("malformed")
+    assert asked(node, Hello("0" * 64, "")) == asked(node, Hello("../" + digest(terms), "")) == Refused("unknown_plan")
+    assert asked(node, Refused("spent")) == asked(node, Released(1, ())) == Refused("malformed")
+    assert reply_in(node.handle(b"GET / HTTP/1.1\r\n")) == Refused("malformed")
     assert all(code.isidentifier() for code in REFUSALS)
-    assert asked(node, Hello(digest(terms))) == Welcome(0, False, asked(node, Hello(digest(terms))).paid)
+    assert asked(node, Hello(digest(terms), "")) == Welcome(False, asked(node, Hello(digest(terms), "")).paid)
 
 
 @pytest.fixture
@@ -113,12 +113,12 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
 
     def failing():
         monkeypatch.setattr(fresh._studies[digest(terms)].clients.engine, "train", None)
-        replies = [train(MODEL + 2, round=3), asked(fresh, Hello(digest(terms)))]
+        replies = [train(MODEL + 2, round=3), asked(fresh, Hello(digest(terms), ""))]
         (fresh.state.plan_folder(digest(terms)) / "error.log").unlink()
         return replies
 
     def of_no_study():
-        replies = [asked(fresh, Hello("0" * 64)), wire.decode(Reply, fresh.handle(b"GET / HTTP/1.1\r\n"))]
+        replies = [asked(fresh, Hello("0" * 64, "")), reply_in(fresh.handle(b"GET / HTTP/1.1\r\n"))]
         fresh.state.withdraw(digest(terms))
         return [*replies, train()]
 
@@ -148,7 +148,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
 
 
 def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, terms, monkeypatch):
-    asked(fresh, Hello(digest(terms)))
+    asked(fresh, Hello(digest(terms), ""))
     study = fresh._studies[digest(terms)]
 
     def failing(*args):
@@ -157,7 +157,7 @@ def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, term
     monkeypatch.setattr(study.clients.engine, "train", failing)
     assert asked(fresh, a_request(terms, MODEL)) == Refused("halted")
     assert len(charges(fresh.state, terms)) == 1, "charged before it was computed"
-    assert asked(fresh, Hello(digest(terms))) == Refused("halted")
+    assert asked(fresh, Hello(digest(terms), "")) == Refused("halted")
     log = fresh.state.plan_folder(digest(terms)) / "error.log"
     assert "record 17" in log.read_text() and stat.S_IMODE(log.stat().st_mode) == 0o600
     log.unlink()  # the operator has looked at it
@@ -166,7 +166,7 @@ def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, term
 
 
 def test_a_crash_between_charge_and_release_costs_the_charge_only(fresh, terms, monkeypatch):
-    asked(fresh, Hello(digest(terms)))
+    asked(fresh, Hello(digest(terms), ""))
     with monkeypatch.context() as patch:
 
         def cut(*args):
@@ -196,7 +196,7 @@ def test_fuzzed_messages_crash_nothing_and_charge_nothing(node, terms, count):
         if bytes(fuzzed) == honest:
             continue
         content = node.handle(bytes(fuzzed))
-        reply = wire.decode(Reply, content)
+        reply = reply_in(content)
         if isinstance(reply, Released):  # the changed bytes were free values, such as the learning rate
             before = [*before, charges(node.state, terms)[-1]]
         else:
@@ -216,20 +216,22 @@ def test_on_the_socket_replies_leave_at_slots_and_hostile_streams_end(node, term
                 connection.connect(str(path))
                 begun = time.monotonic()
                 connection.sendall(content)
-                reply = wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 1 << 20), 30.0))
+                reply = reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20), 30.0))
                 return reply, time.monotonic() - begun
 
-        for content in (wire.encode(Hello(digest(terms))), wire.encode(Hello("?"))):
+        for content in (wire.encode(Hello(digest(terms), "")), wire.encode(Hello("?", ""))):
             _, seconds = exchange(content)
             assert seconds >= slot
         huge = wire.PREFIX.pack(b"DPFL", 1, 100, 1 << 60)
         assert exchange(huge)[0] == exchange(b"\0" * wire.PREFIX.size)[0] == Refused("malformed")
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
-            connection.sendall(wire.encode(Hello("?"))[:-1])  # cut off
-        assert exchange(wire.encode(Hello("?")))[0] == Refused("unknown_plan"), "the node still answers"
+            connection.sendall(wire.encode(Hello("?", ""))[:-1])  # cut off
+        assert exchange(wire.encode(Hello("?", "")))[0] == Refused("unknown_plan"), "the node still answers"
         replies = []
-        threads = [threading.Thread(target=lambda: replies.append(exchange(wire.encode(Hello("?"))))) for _ in range(5)]
+        threads = [
+            threading.Thread(target=lambda: replies.append(exchange(wire.encode(Hello("?", ""))))) for _ in range(5)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -244,6 +246,11 @@ def changed_row(terms, **changed):
     rows[0] = dataclasses.replace(rows[0], planned=(dataclasses.replace(line, **changed), *others))
     schedule = dataclasses.replace(terms.plan.schedule, clients=tuple(rows))
     return dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, schedule=schedule))
+
+
+def of_site(terms, **changed):
+    """The plan with other public facts of the first site."""
+    return dataclasses.replace(terms, sites=(dataclasses.replace(terms.sites[0], **changed), *terms.sites[1:]))
 
 
 def with_options(terms, **changed):
@@ -287,10 +294,11 @@ PLANS = {
         "state the 480 records",
     ),
     "records of another shape": (
-        lambda t: dataclasses.replace(t, inputs=torch.zeros(0, 1, 9, 9)),
-        "records like those",
+        lambda t: of_site(t, inputs=torch.zeros(0, 1, 9, 9)),
+        "public facts of this site, got 'other inputs'",
     ),
-    "no client of this name": (lambda t: dataclasses.replace(t, names=("a", "b", "c")), "client named 0"),
+    "another key": (lambda t: of_site(t, public_key="ab" * 32), "public facts of this site, got 'other public_key'"),
+    "no client of this name": (lambda t: of_site(t, name="a"), "client named 0"),
 }
 
 
@@ -303,7 +311,9 @@ def test_a_plan_that_does_not_hold_is_not_accepted(node, terms, what, tmp_path):
     assert node.state.plans() == before
 
 
-def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
+def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dpfl_lightning.deployment.site.new_key", lambda: key_of(0))  # which the plan has
+
     def said(*words) -> str:
         assert main([str(word) for word in words]) == 0
         return capsys.readouterr().out
@@ -314,6 +324,7 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys):
         "init", state, "--name", "0", "--data", f"digits:0/{SITES}"
     )
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert stat.S_IMODE((state / "node.key").stat().st_mode) == 0o600
     assert "test_key" in json.loads((state / "node.json").read_text())
     words = said("accept", state, plan, "--show")
     assert (
@@ -365,7 +376,7 @@ def test_records_that_changed_after_the_first_release_halt_the_plan(tmp_path, te
     asked(node, a_request(terms, MODEL))
     node.close()
     state.save(dataclasses.replace(state.settings(), data=f"digits:1/{SITES}"))  # other records
-    assert asked(Node(state, open_study), Hello(digest(terms))) == Refused("halted")
+    assert asked(Node(state, open_study), Hello(digest(terms), "")) == Refused("halted")
 
 
 def test_sites_read_tables_images_and_functions(tmp_path, monkeypatch):

@@ -9,14 +9,15 @@ import tracemalloc
 
 import pytest
 import torch
-from sites import a_request, accepting, asked, configured, listening, planned, state_of, with_lines
+from sites import a_request, accepting, asked, configured, key_of, listening, planned, reply_in, state_of, with_lines
 
 from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages import sockets, wire
-from dpfl_lightning.federated.messages.exchange import Ask, Hello, Refused, Released, Reply, Train
+from dpfl_lightning.federated.messages import signed, sockets, wire
+from dpfl_lightning.federated.messages.exchange import Ask, Hello, Refused, Released, Train
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.query import FeatureSums
+from dpfl_lightning.federated.messages.receipt import digest_of
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import MOST_CONNECTIONS, Listener, Node
 from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
@@ -87,7 +88,7 @@ def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):
         connection.connect(str(tmp_path / "s"))
         began = time.monotonic()
         connection.sendall(b"x" * wire.PREFIX.size)
-        assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused("malformed")
+        assert reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20))) == Refused("malformed")
         assert time.monotonic() - began >= 0.5
 
 
@@ -120,7 +121,7 @@ def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
         ('"rounds": 2', '"rounds": "two"'),
         ('"rounds": 2', '"rounds": 4611686018427387904'),
         ('"batch_size": 240', '"batch_size": 0'),
-        ('"names": []', '"names": ["a", "b", "c", "0"]'),
+        ('"num_records": 480,', '"num_records": -1,'),
     ):
         assert old in text
         (tmp_path / "plan.json").write_text(text.replace(old, new, 1))
@@ -134,11 +135,16 @@ def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
     assert state.settings() == Settings("0", "digits:0/3") and configured(tmp_path).rounds == 2
 
 
-class Loud:
+class Signing:
+    def sign(self, reply, request):
+        return signed.sign(reply, request, key_of(0))
+
+
+class Loud(Signing):
     """A node whose replies fill every buffer of a socket."""
 
     limits = wire.Limits(1 << 10, 0)
-    reply = wire.encode(Released(torch.zeros(1 << 19), (), 1))
+    reply = wire.encode(Released(torch.zeros(1 << 19), ()))
 
     def handle(self, content):
         return self.reply
@@ -148,7 +154,7 @@ def said_hello(path):
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(5.0)
     connection.connect(str(path))
-    connection.sendall(wire.encode(Hello("?")))
+    connection.sendall(wire.encode(Hello("?", "")))
     return connection
 
 
@@ -210,7 +216,7 @@ def dripping(connection, content, seconds):
 @pytest.mark.parametrize("part", ["the prefix", "the header", "the numbers"])
 def test_a_message_that_never_ends_is_dropped_however_steady_it_is(part, monkeypatch):
     monkeypatch.setattr(sockets, "_PATIENCE", 0.2)
-    message = wire.encode(Released(torch.zeros(1 << 12), (), 1))
+    message = wire.encode(Released(torch.zeros(1 << 12), ()))
     sent = {"the prefix": 2, "the header": wire.PREFIX.size + 5, "the numbers": len(message) - 4000}[part]
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -252,7 +258,7 @@ def test_time_for_a_message_grows_with_its_bytes(monkeypatch):
     """A model that takes longer than the patience arrives, if its bytes do."""
     monkeypatch.setattr(sockets, "_PATIENCE", 0.2)
     monkeypatch.setattr(sockets, "_SLOWEST", 1 << 14)
-    message = wire.encode(Released(torch.zeros(1 << 12), (), 1))
+    message = wire.encode(Released(torch.zeros(1 << 12), ()))
     ours, theirs = socket.socketpair()
     with ours, theirs:
 
@@ -270,7 +276,7 @@ def test_time_for_a_message_grows_with_its_bytes(monkeypatch):
 MODELS = 1 << 22  # bytes of the numbers of a request
 
 
-class Patient:
+class Patient(Signing):
     """A node with one accepted plan, which needs large requests."""
 
     limits = wire.Limits(1 << 18, MODELS)
@@ -281,7 +287,7 @@ class Patient:
 
     def handle(self, content):
         self.asked = (*self.asked, len(content))
-        return wire.encode(Refused("spent"))
+        return self.sign(Refused("spent"), digest_of(content))
 
 
 def pushed(connections, content):
@@ -329,7 +335,7 @@ def test_a_model_for_no_accepted_plan_is_refused_and_the_next_request_answered(t
         for plan, code in (("unknown", "unknown_plan"), ("known", "spent")):
             content = a_model_for(plan)
             connection.sendall(content)
-            assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused(code)
+            assert reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20))) == Refused(code)
         assert node.asked == (len(content),)
 
 
@@ -348,7 +354,7 @@ def test_a_header_that_names_no_plan_is_refused_before_its_numbers(node, tmp_pat
         connection.settimeout(5.0)
         connection.connect(str(tmp_path / "s"))
         connection.sendall(wire.PREFIX.pack(b"DPFL", wire.VERSION, len(header), 5000) + header)
-        assert wire.decode(Reply, sockets.receive(connection, wire.Limits(1 << 20, 0))) == Refused("malformed")
+        assert reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20))) == Refused("malformed")
 
 
 def test_nodes_know_from_a_header_whose_models_they_read(node, terms):

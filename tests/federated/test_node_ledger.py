@@ -164,7 +164,7 @@ def test_a_crash_within_a_charge_counts_what_is_on_disk(tmp_path, terms, monkeyp
             asked(node, a_request(terms, model(1)))
         node.close()
         again = Node(node.state, open_study)
-        paid = asked(again, Hello(digest(terms))).paid
+        paid = asked(again, Hello(digest(terms), "")).paid
         assert len(paid) == 1 + lines
         replies = [asked(again, a_request(terms, model(number))) for number in range(2, 2 + ROUNDS)]
         assert [isinstance(one, Released) for one in replies] == [True] * (ROUNDS - 1 - lines) + [False] * (1 + lines)

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import shutil
 
 import pytest
 import torch
-from sites import a_request, asked, charges, configured, nodes_of, over, planned, state_of, with_copy
+from sites import a_request, asked, charges, configured, nodes_of, over, planned, state_of
 
-from dpfl_lightning.deployment.server import loop_over
 from dpfl_lightning.deployment.site import accept, cost_of, open_study
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import wire
@@ -18,7 +16,6 @@ from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import StateFolder, read_terms
-from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.node import main
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
@@ -134,31 +131,8 @@ def test_the_server_says_which_questions_are_too_long_for_nodes(tmp_path):
     nodes = nodes_of(tmp_path, terms)
     clients = over(nodes, terms, configured(tmp_path / "run", strategies={"ifca": {}})).clients
     question = SelectModel(mechanism_of={0: ExponentialMechanism(0.06)}, models=torch.zeros(65, 650), loss_bound=2.0)
-    assert isinstance(clients._reply(0, Ask(digest(terms), 1, question)), LostClients)
+    assert isinstance(clients._answer(0, Ask(digest(terms), 1, question)), LostClients)
     assert not charges(nodes[0].state, terms)
-
-
-@pytest.mark.slow
-def test_the_server_notices_an_older_copy_of_a_nodes_folder(tmp_path):
-    terms = planned(tmp_path, rounds=3)
-    nodes = nodes_of(tmp_path, terms)
-    folder, kept, options = nodes[1].state.path, tmp_path / "copy", configured(tmp_path / "run", rounds=3)
-    calls = []
-
-    def channel(content):
-        calls.append(1)
-        if len(calls) == 3:  # hello, round 1; the copy is from before round 2, and is restored before round 3
-            shutil.copytree(folder, kept)
-        if len(calls) == 4:
-            nodes[1] = with_copy(nodes[1], kept)
-        return nodes[1].handle(content)
-
-    parts = Sites(terms, (nodes[0].handle, channel, nodes[2].handle))
-    with pytest.raises(UserError, match=r"client 1 2 of 3: .*older copy"):
-        loop_over(options, parts).run()
-    assert [len(charges(node.state, terms)) for node in nodes] == [3, 2, 3]
-    for node in nodes:
-        node.close()
 
 
 def test_a_plan_is_accepted_by_at_least_128_bits_of_its_hash_as_digits_or_words(state, terms, said, tmp_path):

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 from hostile import UNFIT, changed, one_is
-from sites import a_request, accepting, charges, configured, nodes_of, over, planned, with_lines
+from sites import a_request, accepting, charges, configured, nodes_of, over, planned, reply_in, with_lines
 
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Refused, Released, Reply, Train
+from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Refused, Released, Train
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, MeanLoss, SelectModel
 from dpfl_lightning.federated.messages.wire import digest
@@ -126,7 +126,7 @@ def one_at_ten(value):
 def counted(node, terms, content):
     """The reply to these bytes, and how many lines the ledger gets."""
     before = len(charges(node.state, terms))
-    reply = wire.decode(Reply, node.handle(content))
+    reply = reply_in(node.handle(content))
     return reply, len(charges(node.state, terms)) - before
 
 

@@ -32,7 +32,7 @@ def crossed(message, kind=None):
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 3)])
 def test_tensors_keep_type_shape_and_bits(dtype, shape):
     value = (100 * torch.randn(shape)).to(wire._DTYPES[dtype])
-    after = crossed(Released(value, (), 0)).value
+    after = crossed(Released(value, ())).value
     assert after.dtype == value.dtype and after.shape == value.shape
     assert torch.equal(after.view(-1), value.view(-1))
     after.zero_()  # it has memory of its own
@@ -44,15 +44,15 @@ def test_messages_come_out_as_they_went_in():
     for message in (
         ClientSettings(10, 5, 1, 0.1, math.inf, 1e-5, 1.0, None),
         Evaluation(Score(None, 0.25, {"f1": None, "auroc": 0.5}), (Score(1.0, -math.inf),)),
-        Welcome(2, False, (Paid(1, 0, "train", EVENT), Paid(2, 0, "select", SelectionEvent(0.5)))),
-        Released(3, (), 0),
+        Welcome(False, (Paid(1, 0, "train", EVENT), Paid(2, 0, "select", SelectionEvent(0.5)))),
+        Released(3, ()),
         dataclasses.replace(TRAIN, job=job, model=None),
     ):
         if isinstance(message, Train):
             message = job
         assert crossed(message) == message
     assert math.isnan(crossed(Score(None, math.nan)).loss)
-    assert type(crossed(Hello("x"), Request)) is Hello
+    assert type(crossed(Hello("x", ""), Request)) is Hello
     question = MeanLoss(
         purpose="loss",
         mechanism_of={3: Gaussian(1.0, 2.0, 1.0, 5.0)},
@@ -88,7 +88,7 @@ def test_only_known_values_can_be_sent():
         torch.zeros(2, dtype=torch.complex64),
     ):
         with pytest.raises(wire.WireError):
-            wire.encode(Released(value, (), 0))
+            wire.encode(Released(value, ()))
     with pytest.raises(TypeError, match="dataclasses"):
         wire.register(dict)
 

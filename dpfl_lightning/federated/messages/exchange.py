@@ -1,6 +1,6 @@
 """What a server and the node of a site say to each other. `wire` turns these messages into bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.plan import Job
 from dpfl_lightning.federated.messages.query import Query
+from dpfl_lightning.federated.messages.receipt import Receipt
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
@@ -30,7 +31,14 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Site:
-    """Public facts about the records of a site, from which a run is planned. See `Terms` for the other fields."""
+    """Public facts about a site and its records, which `site.json` holds.
+
+    Args:
+        inputs, labels: no records `[0, ...]`, which have the shape and the type of those of the site.
+        features: names and public constants of the inputs from a table; else None.
+        public_key: of the Ed25519 key with which its node signs, 64 hexadecimal digits.
+        schema: further public facts about the records, as JSON; nothing is read from it yet.
+    """
 
     name: str
     num_records: int
@@ -38,6 +46,8 @@ class Site:
     inputs: Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
     labels: Tensor
     features: Mapping[str, Any] | None
+    public_key: str
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,29 +57,33 @@ class Terms:
     Args:
         version: of this package; all sides have the same one.
         run: random name of the run, 32 hexadecimal digits: one configuration can run several times.
-        names: of the clients; empty if they have only numbers.
+        sites: one for each client, with records of one shape and type.
         module: digest of the layers and of the code of the module that clients train.
-        inputs, labels: no records `[0, ...]`, which have the shape and the type of those of every client.
-        features: names and public constants of the inputs from a table; else None.
         plan: every release of every client, with solved noise; its options are those that decide releases.
     """
 
     version: str
     run: str
-    names: tuple[str, ...]
+    sites: tuple[Site, ...]
     module: str
-    num_classes: int
-    inputs: Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
-    labels: Tensor
-    features: Mapping[str, Any] | None
     plan: RunPlan
+
+
+def client_names(sites: Sequence[Site]) -> tuple[str, ...]:
+    """Return the names of the clients of these sites; none if the sites are numbered."""
+    names = tuple(site.name for site in sites)
+    return () if names == tuple(map(str, range(len(names)))) else names
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Ask a node for the account of its client in the plan with this hash."""
+    """Ask a node for the account of its client in the plan with this hash.
+
+    `nonce` is random, so that the signed reply to another one is no reply to this one.
+    """
 
     plan: str
+    nonce: str
 
 
 @dataclass(frozen=True)
@@ -120,26 +134,21 @@ class Paid:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The account of a client: its number in the plan, and all that it has paid for.
+    """The account of the node's client: all that it has paid for.
 
     `simulated` means that noise follows from a test key that the operator of the site wrote into the node.
     """
 
-    client: int
     simulated: bool
     paid: tuple[Paid, ...]
 
 
 @dataclass(frozen=True)
 class Released:
-    """A noised update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round.
-
-    `releases` is the number of all releases of the run that the client has paid for.
-    """
+    """A noised update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round."""
 
     value: Tensor | int | float
     paid: tuple[Paid, ...]
-    releases: int
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,14 @@ class Refused:
     """`code` is a key of `REFUSALS`. Nothing was charged, except for `halted` in the reply to what failed."""
 
     code: str
+
+
+@dataclass(frozen=True)
+class Signed:
+    """The bytes of a reply, uint8, and the receipt that the node has signed for them. It is all that a node sends."""
+
+    receipt: Receipt
+    reply: Tensor
 
 
 Request = Hello | Train | Ask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 
@@ -39,11 +40,14 @@ def receive_numbers(connection: socket.socket, start: bytearray, numbers: int) -
     return _extended(connection, start, numbers)
 
 
-def skip(connection: socket.socket, numbers: int) -> None:
-    """Read so many bytes, and keep none."""
-    end = _end(numbers)
+def skip(connection: socket.socket, numbers: int, start: bytearray) -> str:
+    """Read the rest of the message that begins with `start`, keep none of it, and return the SHA-256 of the whole."""
+    end, found = _end(numbers), hashlib.sha256(start)
     while numbers:
-        numbers -= len(_part(connection, numbers, end))
+        part = _part(connection, numbers, end)
+        numbers -= len(part)
+        found.update(part)
+    return found.hexdigest()
 
 
 def send(connection: socket.socket, content: bytes) -> None:

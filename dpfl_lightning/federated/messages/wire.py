@@ -22,11 +22,22 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages import clients, evaluation, exchange, facts, plan, query, schedule, update
+from dpfl_lightning.federated.messages import (
+    clients,
+    evaluation,
+    exchange,
+    facts,
+    plan,
+    query,
+    receipt,
+    schedule,
+    update,
+)
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.runtime.digests import memory_of
 from dpfl_lightning.runtime.strict_json import parsed
 
@@ -76,7 +87,7 @@ register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
 register(exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
-register(exchange.Welcome, exchange.Released, exchange.Refused)
+register(exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
 
 
 def encode(message: Any) -> bytes:
@@ -130,6 +141,12 @@ def digest(message: Any) -> str:
     for one in arrays:
         found.update(memory_of(one))
     return found.hexdigest()
+
+
+def different_fields(one: Any, other: Any) -> str:
+    """Return the names of the fields in which two messages of one class differ, with commas between them."""
+    names = [field.name for field in dataclasses.fields(one)]
+    return ", ".join(name for name in names if encode(getattr(one, name)) != encode(getattr(other, name)))
 
 
 def to_text(message: Any) -> str:

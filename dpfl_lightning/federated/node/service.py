@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages import sockets, wire
+from dpfl_lightning.federated.messages import signed, sockets, wire
 from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Hello, Refused, Reply, Request
+from dpfl_lightning.federated.messages.receipt import digest_of
 from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.federated.node.study import Study
 
@@ -36,7 +37,7 @@ class Node:
     """
 
     def __init__(self, state: StateFolder, open_study: OpenStudy) -> None:
-        self.state, self._open = state, open_study
+        self.state, self._open, self._key = state, open_study, state.key()
         self._studies: dict[str, Study] = {}
         self._one_at_a_time, self._closed = threading.Lock(), False
         self._one_header = threading.Lock()  # a hostile one takes many times its size while it is parsed
@@ -80,35 +81,43 @@ class Node:
         return self.state.plan_folder(plan) / "error.log"
 
     def handle(self, content: bytes | bytearray) -> bytes:
-        """Return the reply to a request. It never raises an error because of what it was sent.
+        """Return the signed reply to a request. It never raises an error because of what it was sent.
 
         Raises ConnectionAbortedError after `close`.
         """
-        return wire.encode(self.reply(content))
-
-    def reply(self, content: bytes | bytearray) -> Reply:
+        sent = digest_of(content)
         try:
             request: Request = wire.decode(Request, content, self.limits)  # type: ignore[arg-type]
         except wire.WireError:
-            return Refused("malformed")
+            return self.sign(Refused("malformed"), sent)
         with self._one_at_a_time, self.state.locked():
             if self._closed:
                 raise ConnectionAbortedError("the node has stopped")
-            if (refused := self._refused(request.plan)) is not None:
-                return refused
+            reply = self._reply(request)
+            study = self._studies.get(request.plan)
+            ledger = None if study is None else study.clients.ledger.head
+            return signed.sign(reply, sent, self._key, request.plan, ledger)
+
+    def sign(self, reply: Refused, request: str) -> bytes:
+        """Return the signed refusal of a request with this digest."""
+        return signed.sign(reply, request, self._key)
+
+    def _reply(self, request: Request) -> Reply:
+        if (refused := self._refused(request.plan)) is not None:
+            return refused
+        try:
+            study = self._study(request.plan)
+            return study.welcome() if isinstance(request, Hello) else study.reply(request)
+        except Exception:
+            halted = self._error_log(request.plan)
             try:
-                study = self._study(request.plan)
-                return study.welcome() if isinstance(request, Hello) else study.reply(request)
-            except Exception:
-                halted = self._error_log(request.plan)
-                try:
-                    halted.touch(mode=0o600)
-                    halted.write_text(traceback.format_exc())
-                except OSError:  # a full disk
-                    self._halted.add(request.plan)
-                if (broken := self._studies.pop(request.plan, None)) is not None:
-                    broken.clients.close()
-                return Refused("halted")
+                halted.touch(mode=0o600)
+                halted.write_text(traceback.format_exc())
+            except OSError:  # a full disk
+                self._halted.add(request.plan)
+            if (broken := self._studies.pop(request.plan, None)) is not None:
+                broken.clients.close()
+            return Refused("halted")
 
     def _study(self, plan: str) -> Study:
         if plan not in self._studies:
@@ -176,7 +185,7 @@ class Listener:
                 self.path.unlink()
 
     def _converse(self, connection: socket.socket) -> None:
-        malformed = functools.partial(wire.encode, Refused("malformed"))
+        malformed = functools.partial(self.node.sign, Refused("malformed"), digest_of(b""))
         with connection:
             try:
                 while (begun := sockets.receive_header(connection, self.node.limits, _IDLE)) is not None:
@@ -193,8 +202,8 @@ class Listener:
         if not numbers:
             return self._at_a_slot(functools.partial(self.node.handle, start))
         if (refused := self.node.refusal(start)) is not None:
-            sockets.skip(connection, numbers)
-            return self._at_a_slot(functools.partial(wire.encode, refused))
+            sent = sockets.skip(connection, numbers, start)
+            return self._at_a_slot(functools.partial(self.node.sign, refused, sent))
         with self._models:
             content = sockets.receive_numbers(connection, start, numbers)
             return self._at_a_slot(functools.partial(self.node.handle, content))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 _MOST_TEXT = 1 << 28  # bytes of a plan's file
 _MOST_WORDS = 1000  # characters of a caveat
+_MOST_SCHEMA = 1 << 16  # characters
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Reservation:
 
 
 class StateFolder:
-    """`node.json`, `site.json` (public facts), `plans/HASH/`, and the socket.
+    """`node.json`, `node.key` (with which the node signs), `site.json` (public facts), `plans/HASH/`, and the socket.
 
     **Privacy** All but `site.json` is for the operator of the site alone: the folder has mode 0700.
     """
@@ -80,17 +82,33 @@ class StateFolder:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, settings: Settings, site: Site) -> StateFolder:
-        """Create the folder of a new node, whose records are those of `site`."""
+    def create(cls, path: Path, settings: Settings, site: Site, key: bytes) -> StateFolder:
+        """Create the folder of a new node, whose records are those of `site`, and which signs with `key`."""
         empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
         require(empty, "STATE_DIR", "be new or empty", str(path), "A node that was set up keeps its folder.")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.chmod(0o700)
         folder = cls(path)
         (path / "plans").mkdir()
+        write_text(path / "node.key", key.hex(), private=True)
         write_text(path / "site.json", wire.to_text(site))
         folder.save(settings)
         return folder
+
+    def key(self) -> bytes:
+        """Return the private key with which the node signs, 32 bytes. Raises UserError if it is gone or damaged."""
+        file = self.path / "node.key"
+        try:
+            key = bytes.fromhex(file.read_text())
+        except (OSError, ValueError):
+            key = b""
+        advice = "Restore it from a copy: plans that were accepted with its public key need it."
+        require(len(key) == 32, str(file), "hold 64 hexadecimal digits", "others, or no file", advice)
+        return key
+
+    def site(self) -> Site:
+        file = self.path / "site.json"
+        return read_site(file, str(file))
 
     def save(self, settings: Settings) -> None:
         write_json(self.path / "node.json", dataclasses.asdict(settings), private=True)
@@ -223,11 +241,9 @@ def read_terms(path: Path) -> Terms:
     """
     terms = _read(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
     plan = terms.plan
-    clients = len(plan.settings)
-    agree = len(plan.schedule.clients) == clients and len(terms.names) in (0, clients)
-    require(
-        agree and plan.schedule.rounds == plan.rounds, "PLAN", "have one number of clients, and of rounds", "several"
-    )
+    agree = len(plan.schedule.clients) == len(terms.sites) and plan.schedule.rounds == plan.rounds
+    agree = agree and [one.num_records for one in plan.settings] == [site.num_records for site in terms.sites]
+    require(agree, "PLAN", "have one number of clients, of their records, and of rounds", "several")
     sizes = [min(one.num_records, one.batch_size, one.local_epochs) for one in plan.settings]
     require(min(sizes, default=0) >= 1, "PLAN", "have clients with at least one record, in a batch, and epoch", sizes)
     purposes = [line.purpose for client in plan.schedule.clients for line in client.planned]
@@ -238,8 +254,8 @@ def read_terms(path: Path) -> Terms:
             require(fits, "PLAN", "have names of letters and digits for purposes and strategies", text)
     for text in (*plan.caveats, plan.accountant):
         require(text.isprintable() and len(text) <= _MOST_WORDS, "PLAN", "have short texts of one line each", text)
-    check_names("PLAN: names", terms.names)
-    check_columns("PLAN: features", terms.features)
+    for site in terms.sites:
+        _check_site("PLAN", site)
     return terms
 
 
@@ -252,12 +268,20 @@ def server_words(text: str) -> str:
     return f"The server writes: {text!r}"
 
 
-def read_site(path: Path) -> Site:
-    """Return the facts of a site from its file. Raises UserError if it is none, or has odd names."""
-    site = _read(Site, path, "--sites", "be files site.json that `dpfl node init` wrote")
-    check_names("--sites: name", [site.name])
-    check_columns("--sites: features", site.features)
+def read_site(path: Path, key: str = "--sites") -> Site:
+    """Return the facts of a site from its file. Raises UserError, about `key`, if it is none, or has odd names."""
+    site = _read(Site, path, key, "be files site.json that `dpfl node init` wrote")
+    _check_site(key, site)
     return site
+
+
+def _check_site(key: str, site: Site) -> None:
+    check_names(f"{key}: name", [site.name])
+    check_columns(f"{key}: features", site.features)
+    is_key = re.fullmatch("[0-9a-f]{64}", site.public_key) is not None
+    require(is_key, f"{key}: public_key", "be 64 hexadecimal digits", site.public_key)
+    size = len(json.dumps(site.schema))
+    require(size <= _MOST_SCHEMA, f"{key}: schema", f"have at most {_MOST_SCHEMA} characters as JSON", size)
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:

@@ -83,7 +83,7 @@ class Study:
 
     def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
         self.client, self.clients, self._plan = client, clients, terms.plan
-        self._num_classes, self._records = terms.num_classes, terms.plan.settings[client].num_records
+        self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ class Study:
     def welcome(self) -> Welcome:
         """Return all that the client has paid for."""
         paid = tuple(one for round in self.clients.ledger.rounds(self.client) for one in self._paid(round))
-        return Welcome(self.client, self.clients.simulated, paid)
+        return Welcome(self.clients.simulated, paid)
 
     def reply(self, request: Train | Ask) -> Reply:
         """Return the release that is asked for, or why it is refused.
@@ -128,7 +128,7 @@ class Study:
         return self._released(charged, request.round)
 
     def _released(self, value: Tensor | int | float, round: int) -> Released:
-        return Released(value, self._paid(round), len(self.clients.ledger.events(self.client)))
+        return Released(value, self._paid(round))
 
     def _training(self, request: Train) -> Train:
         """Return the request in the one form of its meaning, after all checks of its values.

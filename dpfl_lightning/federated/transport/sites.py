@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import deciding_options
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages import sockets, wire
+from dpfl_lightning.federated.messages import signed, sockets, wire
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.exchange import (
     MOST_HEADER,
@@ -27,10 +28,8 @@ from dpfl_lightning.federated.messages.exchange import (
     REFUSALS,
     Ask,
     Hello,
-    Paid,
     Refused,
     Released,
-    Reply,
     Request,
     Terms,
     Train,
@@ -39,12 +38,13 @@ from dpfl_lightning.federated.messages.exchange import (
 )
 from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
+from dpfl_lightning.federated.messages.receipt import FILE as RECEIPTS
+from dpfl_lightning.federated.messages.receipt import Receipt, read_receipts, write_receipts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.signed import Answer
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
 from dpfl_lightning.privacy.ledger.ledger import Charge
-
-MOST = wire.Limits(1 << 24, 1 << 32)  # bytes of a reply; the header of an account has about 150 for each release
 
 #: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
 Channel = Callable[[bytes], bytes | bytearray]
@@ -83,7 +83,7 @@ class SocketChannel:
             self._connection.connect(self.path)
         self._connection.settimeout(self.wait)
         self._connection.sendall(request)
-        if (reply := sockets.receive(self._connection, MOST, self.wait)) is None:
+        if (reply := sockets.receive(self._connection, signed.MOST, self.wait)) is None:
             raise ConnectionError("the node has closed the connection")
         return reply
 
@@ -104,13 +104,14 @@ class Sites:
 class RemoteClients(LocalClients):
     """Clients whose records, noise and ledgers are in the nodes of their sites; implements `Clients` for the server.
 
-    The ledger in the run's folder is a mirror of what the nodes say that they have paid for. A node that knows fewer
-    releases than the mirror has an older copy of its folder, and ends the run. Held-out records of clients are not
-    scored. A node that refuses, or whose reply is late, is left out of the round. A node that is gone ends the run,
-    which can be resumed: the other nodes then send their releases of that round again.
+    The ledger in the run's folder is a mirror of what the nodes say that they have paid for, and `receipts.json` holds
+    the last head of its ledger that each has signed. A reply without a signature for its request, or with an older
+    ledger, ends the run. Held-out records of clients are not scored. A node that refuses, or whose reply is late, is
+    left out of the round. A node that is gone ends the run, which can be resumed: the other nodes then send their
+    releases of that round again.
 
-    Raises UserError if not every client has one node with the plan, and LostClients if a node is gone, or if no node
-    sends a release.
+    Raises UserError if not every client has one node with the plan, and LostClients if a node is gone, its reply is
+    forged or its ledger an older one, or if no node sends a release.
     """
 
     def __init__(
@@ -118,26 +119,25 @@ class RemoteClients(LocalClients):
     ) -> None:
         super().__init__(population, module, engine, privacy)
         self._terms, self._hash = sites.terms, wire.digest(sites.terms)
+        self._keys = [site.public_key for site in sites.terms.sites]
         count = population.num_clients
         require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
         self._node_of: dict[int, Channel] = {}
-        self._welcomes: list[Welcome] = []
+        self._welcomes: list[Answer] = []
+        self._receipts: dict[int, Receipt] = {}
         self._late: dict[int, tuple[int, str]] = {}  # client -> round and purpose of the reply that was late
         with ThreadPoolExecutor(count, "site") as pool:  # all at the same time
-            replies = list(pool.map(self._greet, sites.channels, range(count)))
-        for number, (channel, welcome) in enumerate(zip(sites.channels, replies, strict=True)):
-            if not isinstance(welcome, Welcome):
-                means = REFUSALS.get(getattr(welcome, "code", ""), "it sent no welcome")
-                raise UserError(
-                    f"`--nodes` must have accepted the plan {self._hash[:12]}, got from number {number}: {means}."
-                )
-            fits = welcome.client in self._everyone and welcome.client not in self._node_of
-            require(
-                fits, "--nodes", "be of different clients of the plan", f"client {welcome.client} from number {number}"
-            )
-            self._node_of[welcome.client] = channel
-            self._welcomes.append(welcome)
-        self.simulated = any(welcome.simulated for welcome in self._welcomes)
+            answers = list(pool.map(self._greet, sites.channels, range(count)))
+        for channel, answer in zip(sites.channels, answers, strict=True):
+            name = population.name_of(answer.client)
+            if not isinstance(answer.reply, Welcome):
+                means = REFUSALS.get(getattr(answer.reply, "code", ""), "it sent no welcome")
+                raise UserError(f"`--nodes` must have accepted the plan {self._hash[:12]}, got from {name}: {means}.")
+            fits = answer.client not in self._node_of
+            require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}")
+            self._node_of[answer.client] = channel
+            self._welcomes.append(answer)
+        self.simulated = any(answer.reply.simulated for answer in self._welcomes)  # type: ignore[union-attr]
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
 
     @property
@@ -149,13 +149,13 @@ class RemoteClients(LocalClients):
         asked = dataclasses.replace(plan, options=deciding_options(plan.options), caveats=caveats)
         must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
         same = wire.encode(asked) == wire.encode(self._terms.plan)
-        require(same, "--config", must, _difference(self._terms.plan, asked))
+        require(same, "--config", must, f"other {wire.different_fields(self._terms.plan, asked)}")
         super().begin(folder, plan, saved, ended)
-        for welcome in self._welcomes:
-            self._record(welcome.client, welcome.paid)
-            problems = self._older_copy(welcome.client, len(welcome.paid))
-            if problems and not ended:  # in a run that has ended, late releases may count without being made
-                raise problems[0]
+        self._receipts = read_receipts(folder)
+        known, file = bool(self._receipts) or not self.ledger.payers(), folder / RECEIPTS
+        require(known, str(file), "lie beside ledger.jsonl", "no such file", "Restore it, or start a new run.")
+        if problems := [problem for answer in self._welcomes for problem in self._record(answer)]:
+            raise problems[0]
 
     def change(self, schedule: RunSchedule) -> None:
         raise RuntimeError("the plan that sites have accepted cannot be changed during the run")
@@ -236,53 +236,58 @@ class RemoteClients(LocalClients):
         """Ask the nodes at the same time; return rows and released values, None of a node that refuses or is late."""
         lost = self._ask_late(tuple(client for client in clients if client in self._late))
         asked = [row for row, client in enumerate(clients) if client not in self._late]
-        replies = self._replies([clients[row] for row in asked], [request(row) for row in asked])
+        answers = self._answers([clients[row] for row in asked], [request(row) for row in asked])
         values: list[tuple[int, Any]] = [(row, None) for row, client in enumerate(clients) if client in self._late]
-        for row, reply in zip(asked, replies, strict=True):
-            if isinstance(reply, Released):
-                self._record(clients[row], reply.paid)
-                values.append((row, reply.value))
-                lost += self._older_copy(clients[row], reply.releases)
-            elif isinstance(reply, Refused):
-                means = REFUSALS.get(reply.code, "the site states no known reason")
-                warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
-                values.append((row, None))
-            elif isinstance(reply, LateClients):
-                warn_user(f"round {round}: {reply} It is left out of this round.")
+        for row, answer in zip(asked, answers, strict=True):
+            value = None
+            if isinstance(answer, LateClients):
+                warn_user(f"round {round}: {answer} It is left out of this round.")
                 self._late[clients[row]] = (round, purpose)
-                values.append((row, None))
+            elif isinstance(answer, LostClients):
+                lost.append(answer)
+                continue
+            elif isinstance(answer.reply, Released):
+                lost += self._record(answer)
+                value = answer.reply.value
+            elif isinstance(answer.reply, Refused):
+                means = REFUSALS.get(answer.reply.code, "the site states no known reason")
+                warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
             else:
-                another = LostClients("`--nodes` must send releases, got another message.")
-                lost.append(reply if isinstance(reply, LostClients) else another)
+                lost.append(LostClients("`--nodes` must send releases, got another message."))
+            values.append((row, value))
         if lost:  # after what the others have paid is on record
             raise lost[0]
         if clients and all(value is None for _, value in values):
             raise LostClients(f"`--nodes` must send releases, got none in round {round}.")
         return values
 
-    def _greet(self, channel: Channel, number: int) -> Reply:
-        return self._exchange(channel, wire.encode(Hello(self._hash)), f"number {number} of --nodes")
+    def _greet(self, channel: Channel, number: int) -> Answer:
+        return self._exchange(
+            channel, wire.encode(self._hello()), f"number {number} of --nodes", range(len(self._keys))
+        )
+
+    def _hello(self) -> Hello:
+        return Hello(self._hash, secrets.token_hex(16))
 
     def _ask_late(self, clients: Sequence[int]) -> list[LostClients]:
         """Write down what nodes that were late have paid for since then, so that they are asked again.
 
         A node that is still busy stays late. Returns the errors of those that are gone.
         """
-        replies = self._replies(clients, [Hello(self._hash)] * len(clients))
-        lost = [one for one in replies if isinstance(one, LostClients) and not isinstance(one, LateClients)]
-        for client, reply in zip(clients, replies, strict=True):
-            if isinstance(reply, Welcome):
-                self._record(client, reply.paid)
-                lost += self._older_copy(client, len(reply.paid))
+        answers = self._answers(clients, [self._hello() for _ in clients])
+        lost = [one for one in answers if isinstance(one, LostClients) and not isinstance(one, LateClients)]
+        for client, answer in zip(clients, answers, strict=True):
+            if not isinstance(answer, LostClients) and isinstance(answer.reply, Welcome):
+                lost += self._record(answer)
                 del self._late[client]
         return lost
 
-    def _replies(self, clients: Sequence[int], requests: Sequence[Request]) -> list[Reply | LostClients]:
+    def _answers(self, clients: Sequence[int], requests: Sequence[Request]) -> list[Answer | LostClients]:
         """Ask the nodes at the same time."""
         with ThreadPoolExecutor(max(1, len(clients)), "site") as pool:
-            return list(pool.map(self._reply, clients, requests))
+            return list(pool.map(self._answer, clients, requests))
 
-    def _reply(self, client: int, request: Request) -> Reply | LostClients:
+    def _answer(self, client: int, request: Request) -> Answer | LostClients:
         content, schedule = wire.encode(request), self._terms.plan.schedule.clients[client]
         try:
             wire.sizes(content, wire.Limits(MOST_HEADER, most_numbers(schedule, self.module.flat)))
@@ -290,19 +295,26 @@ class RemoteClients(LocalClients):
             must = f"ask nodes about at most {MOST_MODELS} models, of a gigabyte together"
             return LostClients(f"`strategies` must {must}, got {len(content)} bytes.")
         try:
-            return self._exchange(self._node_of[client], content, f"client {self.population.name_of(client)}")
+            name = self.population.name_of(client)
+            return self._exchange(self._node_of[client], content, f"client {name}", [client])
         except LostClients as error:
             return error
 
-    def _exchange(self, channel: Channel, request: bytes, whose: str) -> Reply:
+    def _exchange(self, channel: Channel, request: bytes, whose: str, clients: Iterable[int]) -> Answer:
+        """Return the reply to a request, signed by the node of one of these clients."""
         try:
-            reply: Reply = wire.decode(Reply, channel(request), MOST)  # type: ignore[arg-type]
+            keys = {client: self._keys[client] for client in clients}
+            return signed.answer(channel(request), request, self._hash, keys)
         except TimeoutError:
             raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
+        except signed.Forged as forged:
+            whose = whose if forged.client is None else f"client {self.population.name_of(forged.client)}"
+            must = "sign each reply to its request with the key in the plan"
+            advice = "Nothing of it was used. Check the connection to the site, and resume."
+            raise LostClients(f"`--nodes` must {must}, got from {whose} {forged}. {advice}") from None
         except (OSError, wire.WireError) as error:
             reason = str(error) or type(error).__name__
             raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
-        return reply
 
     def _checked(self, value: Any, plan: RoundPlan, models: Tensor) -> Tensor:
         shape: tuple[int, ...] = (models.shape[1],)
@@ -316,22 +328,20 @@ class RemoteClients(LocalClients):
             raise LostClients("`--nodes` must send updates of the shape of the model, got another one.")
         return value
 
-    def _record(self, client: int, paid: Sequence[Paid]) -> None:
+    def _record(self, answer: Answer) -> list[LostClients]:
+        """Write down what a node has paid for and signed; return an error if its ledger is older than one before."""
+        client, receipt, paid = answer.client, answer.receipt, answer.reply.paid  # type: ignore[union-attr]
+        before = self._receipts.get(client)
+        if fits := before is None or receipt.follows(before):
+            self._receipts[client] = receipt
+            write_receipts(self.folder.path, self._receipts, self._keys)  # first: the mirror is not ahead of it
         self.budgets.record([Charge(client, one.round, one.purpose, one.event, one.number) for one in paid])
-
-    def _older_copy(self, client: int, releases: int) -> list[LostClients]:
-        """Return an error if a node says that it made fewer `releases` than the mirror has of it."""
-        name, known = self.population.name_of(client), len(self.ledger.events(client))
-        problem = LostClients(
-            f"`--nodes` must know all releases that they have made, got from client {name} {releases} of {known}: "
-            "the folder of its node is an older copy, which spends budget twice. Its operator has to stop the node "
-            "and to restore the newest copy, or to leave the study."
-        )
-        return [problem] if releases < known else []
-
-
-def _difference(accepted: RunPlan, asked: RunPlan) -> str:
-    """Return the names of the fields in which two plans differ."""
-    names = [field.name for field in dataclasses.fields(accepted)]
-    differ = [name for name in names if wire.encode(getattr(accepted, name)) != wire.encode(getattr(asked, name))]
-    return f"other {', '.join(differ)}"
+        if fits or before is None:
+            return []
+        got = f"{receipt.releases} of {before.releases}"
+        if receipt.releases >= before.releases:
+            got = f"{receipt.releases} that do not follow the {before.releases} of before"
+        must = f"know all releases that they have made, got from client {self.population.name_of(client)} {got}"
+        advice = "Its operator has to stop the node and to restore the newest copy, or to leave the study."
+        copy = "the folder of its node is an older copy, which spends budget twice"
+        return [LostClients(f"`--nodes` must {must}: {copy}. {advice}")]

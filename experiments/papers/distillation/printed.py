@@ -94,7 +94,7 @@ class NoiseOnMeans(Distillation):
             records = drawn / view.facts.num_classes
             if self.sampling == "fixed":
                 records = min(records, self.records_per_class)
-            event = event.of(event.sample_rate, (noise or 0.0) * records, event.steps)
+            event = event.with_noise((noise or 0.0) * records)
             lines = (
                 dataclasses.replace(line, event=event) if line.purpose == "train" else line for line in one.planned
             )

@@ -1,0 +1,63 @@
+"""Replies of nodes as signed bytes, and the check of the signature before a reply is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.federated.messages.exchange import Refused, Reply, Signed, Welcome
+from dpfl_lightning.federated.messages.receipt import Receipt, digest_of
+from dpfl_lightning.privacy.ledger.file import Head
+from dpfl_lightning.runtime.digests import memory_of
+
+_MOST_REPLY = wire.Limits(1 << 24, 1 << 32)  # the header of an account has about 150 bytes for each release
+MOST = wire.Limits(1 << 12, wire.PREFIX.size + _MOST_REPLY.header + _MOST_REPLY.numbers)  # with the receipt
+
+
+class Answer(NamedTuple):
+    """A reply, the client whose node has signed it, and the node's receipt."""
+
+    client: int
+    receipt: Receipt
+    reply: Reply
+
+
+class Forged(Exception):
+    """A reply that no node of the plan has signed for this request; `client` is the one whose node signed it."""
+
+    def __init__(self, got: str, client: int | None = None) -> None:
+        super().__init__(got)
+        self.client = client
+
+
+def sign(reply: Reply, request: str, key: bytes, plan: str = "", ledger: Head | None = None) -> bytes:
+    """Return a reply with its receipt, as bytes; see `Receipt` for `request`, `plan` and `ledger`."""
+    content = wire.encode(reply)
+    receipt = Receipt(plan, request, digest_of(content), ledger).signed(key)
+    return wire.encode(Signed(receipt, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
+
+
+def answer(content: bytes | bytearray, request: bytes, plan: str, public_keys: Mapping[int, str]) -> Answer:
+    """Return the reply to a request about a plan, after its signature was checked.
+
+    `public_keys` are those of the clients whose nodes may reply. Raises Forged, or WireError for bytes that are no
+    signed reply.
+    """
+    signed = wire.decode(Signed, content, MOST)
+    receipt, reply = signed.receipt, bytes(memory_of(signed.reply))
+    client = next((one for one, key in public_keys.items() if receipt.is_signed_by(key)), None)
+    if client is None:
+        raise Forged("another signature: the reply was changed on its way, or another node sent it")
+    if receipt.reply != digest_of(reply):
+        raise Forged("another reply than the signed one: it was changed on its way", client)
+    if receipt.request != digest_of(request):
+        raise Forged("a reply to another request: an earlier one was sent again", client)
+    found = Answer(client, receipt, wire.decode(Reply, reply, _MOST_REPLY))  # type: ignore[arg-type]
+    if not isinstance(found.reply, Refused) and (receipt.plan != plan or receipt.ledger is None):
+        raise Forged("no account of its ledger", client)
+    if isinstance(found.reply, Welcome) and len(found.reply.paid) != receipt.releases:
+        raise Forged(f"an account of {len(found.reply.paid)} releases beside a ledger of {receipt.releases}", client)
+    return found

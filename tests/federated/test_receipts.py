@@ -1,0 +1,210 @@
+"""Signed replies of nodes: forged and replayed ones and older ledgers are refused by name, and nothing is lost."""
+
+import dataclasses
+import json
+import random
+import shutil
+
+import pytest
+from sites import charges, configured, key_of, nodes_of, over, planned, with_copy
+
+from dpfl_lightning.deployment.server import loop_over
+from dpfl_lightning.deployment.site import open_study
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages import signed, wire
+from dpfl_lightning.federated.messages.clients import LostClients
+from dpfl_lightning.federated.messages.exchange import Hello, Paid, Refused, Signed, Welcome
+from dpfl_lightning.federated.messages.receipt import digest_of, public_key
+from dpfl_lightning.federated.messages.wire import digest
+from dpfl_lightning.federated.node.service import Node
+from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.ledger import main as ledger
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.ledger.file import Head, read_header
+from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
+
+TWO = {"clients": {"count": 2, "learning_rate": 0.5, "batch_size": 240}, "privacy": {"epsilon": [2, 4]}}
+
+
+@pytest.fixture
+def terms(tmp_path):
+    return planned(tmp_path, **TWO)
+
+
+def options(folder):
+    return configured(folder / "run", **TWO)
+
+
+def again(content, key=None, **changed):
+    """The reply in other bytes, whose receipt is changed and, if there is a key, signed with it."""
+    message = wire.decode(Signed, content)
+    receipt = dataclasses.replace(message.receipt, **changed)
+    return wire.encode(dataclasses.replace(message, receipt=receipt if key is None else receipt.signed(key)))
+
+
+def one_bit(content):
+    return bytes([*content[:-1], content[-1] ^ 1])
+
+
+#: what comes instead of a reply, of it and of the replies before -> words of the error, beside the name of the site
+ATTACKS = {
+    "another key": (lambda new, old: again(new, key=key_of(0)), "another signature"),
+    "a changed number": (lambda new, old: one_bit(new), "another reply than the signed one"),
+    "an earlier reply": (lambda new, old: old[-1], "a reply to another request: an earlier one was sent again"),
+}
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_forged_and_replayed_replies_end_the_run_by_name_and_nothing_is_lost(tmp_path, terms, what):
+    attack, words = ATTACKS[what]
+    nodes, sent = nodes_of(tmp_path, terms), []
+
+    def channel(content):
+        sent.append(nodes[1].handle(content))
+        return sent[-1] if len(sent) < 3 else attack(sent[-1], sent[:-1])  # in round 2
+
+    with pytest.raises(UserError, match=rf"got from client 1:? .*{words}.*The run was saved"):
+        loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel))).run()
+    assert [len(charges(node.state, terms)) for node in nodes] == [2, 2], "the charge of each node stands"
+    mirror = tmp_path / "run" / "ledger.jsonl"
+    assert sorted((one.client, one.round) for one in read_ledger(mirror)) == [(0, 1), (0, 2), (1, 1)]
+    assert over(nodes, terms, options(tmp_path)).run(resume=True).finished, "with an honest reply"
+    assert len(read_ledger(mirror)) == 4 and [len(charges(node.state, terms)) for node in nodes] == [2, 2]
+    for node in nodes:
+        node.close()
+
+
+def other_key(nodes, sent):
+    return again(sent[-1], key=key_of(5))
+
+
+def earlier_hello(nodes, sent):
+    return sent[0]
+
+
+@pytest.mark.parametrize(
+    ("attack", "words"),
+    [(other_key, "number 1 of --nodes another signature"), (earlier_hello, "client 1 a reply to another request")],
+)
+def test_the_first_contact_is_signed_for_this_server(tmp_path, terms, attack, words):
+    nodes, sent = nodes_of(tmp_path, terms), []
+
+    def channel(content):
+        sent.append(nodes[1].handle(content))
+        return attack(nodes, sent)
+
+    sent.append(nodes[1].handle(wire.encode(Hello(digest(terms), "of another day"))))
+    with pytest.raises(LostClients, match=words):
+        loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel)))
+    assert not (tmp_path / "run").exists()
+    for node in nodes:
+        node.close()
+
+
+def test_an_older_ledger_is_refused_by_name_and_the_newest_copy_goes_on(tmp_path):
+    """The copy is from before round 2, and is restored before round 3, so that it has as many releases after it."""
+    terms = planned(tmp_path, rounds=3, **TWO)
+    nodes, given = nodes_of(tmp_path, terms, key=None), configured(tmp_path / "run", rounds=3, **TWO)
+    folder, calls = nodes[1].state.path, []
+
+    def channel(content):
+        calls.append(1)
+        if len(calls) == 3:  # hello, round 1
+            shutil.copytree(folder, tmp_path / "copy")
+        if len(calls) == 4:
+            shutil.copytree(folder, tmp_path / "newest")
+            nodes[1] = with_copy(nodes[1], tmp_path / "copy")
+        return nodes[1].handle(content)
+
+    with pytest.raises(UserError, match=r"client 1 2 that do not follow the 2 of before: .* is an older copy"):
+        loop_over(given, Sites(terms, (nodes[0].handle, channel))).run()
+    assert [len(charges(node.state, terms)) for node in nodes] == [3, 2]
+    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 6, "what the copy has released counts, too"
+    nodes[1] = with_copy(nodes[1], tmp_path / "newest")
+    assert over(nodes, terms, given).run(resume=True).finished
+    for node in nodes:
+        node.close()
+
+
+def test_a_run_keeps_the_heads_that_nodes_have_signed(tmp_path, terms, capsys):
+    nodes, run = nodes_of(tmp_path, terms), tmp_path / "run"
+    over(nodes, terms, options(tmp_path)).run()
+    assert ledger([str(run)]) == 0
+    assert "receipts.json beside it holds the heads of ledgers that 2 nodes signed" in capsys.readouterr().out
+    file, mirror = run / "receipts.json", run / "ledger.jsonl"
+    rows = json.loads(file.read_text())["clients"]
+    assert [row["public_key"] for row in rows] == [public_key(key_of(client)) for client in range(2)]
+    for node, row in zip(nodes, rows, strict=True):
+        assert row["ledger"] == json.loads((node.state.plan_folder(digest(terms)) / "ledger.head").read_text())
+        node.close()
+
+    def problem(**changed):
+        file.write_text(json.dumps({"clients": [rows[0], {**rows[1], **changed}]}))
+        assert ledger([str(run)]) == 2
+        return capsys.readouterr().err
+
+    for changed in (
+        {"public_key": rows[0]["public_key"]},
+        {"ledger": rows[0]["ledger"]},
+        {"client": "one"},
+        {"run": 1},
+    ):
+        assert "must hold receipts that nodes have signed" in problem(**changed)
+    charged = read_ledger(mirror)
+    for one in (mirror, run / "ledger.head"):
+        one.rename(tmp_path / one.name)
+    shorter = Ledger(mirror, read_header(tmp_path / "ledger.jsonl"))
+    shorter.charge(charged[:-1])  # a whole ledger with its head
+    shorter.close()
+    must = "have the 2 releases that the node of client 1 has signed, got 1"
+    assert must in problem()
+    for one in (mirror, run / "ledger.head"):
+        (tmp_path / one.name).replace(one)
+    file.unlink()
+    with pytest.raises(UserError, match=r"receipts\.json` must lie beside ledger\.jsonl"):
+        over([Node(node.state, open_study) for node in nodes], terms, options(tmp_path)).run(resume=True)
+
+
+def unsigned(answer):
+    return dataclasses.replace(answer.receipt, signature="")
+
+
+def test_no_changed_byte_of_a_reply_is_believed():
+    request, key = b"request", {3: public_key(key_of(3))}
+    reply = signed.sign(Refused("spent"), digest_of(request), key_of(3), "plan")
+    honest, draw = signed.answer(reply, request, "plan", key), random.Random(1)
+    assert honest.client == 3 and honest.reply == Refused("spent")
+    for _ in range(500):
+        place = draw.randrange(len(reply))
+        changed = bytes([*reply[:place], draw.randrange(256), *reply[place + 1 :]])
+        try:
+            found = signed.answer(changed, request, "plan", key)
+        except (signed.Forged, wire.WireError):
+            continue
+        assert found.reply == honest.reply and unsigned(found) == unsigned(honest), "another form of the same"
+
+
+PAID = (Paid(1, 0, "train", GaussianEvent(1.0, 1.0, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("given", "after", "words"),
+    [
+        ({}, {"signature": ""}, "another signature"),
+        ({}, {"signature": "no digits"}, "another signature"),
+        ({}, {"ledger": None}, "another signature"),
+        ({"ledger": None}, {}, "no account of its ledger"),
+        ({"plan": "another"}, {}, "no account of its ledger"),
+        ({"paid": PAID}, {}, "1 releases beside a ledger of 0"),
+    ],
+)
+def test_an_account_is_signed_and_that_of_the_ledger_of_the_plan(given, after, words):
+    usual = {"plan": "plan", "ledger": Head("ab" * 16, 1, "cd" * 16)}
+    account = Welcome(False, given.get("paid", ()))
+    reply = signed.sign(account, digest_of(b""), key_of(0), **{name: given.get(name, usual[name]) for name in usual})
+    keys = {0: public_key(key_of(0))}
+    assert given or signed.answer(reply, b"", "plan", keys).reply == account
+    with pytest.raises(signed.Forged, match=words):
+        signed.answer(again(reply, **after), b"", "plan", keys)
+    with pytest.raises(wire.WireError):
+        signed.answer(wire.encode(account), b"", "plan", keys)
