@@ -162,7 +162,7 @@ def over_the_wire(monkeypatch):
 
     def ask(self, query, round):
         answers = usual["ask"](self, crossed(query), round)
-        return {client: crossed(Released(answer, (), 0)).value for client, answer in answers.items()}
+        return {client: crossed(Released(answer, ())).value for client, answer in answers.items()}
 
     over = {
         "begin": lambda self, folder, plan, *state: usual["begin"](self, folder, crossed(plan), *state),

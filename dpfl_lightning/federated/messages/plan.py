@@ -104,8 +104,8 @@ class RoundPlan:
         columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)
         if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
             raise ValueError(f"a plan needs one entry for each client in every column, and each client once: {self}")
-        for row in range(len(self.clients)):
-            self.sampler(row)
+        for row in {id(mechanism): row for row, mechanism in enumerate(self.mechanism_of)}.values():
+            self.sampler(row)  # raises where no event would cover a release
 
     @property
     def expected_records(self) -> tuple[float, ...]:
