@@ -32,13 +32,19 @@ def _collude(true: Tensor, honest: Tensor, generator: torch.Generator) -> Tensor
     return (-mean / mean.norm() * honest.norm(dim=1).median()).expand_as(true)
 
 
+def _push(true: Tensor, honest: Tensor, generator: torch.Generator) -> Tensor:
+    direction = torch.randn(true.shape[1], generator=torch.Generator().manual_seed(0))
+    return (1000 * honest.norm(dim=1).median() * direction / direction.norm()).expand_as(true)
+
+
 #: name -> attack: ten times the opposite; ten times its length of noise; a hundredth; one vector, sent by all
-#: attackers, against the mean of the others and as long as their median update
+#: attackers, against the mean of the others and as long as their median update; one vector for all rounds, very long
 ATTACKS: Mapping[str, Attack] = {
     "flip": lambda true, honest, generator: -10 * true,
     "noise": _noise,
     "tiny": lambda true, honest, generator: 0.01 * true,
     "collude": _collude,
+    "push": _push,
 }
 
 
