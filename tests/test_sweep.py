@@ -27,7 +27,7 @@ from dpfl_lightning.privacy.ledger.verify import Composed, read
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.costs import Cost
-from dpfl_lightning.search.final import begun_final, with_the_set
+from dpfl_lightning.search.final import final_so_far, with_the_set
 from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.search import Search
@@ -288,10 +288,10 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     assert sweep(write(changed(trials=1), "--rounds", "1", "--final")) == 0
     out = tmp_path / "out"
     best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
-    assert begun_final(best)[1]["test_accuracy"] is not None
+    assert final_so_far(best)[1]["test_accuracy"] is not None
     other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
     with pytest.raises(UserError, match=r"contains the run of an earlier best trial\. Move .*final away .*best\.yaml"):
-        begun_final(other)
+        final_so_far(other)
 
 
 @pytest.mark.e2e

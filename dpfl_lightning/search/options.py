@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import require
 from dpfl_lightning.search.space import NEVER, below
 
@@ -87,7 +88,7 @@ def check(sweep: SweepOptions) -> None:
     check_names("sweep.name", [] if sweep.name is None else [sweep.name])
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
     fits = len(set(sweep.scores)) == len(sweep.scores)
-    require(fits, "sweep.scores", "be different scores", sweep.scores)
+    require(fits, "sweep.scores", "be different scores", inline(list(sweep.scores)))
     pruner = sweep.pruner["name"]
     must = "be none if trials have several scores, because unfinished trials cannot be ranked by several scores"
     single = len(sweep.scores) == 1 or pruner == "none"

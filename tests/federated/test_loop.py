@@ -17,8 +17,11 @@ from dpfl_lightning.federated.messages import update
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
+
+PROXIMAL, WATCHING = FedProx(), Callback()
 
 
 def a_strategy(**members):
@@ -38,6 +41,16 @@ def a_strategy(**members):
             "Strategy, got 'fedprox'. Write strategies=dpfl_lightning.strategies.build({\"fed",
         ),
         ({"strategies": [Uniform]}, "Write Uniform(...)."),
+        ({"callbacks": [Uniform]}, "`callbacks` must hold instances of Callback or Strategy, got <class"),
+        ({"callbacks": [Uniform]}, "Write Uniform(...)."),
+        (
+            {"strategies": [PROXIMAL], "callbacks": [PROXIMAL]},
+            "must hold each object once, because it would act twice, got 'FedProx'.",
+        ),
+        (
+            {"callbacks": [WATCHING, WATCHING]},
+            "must hold each object once, because it would act twice, got 'Callback'.",
+        ),
         ({"strategies": Uniform()}, "`strategies` must be a list of strategies"),
         ({"engine": "quick"}, "`engine` must be one of fast, serial"),
         ({"population": [1]}, "`population` must be a Population, got 'list'"),
