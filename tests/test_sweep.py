@@ -17,6 +17,7 @@ from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.build import build_population
 from dpfl_lightning.config.load import from_mapping, load
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
@@ -184,7 +185,7 @@ def test_trials_have_the_public_records_of_the_run(objective, write, refused):
     for key, value in (("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)):
         for more in ({f"data.{key}": value}, {"data": {key: value}}):
             error = refused(write(changed(objective=objective, training=training, trials_with=more)))
-            assert f"`sweep.trials_with.data.{key}` must be that of the run, " in error and repr(value) in error
+            assert f"`sweep.trials_with.data.{key}` must be that of the run, " in error and inline(value) in error
     same = {"data.public_records": 90, "data.partition.name": "overlapping"}
     assert check_trials_with(options_of(SMALL), same, objective) is None
 
