@@ -20,10 +20,9 @@ from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
 _MATCHED = {
     "name": "Together: releases of clients with the same name are composed, at the largest delta.",
-    "digest": "Together: releases of clients with the same keyed digest of records are composed, at the largest delta.",
     "nothing": (
-        "Together: clients have neither names nor common digests, so anybody may be in all runs under any number. The "
-        "worst combination of clients is stated, at the largest delta."
+        "Together: not all runs name their clients, so anybody may be in all runs under any number. The worst "
+        "combination of clients is stated, at the largest delta."
     ),
 }
 
@@ -135,7 +134,9 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
     ]
     over = [account.client for account in report.accounts if account.epsilon > account.epsilon_budget]
     lines = [line for ledger in report.ledgers for line in _what_was_verified(ledger)]
-    lines += [_MATCHED[report.matched]] if len(report.ledgers) > 1 else []
+    if len(report.ledgers) > 1:
+        alone = report.matched == "name" and sum(len(one.events) for one in report.ledgers) == len(report.accounts)
+        lines.append("No client is in several runs." if alone else _MATCHED[report.matched])
     lines += [f"Instead of the ledger's {name}: {value}." for name, value in overrides.items()]
     header = report.header
     lines.append(

@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _helpers(words, flags.workers):
             search.work()
     except KeyboardInterrupt:
-        if search.parent is not None:
-            search.tracking.stopped(search.parent)
+        search.stopped()
         print("Finished trials are kept. The same command resumes the search.", file=sys.stderr)
         raise
     return search.finish(flags.final)

@@ -176,12 +176,11 @@ def composed(tmp_path, report, *ledgers, words=()):
     return report(*(tmp_path / str(number) for number in range(len(ledgers))), *words)
 
 
-@pytest.mark.parametrize("key", ["names", "records"])
-def test_clients_of_several_runs_are_known_by_name_or_digest_and_not_by_number(key, tmp_path, report):
+def test_clients_of_several_runs_are_known_by_name_and_not_by_number(tmp_path, report):
     """As a distillation, and the training that follows it: less than the sum of both, more than each."""
     a, b = GaussianEvent(1.0, 20.0, 1), GaussianEvent(1.0, 30.0, 1)
-    first = {"identity": {key: ["lyon", "oslo"]}, "caveats": ("of the first",), "delta": (1e-6, 1e-4)}
-    second = {"identity": {key: ["oslo", "lyon"]}, "caveats": ("of the second",), "delta": (1e-5, 1e-5)}
+    first = {"identity": {"names": ["lyon", "oslo"]}, "caveats": ("of the first",), "delta": (1e-6, 1e-4)}
+    second = {"identity": {"names": ["oslo", "lyon"]}, "caveats": ("of the second",), "delta": (1e-5, 1e-5)}
     text, both = composed(tmp_path, report, (first, [TRAIN, a]), ({**second, "sampling": "shuffle"}, [b, TRAIN]))
     rdp = get_accountant("rdp")
     assert column(both["clients"], "epsilon") == [rdp.epsilon([TRAIN, TRAIN], 1e-5), rdp.epsilon([a, b], 1e-4)]
@@ -190,7 +189,8 @@ def test_clients_of_several_runs_are_known_by_name_or_digest_and_not_by_number(k
     assert both["clients"][0]["epsilon_budget"] is None, "each was for one run"
     assert both["guarantee"]["caveats"] == ["of the first", "of the second"]
     assert "NOT proven" in both["guarantee"]["words"], "the weaker sampling"
-    assert len(both["ledgers"]) == 2 and "clients with the same " in text
+    assert len(both["ledgers"]) == 2 and "clients with the same name" in text
+    assert "No client is in several runs." not in text
 
 
 def test_a_client_of_one_run_only_has_its_own_row(tmp_path, report):
@@ -203,13 +203,37 @@ def test_a_client_of_one_run_only_has_its_own_row(tmp_path, report):
     }
 
 
-def test_clients_that_nobody_can_recognise_get_the_worst_combination(tmp_path, report):
-    small, digests = GaussianEvent(1.0, 90.0, 1), [{"identity": {"records": [key, "x"]}} for key in "ab"]
-    text, both = composed(tmp_path, report, (digests[0], [TRAIN, small]), (digests[1], [small, TRAIN]))
+def test_runs_without_a_common_client_are_named(tmp_path, report):
+    text, both = composed(tmp_path, report, *(({"identity": {"names": [name]}}, [TRAIN]) for name in ("lyon", "oslo")))
+    assert "No client is in several runs." in text and [row["client"] for row in both["clients"]] == ["lyon", "oslo"]
+
+
+@pytest.mark.parametrize("names", [[], ["lyon", "oslo"]])
+def test_clients_that_nobody_can_recognise_get_the_worst_combination(names, tmp_path, report):
+    """Records have equal digests by chance only, because every run has its own key."""
+    small, headers = (
+        GaussianEvent(1.0, 90.0, 1),
+        [{"identity": {"records": ["a", "b"], "names": one}} for one in ([], names)],
+    )
+    text, both = composed(tmp_path, report, (headers[0], [TRAIN, small]), (headers[1], [small, TRAIN]))
     assert column(both["clients"], "epsilon") == [get_accountant("rdp").epsilon([TRAIN, TRAIN], 1e-4)]
     assert both["matched"] == "nothing" and "worst combination" in text
+    assert "not all runs name their clients" in text
     known = read([tmp_path / number / "ledger.jsonl" for number in "01"], one_population=True)
-    assert [one.epsilon for one in known.accounts] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
+    if names:
+        assert known.matched == "nothing", "these are not the clients of one population"
+    else:
+        assert [one.epsilon for one in known.accounts] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
+
+
+def test_a_folder_above_runs_names_them(tmp_path, capsys):
+    search = tmp_path / "search"
+    for name in ("final", "trials/s/0", "trials/s/1", "trials/s/2"):
+        (search / name).mkdir(parents=True)
+        new_ledger(search / name / "ledger.jsonl").close()
+    assert main([str(search)]) == 2
+    error = capsys.readouterr().err
+    assert f"got '{search}'. Name the folders of its runs: {search}/final, {search}/trials/s/0, " in error
 
 
 @pytest.mark.parametrize(

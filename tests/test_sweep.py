@@ -14,6 +14,7 @@ from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.build import build_population
 from dpfl_lightning.config.load import from_mapping, load
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
@@ -22,7 +23,7 @@ from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import Composed, read
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.costs import Cost
-from dpfl_lightning.search.final import begun_final, with_the_set
+from dpfl_lightning.search.final import final_so_far, with_the_set
 from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import check_trials_with
@@ -170,7 +171,7 @@ def test_trials_have_the_public_records_of_the_run(objective, write, refused):
     for key, value in (("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)):
         for more in ({f"data.{key}": value}, {"data": {key: value}}):
             error = refused(write(changed(objective=objective, training=training, trials_with=more)))
-            assert f"`sweep.trials_with.data.{key}` must be that of the run, " in error and repr(value) in error
+            assert f"`sweep.trials_with.data.{key}` must be that of the run, " in error and inline(value) in error
     same = {"data.public_records": 90, "data.partition.name": "overlapping"}
     assert check_trials_with(options_of(SMALL), same, objective) is None
 
@@ -264,10 +265,10 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     assert sweep(write(changed(trials=1), "--rounds", "1", "--final")) == 0
     out = tmp_path / "out"
     best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
-    assert begun_final(best)[1]["test_accuracy"] is not None
+    assert final_so_far(best)[1]["test_accuracy"] is not None
     other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
     with pytest.raises(UserError, match=r"contains the run of an earlier best trial\. Move .*final away .*best\.yaml"):
-        begun_final(other)
+        final_so_far(other)
 
 
 @pytest.mark.e2e

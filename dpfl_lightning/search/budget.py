@@ -22,7 +22,7 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.runtime.text import at_most
-from dpfl_lightning.search.costs import Cost, planned_cost, together
+from dpfl_lightning.search.costs import Cost, composed_costs, planned_cost
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.sets.distilled_set import DistilledSet
 
@@ -31,7 +31,7 @@ _BESIDE = "beside "  # begins the purposes of the other run
 _MOST_PLANS = 5  # of the final run, if its plan does not use its epsilon as that of the whole budget
 
 
-class Rest:
+class RemainingBudget:
     """What is left of each client's budget for the run of `options` beside other releases, which are known before it.
 
     Noise is solved for the composition of all releases, so `epsilon` `[N]`, that of the run alone, is more than the
@@ -63,7 +63,7 @@ class Rest:
         for number in range(_MOST_PLANS):
             self.epsilon = tuple(map(_rounded_down, left))
             self._cost = self._cost_of(options)
-            self.promises = together([*costs, self._cost])
+            self.promises = tuple(composed_costs([*costs, self._cost]).values())
             over = [one.epsilon > budget for one, budget in zip(self.promises, budgets, strict=True)]
             if not any(over):
                 return
@@ -124,7 +124,7 @@ class SharedBudget:
         except UserError as error:
             raise UserError(f"`sweep.set_with` must give a run that makes a set: there, {error}") from None
         self._largest_of_set = max(filter(None, cost.epsilon))
-        self.rest = Rest(options, self._population, loop.schedule.clients, [cost])
+        self.rest = RemainingBudget(options, self._population, loop.schedule.clients, [cost])
 
     def stand_in(self) -> DistilledSet:
         """Return zeros in the form of the set, to check what will train on it."""
@@ -143,7 +143,7 @@ class SharedBudget:
         )
 
 
-class Noted(Strategy):
+class DescribedBy(Strategy):
     """Adds a sentence to the description of a run, on the terminal and in MLflow."""
 
     def __init__(self, words: str) -> None:

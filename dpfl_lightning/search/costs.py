@@ -9,12 +9,7 @@ from typing import Any
 
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.accounting.accountant import (
-    Accountant,
-    exact_sum,
-    finite_or_none,
-    get_accountant,
-)
+from dpfl_lightning.privacy.accounting.accountant import Accountant, exact_sum, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
@@ -83,12 +78,12 @@ def planned_cost(loop: FederatedLoop) -> Cost:
     )
 
 
-def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
-    """Return each client's guarantee for all runs, `[N]`; client k is the same, with the same records, in each run.
+def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:
+    """Return each client's guarantee for all runs, by its name; without names, client k is the same in each run.
 
     The events of the runs are composed by their accountant, at the largest delta of the client. The budgets and deltas
     of runs whose events were `chosen` from results are added, and the guarantee says so. Raises UserError if
-    adjacencies or accountants differ.
+    adjacencies or accountants differ, or clients cannot be matched.
 
     Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on what may be chosen.
     """
@@ -98,25 +93,37 @@ def together(costs: Sequence[Cost]) -> tuple[Guarantee, ...]:
         require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
     accountant = get_accountant(first.accountant, first.adjacency)
     sampling = SAMPLERS[weakest(cost.sampling for cost in costs)].words
-    chosen, joined = ([cost for cost in costs if cost.chosen is one] for one in (True, False))
-    clients = range(len(first.delta))
-    if joined:
-        released = [tuple(event for cost in joined for event in cost.events[client]) for client in clients]
-        deltas = [max(cost.delta[client] for cost in joined) for client in clients]
-        bounds = _bounds(released, deltas, accountant)
+    runs = _by_client(costs)
+    fixed = {name: [(cost, row) for cost, row in own if not cost.chosen] for name, own in runs.items()}
+    released = [tuple(event for cost, row in own for event in cost.events[row]) for own in fixed.values()]
+    deltas = [max((cost.delta[row] for cost, row in own), default=0.0) for own in fixed.values()]
+    bounds = dict(zip(runs, zip(_bounds(released, deltas, accountant), deltas, strict=True), strict=True))
 
-    def promise(client: int) -> Guarantee:
-        (epsilon, method), delta = (bounds[client], deltas[client]) if joined else ((0.0, ""), 0.0)
-        if chosen:
-            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[client]) for cost in chosen)])
-            delta = exact_sum([delta, *(cost.delta[client] for cost in chosen)])
+    def promise(name: str) -> Guarantee:
+        (epsilon, method), delta = bounds[name]
+        if chosen := [(cost, row) for cost, row in runs[name] if cost.chosen]:
+            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[row]) for cost, row in chosen)])
+            delta = exact_sum([delta, *(cost.delta[row] for cost, row in chosen)])
             reason = "results of earlier runs chose its releases"
             added = f"addition of the budgets of {counted(len(chosen), 'run')} ({reason})"
-            method = f"{method}, and {added}" if method else added
-        events = [event for cost in costs for event in cost.events[client]]
+            method = f"{method}, and {added}" if fixed[name] else added
+        events = [event for cost, row in runs[name] for event in cost.events[row]]
         return guarantee(events, delta, accountant, sampling, bound=(epsilon, method))
 
-    return tuple(map(promise, clients))
+    return {name: promise(name) for name in runs}
+
+
+def _by_client(costs: Sequence[Cost]) -> dict[str, list[tuple[Cost, int]]]:
+    """Return the runs of each client, and its row in each of them."""
+    whose = [cost.names or tuple(map(str, range(len(cost.delta)))) for cost in costs]
+    known = all(cost.names for cost in costs) or len(set(whose)) == 1
+    sizes = ", ".join(map(str, dict.fromkeys(map(len, whose))))
+    require(known, "clients", "be as many in all runs, or have names in each", sizes)
+    runs: dict[str, list[tuple[Cost, int]]] = {}
+    for cost, names in zip(costs, whose, strict=True):
+        for row, name in enumerate(names):
+            runs.setdefault(name, []).append((cost, row))
+    return runs
 
 
 def _bounds(
@@ -151,13 +158,14 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
     """
     if not costs:
         return None
-    promises = together(costs)
+    by_name = composed_costs(costs)
+    promises = by_name.values()
     worst = max(promises, key=lambda promise: promise.epsilon)
     return {
         "runs": len(costs),
         "epsilon": [finite_or_none(promise.epsilon) for promise in promises],
         "delta": [promise.delta for promise in promises],
-        "names": list(costs[0].names),
+        "names": list(by_name),
         "guarantee": worst.words(),
         "composed": not any(cost.chosen for cost in costs),
         "not_covered": list(worst.not_covered),
@@ -167,10 +175,11 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
 def headline(cost: Mapping[str, Any]) -> str:
     """State what all private trials cost a record together, for the first line of a report."""
     numbers = list(map(_bound, cost["epsilon"]))
-    how, most = "composed" if cost["composed"] else "budgets are added", numbers.index(max(numbers))
+    how = "composed" if cost["composed"] else "budgets are added"
+    largest = cost["names"][numbers.index(max(numbers))]
     return (
         f"PRIVATE: all trials ({counted(cost['runs'], 'run')}) together cost a record of a client at most epsilon "
-        f"{at_most(numbers[most])} at delta {at_most(max(cost['delta']))} (client {_names(cost)[most]} has the largest "
+        f"{at_most(max(numbers))} at delta {at_most(max(cost['delta']))} (client {largest} has the largest "
         f"epsilon; {how})."
     )
 
@@ -187,12 +196,8 @@ def details(cost: Mapping[str, Any], choice: str) -> str:
 def table(cost: Mapping[str, Any]) -> list[str]:
     """Return a table of the clients' epsilons and deltas if the clients are few."""
     numbers = list(map(_bound, cost["epsilon"]))
-    rows = zip(_names(cost), map(at_most, numbers), map(at_most, cost["delta"]), strict=True)
+    rows = zip(cost["names"], map(at_most, numbers), map(at_most, cost["delta"]), strict=True)
     return [] if len(numbers) > _MOST_CLIENTS else [columns([["client", "epsilon", "delta"], *rows])]
-
-
-def _names(cost: Mapping[str, Any]) -> Sequence[Any]:
-    return cost["names"] or range(len(cost["epsilon"]))
 
 
 def set_text(card: Mapping[str, Any]) -> str:

@@ -12,11 +12,11 @@ from dpfl_lightning.build import build_loop, so_far
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
-from dpfl_lightning.search.costs import costs_of, planned_cost, together
+from dpfl_lightning.search.costs import composed_costs, costs_of, planned_cost
 from dpfl_lightning.sets.cards import data_of_card
 
 
-def begun_final(options: Options) -> tuple[bool, dict[str, Any] | None]:
+def final_so_far(options: Options) -> tuple[bool, dict[str, Any] | None]:
     """Return whether the final run has begun, and its result if it is finished. UserError if it is of another trial."""
     try:
         return so_far(options)
@@ -69,7 +69,7 @@ def with_the_trials(begun: Sequence[Mapping[str, Any]], trial: Options, final: O
         return "The trials had other clients (data, seed or clients.count differ): add a record's epsilons of both."
     own = planned_cost(build_loop(final))
     try:
-        promises = together([*costs, dataclasses.replace(own, chosen=own.chosen or chosen)])
+        promises = composed_costs([*costs, dataclasses.replace(own, chosen=own.chosen or chosen)]).values()
     except UserError as error:
         return f"The costs of the trials and of the run are not stated together: {error}"
     weakest = max(promises, key=lambda promise: promise.epsilon)

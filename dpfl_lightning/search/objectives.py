@@ -19,6 +19,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.lazy import LazyInputs, record_digests
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.dummy_data import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
@@ -26,9 +27,11 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.search.costs import Cost, planned_cost
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.scores import Measured, Outcome, check_scores, measured, reported
+from dpfl_lightning.search.space import PAID_FOR
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
 from dpfl_lightning.sets.distilled_set import DistilledSet
@@ -54,24 +57,24 @@ def objective(sweep: SweepOptions, options: Options, distilled: DistilledSet | N
 class ProxyObjective:
     """Trains new models on a distilled set or on public records, and scores them on public records or held-out parts.
 
-    `words` describes the objective, `digest` identifies the set, which the options do not determine, `card` is the
-    card of the set, or empty.
+    `words` describes the objective, `identity` what the options do not determine, `card` is that of the set, or empty.
 
     **Privacy** Post-processing of the set. Public records belong to no client.
     """
 
-    choice = ""
+    choice = caution = ""
 
     def __init__(self, sweep: SweepOptions, options: Options, distilled: DistilledSet | None) -> None:
         public = _public_of(options, distilled)
         self.card: Mapping[str, Any] = {} if distilled is None else distilled.card
         if distilled is None:
             assert public is not None  # for mypy: without a set there are public records
-            records, scored, self.digest = public.public_records(), None, ""
+            records, scored, digest = public.public_records(), None, ""
         else:
             records, scored = distilled.records, None if public is None else public.public_records()
             content = distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes()
-            self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+            digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        self.identity: Mapping[str, Any] = {"sweep.distilled": digest}
         of_population = int(records[1].max()) + 1 if public is None else public.num_classes
         num_classes = int(self.card.get("num_classes") or of_population)
         device = torch.device("cuda" if torch.cuda.is_available() and options.engine.device != "cpu" else "cpu")
@@ -216,15 +219,21 @@ class FederatedObjective:
 
     **Privacy** A private trial is planned, charged and noised like any run, with all its seeds before the first one.
     It is scored on public records. Your own data without public records are scored as by `fit`, on the test set or the
-    clients' held-out records, which no guarantee covers: `choice` says so.
+    clients' held-out records, which no guarantee covers: `choice` and `caution` say so.
     """
 
     def __init__(self, sweep: SweepOptions, options: Options) -> None:
         self._private, self._scores, self._seeds = sweep.objective == "private", sweep.scores, sweep.seeds
-        self.digest, self.card = "", dict[str, Any]()
+        self.card: Mapping[str, Any] = {}
         if self._private:
             _check_private(options)
         self.population, scored, self.choice = _scored_people(options, self._private)
+        people, same = self.population, self._private and self.population.public is None
+        self.identity: Mapping[str, Any] = {
+            f"training records of client {people.name_of(client)}": size
+            for client, size in enumerate(people.num_records)
+        }
+        self.caution = "these records also chose the trial, so the score is optimistic" if same else ""
         on = f"{sum(self.population.num_records):,} public records"
         on = "the clients' PRIVATE records, charged to them in full" if self._private else on
         runs = "a run" if self._seeds == 1 else f"{self._seeds} runs, one for each seed,"
@@ -284,6 +293,21 @@ def _scored_people(options: Options, private: bool) -> tuple[Population, str, st
     require(population.test is not None or held_out > 0, "data", "have records that score trials", "none", advice)
     choice = f"Scores on {on} choose: no guarantee covers this, and the score of the best trial on them is optimistic."
     return population, on, choice
+
+
+def check_public(of_trials: Population, of_run: Population) -> None:
+    """Raise UserError if public trials would have a record of the run's clients or of its test set."""
+    common = _digests(of_trials) & _digests(of_run)
+    must = "name data without records of the run, which are not public"
+    require(not common, "sweep.trials_with", must, f"{len(common)} records of it", PAID_FOR)
+
+
+def _digests(population: Population) -> set[bytes]:
+    test = [] if population.test is None else [population.test]
+    rows, x = torch.cat([*population.train_of, *population.held_out_of, *test]), population.x
+    lazy = isinstance(x, LazyInputs)
+    found = x.digests[rows].numpy() if lazy else record_digests(take(x, rows), population.y[rows], b"", size=16)
+    return set(map(bytes, found))
 
 
 Objective = ProxyObjective | FederatedObjective

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import AtLeastOne, Named
 from dpfl_lightning.config.per_client import Bound
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import require
 from dpfl_lightning.search.space import NEVER, below
 
@@ -29,31 +30,23 @@ class SweepOptions:
         space: dotted key of a run -> {choices: [a, b]}, {choices: {label: value}} (a value may be a mapping), or {low,
             high} with an optional step or log: true; whole-number bounds give whole numbers. An additional
             when: {key: value} searches this key only if a key above it has that value.
-        objective: set (the server trains new models on a set), public (the run on its public records, which are
-            distributed to its clients) or private (the run on its clients' records, a release of its own in every
-            trial, scored on public records; the report composes all of them). Your own data (data.class_path) are
-            public if trials_with names them; private trials on your own data are scored as by fit.
+        objective: set (the server trains new models on a set), public (the run on public records, which are divided
+            among its clients) or private (the run on its clients' records, a release of its own in every trial).
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
-            records. Models are scored on public records on which they were not trained; if there are none, on held-out
-            images of the set.
+            records.
         set_share: (objective set, instead of distilled) share in (0, 0.999] of each client's epsilon for a distilled
-            set, which the command makes first. Its --final run gets what is left: both together, composed, cost each
-            client at most privacy.epsilon. Keys that change what this run releases, such as clients.batch_size, cannot
-            be searched then.
+            set, which the command makes first. Its --final run gets what is left.
         set_with: (with set_share) dotted key -> value of the run that makes the set, such as rounds or
-            strategies.distillation.images_per_class; everything else is that of the run. For a set from one release:
-            {rounds: 1, strategies: {feature_means: {}}}.
+            strategies.distillation.images_per_class. For a set from one release: {rounds: 1, strategies:
+            {feature_means: {}}}.
         networks: (objective set) number of models per trial, from different initialisations, >= 1.
         training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
-        seeds: (objective public or private) number of runs per trial, >= 1: with the run's seed and the next ones, on
-            the same records. Scores are means over them.
+        seeds: (objective public or private) number of runs per trial, >= 1, whose scores are averaged.
         trials_with: dotted key -> value that applies to trials only, such as fewer rounds; best.yaml does not contain
-            it. It cannot make other records public, except your own: {data.init_args.df: public.csv} with objective
-            public.
-        scores: scores of a trial: accuracy, loss, any metric of evaluation.metrics (auroc is maximised, mae is
-            minimised), num_params (low), seconds (low). The first one selects best.yaml. Several scores give a Pareto
-            front.
+            it. With objective public it names your own public data: {data.init_args.df: public.csv}.
+        scores: accuracy, loss, any metric of evaluation.metrics, num_params, seconds. The first one selects best.yaml;
+            several give a Pareto front.
         trials: number of trials of the study, over all workers and restarts, >= 1.
         sampler: {name, options}. The default of its option seed is the run's seed.
         pruner: {name, options}; only with a single score that is known during a trial.
@@ -87,7 +80,7 @@ def check(sweep: SweepOptions) -> None:
     check_names("sweep.name", [] if sweep.name is None else [sweep.name])
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
     fits = len(set(sweep.scores)) == len(sweep.scores)
-    require(fits, "sweep.scores", "be different scores", sweep.scores)
+    require(fits, "sweep.scores", "be different scores", inline(list(sweep.scores)))
     pruner = sweep.pruner["name"]
     must = "be none if trials have several scores, because unfinished trials cannot be ranked by several scores"
     single = len(sweep.scores) == 1 or pruner == "none"

@@ -31,7 +31,14 @@ def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left:
 def counted(trials: Sequence[Trial]) -> str:
     """Return the number of trials by state."""
     states = Counter("repeated" if one.again else one.state for one in trials)
-    return ", ".join(f"{count} {state}" for state, count in states.items())
+    return ", ".join(f"{count} {state}" for state, count in states.items()) or "no trial ended"
+
+
+def ties(trials: Sequence[Trial]) -> list[str]:
+    """Return a line if all complete trials have the same scores."""
+    scores = [dict(one.scores) for one in trials if one.state == "complete"]
+    same = len(scores) > 1 and all(one == scores[0] for one in scores)
+    return [f"All {len(scores)} complete trials have the same scores, so they choose nothing."] if same else []
 
 
 def reasons(trials: Sequence[Trial]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.client.metrics import METRICS, higher_is_better
 from dpfl_lightning.models.tasks import TASKS, Task
 from dpfl_lightning.search.options import AT_THE_END
@@ -65,7 +65,7 @@ def directions(scores: Sequence[str]) -> dict[str, bool]:
     """
     known, better = [*_HIGHER, *METRICS], {}
     for name in scores:
-        require(name in known, "sweep.scores", f"be of {', '.join(known)}", name, nearest(name, known))
+        require_one_of(known, "sweep.scores", name)
         higher = _HIGHER[name] if name in _HIGHER else higher_is_better(name)
         advice = "Set `higher_is_better` of its torchmetrics class to True or False."
         require(higher is not None, "sweep.scores", "be metrics whose better direction is known", name, advice)

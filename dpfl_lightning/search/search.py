@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dpfl_lightning.build import so_far
+from dpfl_lightning.build import build_population, so_far
 from dpfl_lightning.config.options import FREE, Options, TrackingOptions
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
@@ -22,10 +22,10 @@ from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import shown
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search import report
-from dpfl_lightning.search.budget import Noted, SharedBudget
+from dpfl_lightning.search.budget import DescribedBy, SharedBudget
 from dpfl_lightning.search.costs import Cost, costs_of, details, headline, set_text, summary, table
-from dpfl_lightning.search.final import begun_final, with_the_set, with_the_trials
-from dpfl_lightning.search.objectives import Objective, objective
+from dpfl_lightning.search.final import final_so_far, with_the_set, with_the_trials
+from dpfl_lightning.search.objectives import FederatedObjective, Objective, check_public, objective
 from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.search.samplers import INDEPENDENT, pruner, sampler
 from dpfl_lightning.search.scores import directions, measured, reported
@@ -91,6 +91,9 @@ class Search:
         else:
             self._source = sweep.distilled
         self.objective = self._objective(self._distilled())
+        own = self.options.data.class_path is not None
+        if own and sweep.objective == "public" and isinstance(self.objective, FederatedObjective):
+            check_public(self.objective.population, build_population(self.options))
         self._check_builds(self.objective)
         self.folder.mkdir(parents=True, exist_ok=True)
         # Check the folder before opening the study, because another worker may start a trial in between.
@@ -119,7 +122,7 @@ class Search:
         print(shown(budget.words()), flush=True)
         if result is None or not (Path(str(made.output_dir)) / CARD).is_file():
             print(f"Making the distilled set in {made.output_dir}:", flush=True)
-            self._train(made, resume=begun, more=[Noted(budget.words())])
+            self._train(made, resume=begun, more=[DescribedBy(budget.words())])
 
     @staticmethod
     def _named(options: Options, name: str, **tags: str) -> Options:
@@ -151,7 +154,7 @@ class Search:
         search_options = dataclasses.asdict(self.sweep)
         return {
             **{f"sweep.{key}": value for key, value in search_options.items() if key not in _FREE},
-            "sweep.distilled": self.objective.digest,
+            **self.objective.identity,
             **{key: value for key, value in dataclasses.asdict(self.options).items() if key not in FREE},
         }
 
@@ -256,11 +259,38 @@ class Search:
 
         With `final`, also train the configuration of the best trial on the clients.
         """
+        lines, result = self._results()
+        print(shown("\n" + "\n".join(lines)))
+        if not (front := self.study.best()):
+            print("No trial is complete, so there is no best trial.", file=sys.stderr)
+            return 1
+        best, words = self._best(front[0]), "; ".join(filter(None, (self.objective.words, self.objective.caution)))
+        complete = sum(one.state == "complete" for one in self.study.trials())
+        self._write("best.yaml", report.best_yaml(best, front[0], str(self.sweep.name), complete, words))
+        print(f"Where to look next:\n  {self.folder}/best.yaml: configuration of the best trial, for fit")
+        print(f"  {self.folder}/result.json: results of every trial")
+        self._track_end(front[0], lines)
+        if final:
+            result["final"] = self._final(best)
+            added = [words for words in (result["final"][f"with_the_{part}"] for part in ("set", "trials")) if words]
+            result["guarantee"] += added
+            self._write("result.json", json.dumps(result, indent=2) + "\n")
+            self._track_end(front[0], [*lines, *added])
+        return 0
+
+    def stopped(self) -> None:
+        """Print what the trials so far cost, and write result.json."""
+        print(shown(self._results()[0][0]), flush=True)
+        if self.parent is not None:
+            self.tracking.stopped(self.parent)
+
+    def _results(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the lines of the report, and the content of result.json, which is written."""
         trials, front = self.study.trials(), self.study.best()
         cost = summary(costs_of(self.study.begun()))
         private = [] if cost is None else [headline(cost), details(cost, self.objective.choice)]
         lines = [" ".join([f"{self.sweep.name}: {report.counted(trials)}.", *private[:1]]), *report.reasons(trials)]
-        lines += [self.study.table()] if front else []
+        lines += [self.study.table(), *report.ties(trials)] if front else []
         of_set = [set_text(self.objective.card)] if self.objective.card else []
         of_set += [self.budget.words()] if self.budget is not None else []
         lines += [*private[1:], *([] if cost is None else table(cost)), *of_set]
@@ -272,25 +302,8 @@ class Search:
             "guarantee": [*([" ".join(private)] if private else []), *of_set],
             "trials": [report.as_dict(one) for one in trials],
         }
-        print(shown("\n" + "\n".join(lines)))
         self._write("result.json", json.dumps(result, indent=2) + "\n")
-        if not front:
-            print("No trial is complete, so there is no best trial.", file=sys.stderr)
-            return 1
-        best = self._best(front[0])
-        complete = sum(one.state == "complete" for one in trials)
-        text = report.best_yaml(best, front[0], str(self.sweep.name), complete, self.objective.words)
-        self._write("best.yaml", text)
-        print(f"Where to look next:\n  {self.folder}/best.yaml: configuration of the best trial, for fit")
-        print(f"  {self.folder}/result.json: results of every trial")
-        self._track_end(front[0], lines)
-        if final:
-            result["final"] = self._final(best)
-            added = [words for words in (result["final"][f"with_the_{part}"] for part in ("set", "trials")) if words]
-            result["guarantee"] += added
-            self._write("result.json", json.dumps(result, indent=2) + "\n")
-            self._track_end(front[0], [*lines, *added])
-        return 0
+        return lines, result
 
     def _best(self, trial: Trial) -> Options:
         """Return the configuration of the best trial for a run on the clients, with the budget that is left for it."""
@@ -315,14 +328,16 @@ class Search:
         folder = self.folder / "final"
         final = dataclasses.replace(best, output_dir=str(folder))
         final = self._named(final, "final", **({} if self.parent is None else {"mlflow.parentRunId": self.parent}))
-        begun, result = begun_final(final)
+        begun, result = final_so_far(final)
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         if result is None:
-            more = [] if self.budget is None else [Noted(self.budget.words())]
+            more = [] if self.budget is None else [DescribedBy(self.budget.words())]
             result = self._train(final, resume=begun, more=more).as_dict()
         scores = measured(result["test_accuracy"], result["test_loss"], result["test_metrics"])
         of_run = [report.score_text(name, value) for name in self.directions if (value := scores.get(name)) is not None]
         on = "the test set" if result["test_set"] else "held-out records (mean over clients)"
+        caution = self.objective.caution or None
+        on += "" if caution is None else f": {caution}"
         print(shown(f"Final {', '.join(of_run) or 'run'} on {on}. {result['guarantee']}"))
         chosen = self._changes_releases
         of_set = with_the_set(self._source, self.objective.card, final, chosen)
@@ -330,4 +345,4 @@ class Search:
         for words in filter(None, (of_set, of_trials)):
             print(shown(words))
         summary = {name: result[name] for name in ("test_accuracy", "test_loss", "test_metrics", "guarantee")}
-        return {**summary, "with_the_set": of_set, "with_the_trials": of_trials}
+        return {**summary, "caution": caution, "with_the_set": of_set, "with_the_trials": of_trials}

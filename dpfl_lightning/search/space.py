@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.load import with_values
 from dpfl_lightning.config.options import OWN_DATA, Options
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import nearest, require
 
 _SIMPLE = (bool, int, float, str, type(None))
@@ -30,6 +32,7 @@ _WHY = {
     "public": "A search cannot choose the data, nor how the run is executed and reported.",
     "private": "The cost of every trial must be known before the first one.",
 }
+PAID_FOR = "Or search on the clients' records, at a cost: --sweep.objective private."
 #: options of `data` that determine which records are public; partition and seed do not
 _PUBLIC = ("name", "folder", "public_records", "use_public", *OWN_DATA)
 
@@ -153,7 +156,7 @@ def _needed(dimension: Dimension, dimensions: Mapping[str, Dimension]) -> dict[s
 def check_trials_with(options: Options, more: Mapping[str, Any], objective: str) -> None:
     """Raise UserError unless trials, which have the values `more`, have the same public records as the run.
 
-    The user's own data have none, so that a public search names them: as other data of the trials.
+    The user's own data have none: a public search names other data for its trials, which share no file with the run.
 
     **Privacy** Searching on public records is free only because no client of the later run holds them.
     """
@@ -161,13 +164,21 @@ def check_trials_with(options: Options, more: Mapping[str, Any], objective: str)
     if run_data.class_path is not None and objective == "public":
         other = (trial_data.class_path, trial_data.init_args) != (run_data.class_path, run_data.init_args)
         must = "name public data of your own with objective public, such as {data.init_args.df: public.csv}"
-        advice = "Or search on the clients' records, at a cost: --sweep.objective private."
-        require(trial_data.class_path is not None and other, "sweep.trials_with", must, dict(more), advice)
+        require(trial_data.class_path is not None and other, "sweep.trials_with", must, inline(dict(more)), PAID_FOR)
+        shared = ", ".join(_files(trial_data.init_args) & _files(run_data.init_args))
+        must = "replace each file of the run's data with objective public, such as {data.init_args.test: null}"
+        require(not shared, "sweep.trials_with", must, shared, PAID_FOR)
         return
     for name in _PUBLIC:
         expected, got = getattr(run_data, name), getattr(trial_data, name)
         advice = f"Clients of the run hold records that would be public only in trials: set data.{name} for both."
-        require(got == expected, f"sweep.trials_with.data.{name}", f"be that of the run, {expected!r}", got, advice)
+        key, must = f"sweep.trials_with.data.{name}", f"be that of the run, {inline(expected)}"
+        require(got == expected, key, must, inline(got), advice)
+
+
+def _files(arguments: Mapping[str, Any] | None) -> set[str]:
+    texts = [value for value in (arguments or {}).values() if isinstance(value, str)]
+    return {str(Path(text).resolve()) for text in texts if Path(text).is_file()}
 
 
 # ---- one key

@@ -14,6 +14,7 @@ from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.scores import directions
@@ -102,9 +103,9 @@ def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
         return True
     for key in {**stored, **wanted}:
         same = stored.get(key) == wanted.get(key)
-        must = f"be the same as in study {study.study_name} of that storage ({stored.get(key)!r})"
+        must = f"be the same as in study {study.study_name} of that storage ({inline(stored.get(key))})"
         advice = "Its trials cannot be compared with new ones. Choose another --output_dir or sweep.storage."
-        require(same, key, must, wanted.get(key), advice)
+        require(same, key, must, inline(wanted.get(key)), advice)
     return False
 
 

@@ -99,7 +99,7 @@ class Study:
         self._on_end = on_end
         vouched: set[int] = set()
         while True:
-            while self._left() > 0 or self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            while self._left() > 0:
                 self._one_trial(act)
             running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
             if not running:
@@ -131,8 +131,7 @@ class Study:
 
     def _scores(self, trial: Running, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = trial.number
-        repeats = Retry.retried_trial_number(self._study.trials[trial.number]) is not None
-        if not repeats and self._left(trial.number) < 0:  # two workers took the last trial at once: this one is not run
+        if self._left(trial.number) < 0:  # several workers took the last trial at once: this one is not run
             trial.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
@@ -167,12 +166,13 @@ class Study:
         return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """Return how many trials up to number `last` must still begin. A repeated trial counts once.
+        """Return how many trials are wanted beside those up to number `last` that run or ended and are not repeated.
 
         Optuna's `MaxTrialsCallback` counts after a trial: several workers would begin, and charge, too many.
         """
-        begun = [trial for trial in self._known() if trial.number <= last and trial.state != TrialState.WAITING]
-        return self.wanted - sum(Retry.retried_trial_number(trial) is None for trial in begun)
+        trials = [trial for trial in self._known() if trial.number <= last]
+        again = _repeated(trials)
+        return self.wanted - sum(trial.state != TrialState.WAITING and trial.number not in again for trial in trials)
 
     # -- results
 

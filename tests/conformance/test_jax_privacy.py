@@ -6,13 +6,28 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 from conformance.adapters import Replaced, loaded, unpacked
-from privacy.test_audit import hull
 from scipy.stats import norm
 
 from dpfl_lightning.auditing import bounds
 from dpfl_lightning.privacy.accounting.accountant import gaussian_epsilon
 
 pytestmark = pytest.mark.e2e
+
+
+def hull(inside: np.ndarray, outside: np.ndarray) -> list[tuple[int, int]]:
+    """Guess "in" at or above each threshold of the ROC curve's upper hull: (guesses, right ones)."""
+    thresholds = np.append(np.union1d(inside, outside), np.inf)
+    points = np.stack([np.searchsorted(np.sort(one), thresholds) for one in (inside, outside)], axis=1)
+    kept: list[np.ndarray] = []
+    for point in points:
+        while len(kept) > 1 and not turns_right(kept[-2], kept[-1], point):
+            kept.pop()
+        kept.append(point)
+    return [(len(inside) + len(outside) - int(p.sum()), len(inside) - int(p[0])) for p in kept]
+
+
+def turns_right(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> bool:
+    return (b[0] - a[0]) * (c[1] - b[1]) < (b[1] - a[1]) * (c[0] - b[0])
 
 
 def library_tests() -> ModuleType:

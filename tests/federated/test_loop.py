@@ -14,8 +14,11 @@ from dpfl_lightning.federated.messages import update
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
+
+PROXIMAL, WATCHING = FedProx(), Callback()
 
 
 def a_strategy(**members):
@@ -301,6 +304,12 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
         ({"privacy": {"epsilon": 2.0}}, "`privacy` must be PrivacyOptions, got .* Write PrivacyOptions"),
         ({"strategies": ["fedprox"]}, "Strategy, got 'fedprox'. Write strategies=dpfl_lightning.strategies.build"),
         ({"strategies": [Uniform]}, r"Write Uniform\(...\)\."),
+        (
+            {"callbacks": [Uniform]},
+            r"must hold instances of Callback or Strategy, .*Write Uniform\(...\)\.",
+        ),
+        ({"strategies": [PROXIMAL], "callbacks": [PROXIMAL]}, "hold each object once, because it would act twice"),
+        ({"callbacks": [WATCHING, WATCHING]}, "hold each object once, because it would act twice, got 'Callback'"),
         ({"strategies": Uniform()}, "`strategies` must be a list of strategies"),
         ({"engine": "quick"}, "`engine` must be one of fast, serial"),
         ({"population": [1]}, "`population` must be a Population, got 'list'"),

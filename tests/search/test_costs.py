@@ -10,7 +10,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, NonPrivateEvent
-from dpfl_lightning.search.costs import Cost, costs_of, details, headline, set_text, summary, together
+from dpfl_lightning.search.costs import Cost, composed_costs, costs_of, details, headline, set_text, summary
 
 PLD = get_accountant("pld")
 
@@ -27,7 +27,7 @@ def trial(batch_size: int = 100, rounds: int = 10, **changed) -> Cost:
 
 
 def epsilon(*costs: Cost) -> float:
-    (promise,) = together(costs)
+    (promise,) = composed_costs(costs).values()
     return promise.epsilon
 
 
@@ -51,9 +51,31 @@ def test_trials_of_other_batch_sizes_and_rounds_are_composed_by_all_their_releas
     assert 1 < epsilon(*different) < 3
 
 
+def many(*names: str, **noise_of: float) -> Cost:
+    """A run of several clients by name."""
+    events = tuple((GaussianEvent(1.0, noise_of[name]),) for name in names)
+    return Cost((1.0,) * len(names), (1e-5,) * len(names), events, names=names)
+
+
+def test_clients_are_composed_by_name_whatever_their_number():
+    runs = many("lyon", "oslo", lyon=20.0, oslo=90.0), many("bergen", "oslo", "lyon", bergen=5.0, oslo=80.0, lyon=30.0)
+    noises = {"lyon": (20.0, 30.0), "oslo": (90.0, 80.0), "bergen": (5.0,)}
+    expected = {name: PLD.epsilon([GaussianEvent(1.0, one) for one in all_], 1e-5) for name, all_ in noises.items()}
+    assert {name: promise.epsilon for name, promise in composed_costs(runs).items()} == expected
+    total = total_cost(*runs)
+    assert dict(zip(total["names"], total["epsilon"], strict=True)) == expected
+
+
+@pytest.mark.parametrize("names", [(), ("lyon", "oslo")])
+def test_other_clients_without_names_are_refused(names):
+    events = ((GaussianEvent(1.0, 9.0),),) * 2
+    with pytest.raises(UserError, match="`clients` must be as many in all runs, or have names in each, got '1, 2'"):
+        composed_costs([trial(), Cost((1.0,) * 2, (1e-5,) * 2, events, names=names)])
+
+
 def test_releases_that_results_chose_are_added_to_what_is_composed():
     fixed, chosen = [trial(10), trial(20)], [trial(10, chosen=True), trial(20, chosen=True)]
-    (promise,) = together([*fixed, *chosen])
+    (promise,) = composed_costs([*fixed, *chosen]).values()
     assert promise.epsilon == pytest.approx(epsilon(*fixed) + 2, abs=2e-6) and promise.epsilon >= epsilon(*fixed) + 2
     assert promise.delta == pytest.approx(3e-5)
     assert "and addition of the budgets of 2 runs (results of earlier runs chose its releases" in promise.accountant
@@ -63,13 +85,13 @@ def test_releases_that_results_chose_are_added_to_what_is_composed():
 @pytest.mark.parametrize("changed", [{"accountant": "rdp"}, {"adjacency": "replace_one"}])
 def test_runs_of_another_accountant_or_adjacency_are_refused(changed):
     with pytest.raises(UserError, match=rf"`privacy\.{next(iter(changed))}` must be the same for runs"):
-        together([trial(), trial(**changed)])
+        composed_costs([trial(), trial(**changed)])
 
 
 def test_pure_epsilons_add_up_and_nothing_bounds_a_release_without_noise():
     assert epsilon(*[cost(LaplaceEvent(4.0, 2), delta=0.0, epsilon=0.5)] * 3) == 1.5
     leak = cost(GaussianEvent(1.0, 2.0), NonPrivateEvent("true losses"), epsilon=None)
-    (promise,) = together([trial(), leak])
+    (promise,) = composed_costs([trial(), leak]).values()
     assert math.isinf(promise.epsilon) and promise.words().startswith("No differential privacy per record: true losses")
     assert math.isinf(epsilon(trial(), dataclasses.replace(leak, chosen=True)))
 
@@ -86,7 +108,7 @@ def test_a_trial_that_died_counts_with_everything_it_planned_and_caveats_are_nam
 
 
 def test_the_headline_holds_for_every_client():
-    total = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "names": [], "runs": 2, "composed": True}
+    total = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "names": ["0", "1"], "runs": 2, "composed": True}
     words = headline(total)
     assert words.startswith("PRIVATE: all trials (2 runs) together")
     assert "at most epsilon 4 at delta 0.002 (client 1 has the largest epsilon; composed)" in words

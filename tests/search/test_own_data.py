@@ -9,6 +9,8 @@ import yaml
 
 from dpfl_lightning.config.load import load
 from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.runtime.text import at_most
+from dpfl_lightning.search.objectives import FederatedObjective
 from dpfl_lightning.sweep import main as sweep
 
 RAW = {
@@ -29,6 +31,11 @@ OF_LABEL = {
 }
 
 
+def PUBLIC_WITH(name: str, value) -> dict:
+    """A public search whose trials have another argument of the run's data."""
+    return {"objective": "public", "trials_with": {f"data.init_args.{name}": value}}
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with records of three hospitals, 20 public ones, and 30 for tests."""
@@ -37,7 +44,8 @@ def place(tmp_path, monkeypatch):
     frame["crp"] = rng.normal(0, 1, 350)
     frame["ill"] = np.where(frame["age"] + rng.normal(0, 10, 350) > 55, "yes", "no")
     frame["days"] = (0.1 * frame["age"] + rng.normal(0, 1, 350)).round(2)
-    for name, rows in {"patients": slice(0, 300), "public": slice(300, 320), "test": slice(320, 350)}.items():
+    of_file = {"patients": slice(0, 300), "public": slice(300, 320), "test": slice(320, 350)}
+    for name, rows in {**of_file, "copy": of_file["patients"]}.items():
         frame[rows].to_csv(tmp_path / f"{name}.csv", index=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -94,6 +102,67 @@ def test_a_test_set_scores_trials_if_there_is_one(place, capsys):
     assert "scored on 30 test records." in capsys.readouterr().out
 
 
+def test_a_stopped_search_says_what_its_trials_cost(place, capsys, monkeypatch):
+    usual, more = FederatedObjective.__call__, ["--rounds", "1", "--sweep.sampler", "{name: random}"]
+
+    def stopped(self, options, folder, *hooks):
+        outcome = usual(self, options, folder, *hooks)
+        if folder.name == "1":
+            raise KeyboardInterrupt
+        return outcome
+
+    monkeypatch.setattr(FederatedObjective, "__call__", stopped)
+    assert sweep(words("ill", *more, seeds=1, trials=3)) == 130
+    out, err = capsys.readouterr()
+    ledgers = sorted(place.rglob("ledger.jsonl"))
+    cost = result_of(place)["cost"]
+    assert cost["epsilon"] == [account.epsilon for account in read(ledgers).accounts] and cost["runs"] == 2
+    (line,) = [line for line in out.splitlines() if line.startswith("search: 1 complete, 1 repeated. PRIVATE: ")]
+    assert f"at most epsilon {at_most(max(cost['epsilon']))} at delta" in line
+    assert "The same command resumes the search" in err
+
+
+def test_the_final_score_is_optimistic_where_the_same_records_chose(place, capsys):
+    assert sweep(words("ill", "--rounds", "1", "--final", trials=1, seeds=1)) == 0
+    words_of_score = "the score is optimistic"
+    assert words_of_score in result_of(place)["final"]["caution"]
+    head = (place / "out" / "best.yaml").read_text().partition("\ndata:")[0]
+    assert words_of_score in head.replace("\n# ", " ")
+    final = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Final auroc "))
+    assert words_of_score in final
+    public = {"data.init_args.df": "public.csv", "clients.batch_size": None}
+    more = ["--rounds", "1", "--final", "--output_dir", "free"]
+    assert sweep(words("ill", *more, objective="public", scores=["accuracy"], trials_with=public, trials=1)) == 0
+    assert words_of_score not in capsys.readouterr().out
+    assert json.loads((place / "free" / "result.json").read_text())["final"]["caution"] is None
+
+
+def _added(frame):
+    return pd.concat([frame, frame[:40].assign(hospital="dublin")])
+
+
+@pytest.mark.parametrize(
+    ("change", "client"),
+    [
+        (_added, "dublin"),
+        (lambda frame: frame[frame["hospital"] != "lyon"], "lyon"),
+        (lambda frame: frame.replace({"hospital": {"lyon": "nice"}}), "lyon"),
+        (lambda frame: frame[frame.index != frame.index[frame["hospital"] == "berlin"][0]], "berlin"),
+    ],
+    ids=["added", "removed", "renamed", "one record less"],
+)
+def test_a_resumed_search_has_the_clients_with_which_it_began(change, client, place, capsys):
+    """Otherwise their releases would be composed with those of others."""
+    more = "--rounds", "1", "--privacy.epsilon", "2"
+    assert sweep(words("ill", *more, trials=1, seeds=1)) == 0
+    change(pd.read_csv("patients.csv")).to_csv("patients.csv", index=False)
+    before = sorted(place.rglob("ledger.jsonl"))
+    assert sweep(words("ill", *more, trials=2, seeds=1)) == 2
+    error = capsys.readouterr().err
+    assert f"`training records of client {client}` must be the same as in study search" in error
+    assert sorted(place.rglob("ledger.jsonl")) == before
+
+
 def test_a_public_table_is_searched_at_no_cost(place, capsys):
     in_trials = {"data.init_args.df": "public.csv", "clients.batch_size": None}
     assert sweep(words("days", "--rounds", "1", objective="public", trials_with=in_trials, trials=1, seeds=1)) == 0
@@ -106,10 +175,20 @@ def test_a_public_table_is_searched_at_no_cost(place, capsys):
 @pytest.mark.parametrize(
     ("label", "changed", "more", "expected"),
     [
+        # other arguments of the same table, a copy of it, and the run's test set
+        ("ill", PUBLIC_WITH("held_out", 0.3), [], ["must replace each file", "patients.csv"]),
+        ("ill", PUBLIC_WITH("df", "copy.csv"), [], ["`sweep.trials_with` must name data", "300 records"]),
+        ("ill", PUBLIC_WITH("df", "public.csv"), ["--data.init_args.test", "test.csv"], ["must replace", "test.csv"]),
+        ("ill", {"scores": ["auroc", "auroc"]}, [], ["`sweep.scores` must be different scores, got '[auroc, auroc]'"]),
         ("ill", {"scores": ["mae"]}, [], ["`sweep.scores` must be scores of task binary", "auroc", "got 'mae'"]),
         ("days", {"scores": ["accuracy"]}, [], ["`sweep.scores` must be scores of task regression", "got 'accuracy'"]),
-        ("ill", {"scores": ["aurok"]}, [], ["`sweep.scores`", "Did you mean `auroc`"]),
-        ("ill", {"objective": "public"}, [], ["`sweep.trials_with` must name public data", "--sweep.objective priv"]),
+        ("ill", {"scores": ["aurok"]}, [], ["`sweep.scores` must be one of accuracy", "Did you mean `auroc`"]),
+        (
+            "ill",
+            {"objective": "public"},
+            [],
+            ["`sweep.trials_with` must name public data", "--sweep.objective private"],
+        ),
         ("ill", {"trials_with": {"data.init_args.df": "public.csv"}}, [], ["`sweep.trials_with.data.init_args`"]),
         ("ill", {"objective": "set"}, [], ["`sweep.seeds` must be left out with objective set", "sweep.networks"]),
         ("ill", {}, ["--data.init_args.held_out", "0"], ["`data` must have records that score trials"]),

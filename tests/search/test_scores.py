@@ -17,7 +17,7 @@ def test_every_metric_of_a_run_has_a_direction():
 
 
 def test_an_unknown_score_or_direction_is_refused_with_the_way_out(monkeypatch):
-    with pytest.raises(UserError, match=r"`sweep\.scores` must be of accuracy, .*'aurok'\. Did you mean `auroc`"):
+    with pytest.raises(UserError, match=r"`sweep\.scores` must be one of accuracy, .*'aurok'\. Did you mean `auroc`"):
         directions(["aurok"])
     monkeypatch.setitem(metrics.METRICS, "gini", metrics.Metric(("binary",), lambda task, num: MeanMetric()))
     with pytest.raises(UserError, match=r"direction is known, got 'gini'\. Set `higher_is_better`"):

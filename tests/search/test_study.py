@@ -169,7 +169,7 @@ def test_a_storage_that_does_not_answer_is_named_without_its_password():
 
 def test_a_study_that_searches_something_else_is_refused(url):
     study(url)
-    with pytest.raises(UserError, match=r"`rounds` must be the same as in study s of that storage \(1\), got 2"):
+    with pytest.raises(UserError, match=r"`rounds` must be the same as in study s of that storage \(1\), got '2'"):
         study(url, identity={"rounds": 2})
     other = optuna.create_study(storage=url, study_name="other")
     other.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
@@ -193,6 +193,18 @@ def test_ctrl_c_loses_no_trial(url):
     assert Counter(trial.state for trial in resumed.trials()) == {"complete": 4, "failed": 1}
     stopped, again = resumed.trials()[1:3]
     assert stopped.again and stopped.reason == "stopped by Ctrl-C" and again.found == stopped.found
+
+
+def test_a_stopped_trial_is_not_repeated_if_the_others_are_enough(url):
+    def act(running):
+        if running.number == 2:
+            raise KeyboardInterrupt
+        return width(running)
+
+    with pytest.raises(KeyboardInterrupt):
+        work(study(url), act)
+    assert work(study(url, trials=2)) == []
+    assert [trial.number for trial in work(study(url, trials=3))] == [3]
 
 
 def test_concurrent_workers_take_each_trial_once(url):

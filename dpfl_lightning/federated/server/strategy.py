@@ -155,10 +155,10 @@ _REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state
 
 
 def _way_out(given: object) -> str:
-    """Return what to write instead of something in `strategies` that is no strategy."""
+    """Return what to write instead of something that is no strategy and no callback."""
     if isinstance(given, str):
         return f'Write strategies=dpfl_lightning.strategies.build({{"{given}": {{}}}}), or import its class.'
-    return f"Write {given.__name__}(...)." if isinstance(given, type) else "Pass callbacks as `callbacks`."
+    return f"Write {given.__name__}(...)." if isinstance(given, type) else ""
 
 
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
@@ -166,17 +166,16 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
     strategies, callbacks = list(strategies), list(callbacks)
     for strategy in strategies:
         kind = type(strategy).__name__
-        require(
-            isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", strategy, _way_out(strategy)
-        )
+        advice = _way_out(strategy) or "Pass callbacks as `callbacks`."
+        require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", strategy, advice)
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
         require_one_of(("base", "correction", "mask", "route"), f"{kind}.role", strategy.role)
         declared = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
         must = "be overridden by a strategy that overrides `combine`"
         require(declared, f"{kind}.needs_updates", must, "the default")
     for callback in callbacks:
-        kind = type(callback).__name__
-        require(isinstance(callback, Callback), "callbacks", "hold instances of Callback or Strategy", kind)
+        must = "hold instances of Callback or Strategy"
+        require(isinstance(callback, Callback), "callbacks", must, callback, _way_out(callback))
         _check_names(callback, _WATCHING)
     bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
@@ -205,6 +204,9 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
     for first, second in itertools.combinations(strategies, 2):
         kind, must = type(first).__name__, f"name {type(second).__name__} before strategies that pull to a model"
         require(not (first.pulls and second.before_pulls), "strategies", must, f"it after {kind}", "Exchange them.")
+    for part, same in itertools.combinations([*strategies, *callbacks], 2):
+        must = "hold each object once, because it would act twice"
+        require(part is not same, "strategies and callbacks", must, type(part).__name__)
     return strategies, callbacks
 
 

@@ -46,7 +46,7 @@ class VerifiedLedger:
 class Composed:
     """Ledgers, their combined header, and the account, the events and the guarantee of each client in them.
 
-    `matched` says how clients of several ledgers were recognised: "name", "digest", or "nothing", see `read`.
+    `matched` says how clients of several ledgers were recognised: "name" or "nothing", see `read`.
     """
 
     ledgers: tuple[VerifiedLedger, ...]
@@ -93,9 +93,11 @@ class _Row:
 
 def ledger_of(folder: str | Path) -> Path:
     """Return the ledger in a run's folder, or the file itself. Raises UserError if there is no such file."""
-    path = Path(folder)
-    path = path / "ledger.jsonl" if path.is_dir() else path
-    require(path.is_file(), "RUN", "be a ledger, or the folder of a run", str(path), "For example runs/digits.")
+    path = Path(folder) / "ledger.jsonl" if Path(folder).is_dir() else Path(folder)
+    if not path.is_file():
+        runs = sorted(str(one.parent) for one in Path(folder).rglob("ledger.jsonl"))
+        advice = f"Name the folders of its runs: {', '.join(runs)}." if runs else "For example runs/digits."
+        require(False, "RUN", "be a ledger, or the folder of a run", str(folder), advice)
     return path
 
 
@@ -104,9 +106,9 @@ def read(
 ) -> Composed:
     """Verify ledgers and compose the events of each client in them. It only reads: a run may be writing one of them.
 
-    Clients of several ledgers are the same if they have the same name, or, without names, if both ledgers have the same
-    keyed digests of records. Otherwise anybody may be in all of them under any number: one account then holds
-    the worst combination, unless the caller knows that all runs divided `one_population` in the same way. `accountant`
+    Clients of several ledgers are the same if they have the same name. If not all ledgers name their clients, anybody
+    may be in all of them under any number: one account then holds the worst combination, unless the caller knows that
+    all runs divided `one_population` in the same way. `accountant`
     and `delta` (of every client, in (0, 1)) replace those of the headers; otherwise a client's largest delta counts.
     Raises UserError if a ledger and its head disagree.
     """
@@ -165,13 +167,9 @@ def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool) -> tuple[str,
     if len(ledgers) == 1:
         return "name", each[0]
     identities = [ledger.verified.header.identity for ledger in ledgers]
-    names = [identity.get("names") or [] for identity in identities]
-    digests = [identity.get("records") or [] for identity in identities]
-    if all(names) or one_population:
-        return "name", _joined([[row.client for row in rows] for rows in each], each)
-    same = len({frozenset(one) for one in digests}) == 1
-    if same and not any(names) and all(len({*one}) == len(rows) for one, rows in zip(digests, each, strict=True)):
-        return "digest", _joined(digests, each)
+    same = one_population and len({tuple(row.client for row in rows) for rows in each}) == 1
+    if same or all(identity.get("names") for identity in identities):
+        return "name", _joined(each)
     different = [list({(row.events, row.delta): row for row in rows}.values()) for rows in each]
     count, advice = math.prod(map(len, different)), "Give the clients names in their data."
     require(count <= _MOST_COMBINATIONS, "RUN", "be runs whose clients have names", f"{count} combinations", advice)
@@ -185,12 +183,11 @@ def _rows_of(ledger: VerifiedLedger) -> list[_Row]:
     return [_Row(header.name_of(client), *values) for client, values in enumerate(zip(*columns, strict=True))]
 
 
-def _joined(keys: Sequence[Sequence[str]], each: Sequence[Sequence[_Row]]) -> list[_Row]:
-    """Add up the rows with the same key."""
+def _joined(each: Sequence[Sequence[_Row]]) -> list[_Row]:
+    """Add up the rows of the same client."""
     known: dict[str, _Row] = {}
-    for names, rows in zip(keys, each, strict=True):
-        for name, row in zip(names, rows, strict=True):
-            known[name] = known[name] + row if name in known else row
+    for row in itertools.chain(*each):
+        known[row.client] = known[row.client] + row if row.client in known else row
     return list(known.values())
 
 

@@ -17,7 +17,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.runtime.text import markdown
-from dpfl_lightning.search.budget import Rest, SharedBudget
+from dpfl_lightning.search.budget import RemainingBudget, SharedBudget
 from dpfl_lightning.search.costs import planned_cost
 from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
@@ -66,7 +66,7 @@ def private_trials(context: CellContext) -> Content:
     of_trial = {"rounds": TRIAL_ROUNDS, "privacy.epsilon": SHARE_OF_TRIAL * options.privacy.epsilon}
     loop = build_loop(trial := with_values(options, of_trial, "by the study"), (), population)
     cost = planned_cost(loop)  # the same of every candidate
-    rest = Rest(options, population, [_times(TRIALS, one) for one in loop.schedule.clients], [cost] * TRIALS)
+    rest = RemainingBudget(options, population, [_times(TRIALS, one) for one in loop.schedule.clients], [cost] * TRIALS)
     tried, scores = random.Random(options.seed).sample(CANDIDATES, TRIALS), []
     for number, values in enumerate(tried):
         candidate = with_values(trial, values, "by the study")
@@ -116,7 +116,7 @@ def _final(
     tried: Sequence[Values],
     scores: Sequence[float],
     folder: Path,
-    rest: Rest | None = None,
+    rest: RemainingBudget | None = None,
     values: Values | None = None,
 ) -> Content:
     """Make the final run of the best candidate, with what is left of the budget, and return the content of the cell."""
