@@ -39,7 +39,7 @@ class Command:
     def __init__(self, url: str, folder: Path, data: Path) -> None:
         self.folder, self._output = folder, folder.with_suffix(".txt")
         # a trial takes seconds, so that a command can be killed in one
-        words = f"--sweep.trials {TRIALS} --sweep.heartbeat_seconds 1 --sweep.training.epochs 10".split()
+        words = f"--sweep.trials {TRIALS} --sweep.heartbeat_seconds 1 --sweep.training.epochs 40".split()
         words += ["--sweep.storage", url, "--output_dir", str(folder)]
         line = [sys.executable, "-m", "dpfl_lightning.sweep", *shrunken(FILE, data), *words]
         environment = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
