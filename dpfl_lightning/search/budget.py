@@ -21,7 +21,7 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.runtime.text import at_most
+from dpfl_lightning.runtime.text import at_least, at_most
 from dpfl_lightning.search.costs import Cost, composed_costs, planned_cost
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.sets.distilled_set import DistilledSet
@@ -61,7 +61,7 @@ class RemainingBudget:
         require(all(alone[trains] > 0), "sweep.set_share", must, "nothing", "Set a smaller share.")
         left = [float(epsilon) if one else budget for epsilon, budget, one in zip(alone, budgets, trains, strict=True)]
         for number in range(_MOST_PLANS):
-            self.epsilon = tuple(map(_rounded_down, left))
+            self.epsilon = tuple(float(at_least(epsilon, 5)) for epsilon in left)
             self._cost = self._cost_of(options)
             self.promises = tuple(composed_costs([*costs, self._cost]).values())
             over = [one.epsilon > budget for one, budget in zip(self.promises, budgets, strict=True)]
@@ -176,13 +176,3 @@ def _fixed_cost(loop: FederatedLoop) -> Cost:
     leaks = [event.leak for event in itertools.chain(*cost.events) if not event.private]
     require(not leaks, "sweep.set_share", must, "; ".join(dict.fromkeys(leaks)))
     return cost
-
-
-def _rounded_down(epsilon: float) -> float:
-    """Return five digits.
-
-    >>> _rounded_down(1.2345678), _rounded_down(0.01)
-    (1.2345, 0.01)
-    """
-    decimals = 4 - math.floor(math.log10(epsilon))
-    return math.floor(epsilon * 10**decimals * (1 + 1e-12)) / 10**decimals

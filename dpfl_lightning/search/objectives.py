@@ -228,11 +228,9 @@ class FederatedObjective:
         if self._private:
             _check_private(options)
         self.population, scored, self.choice = _scored_people(options, self._private)
-        people, same = self.population, self._private and self.population.public is None
-        self.identity: Mapping[str, Any] = {
-            f"training records of client {people.name_of(client)}": size
-            for client, size in enumerate(people.num_records)
-        }
+        same, name_of = self._private and self.population.public is None, self.population.name_of
+        sizes = enumerate(self.population.num_records)
+        self.identity: Mapping[str, Any] = {f"training records of client {name_of(k)}": size for k, size in sizes}
         self.caution = "these records also chose the trial, so the score is optimistic" if same else ""
         on = f"{sum(self.population.num_records):,} public records"
         on = "the clients' PRIVATE records, charged to them in full" if self._private else on

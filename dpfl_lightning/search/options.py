@@ -36,9 +36,8 @@ class SweepOptions:
             records.
         set_share: (objective set, instead of distilled) share in (0, 0.999] of each client's epsilon for a distilled
             set, which the command makes first. Its --final run gets what is left.
-        set_with: (with set_share) dotted key -> value of the run that makes the set, such as rounds or
-            strategies.distillation.images_per_class. For a set from one release: {rounds: 1, strategies:
-            {feature_means: {}}}.
+        set_with: (with set_share) dotted key -> value of the run that makes the set. For a set from one release:
+            {rounds: 1, strategies: {feature_means: {}}}.
         networks: (objective set) number of models per trial, from different initialisations, >= 1.
         training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.

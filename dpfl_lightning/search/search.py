@@ -68,18 +68,14 @@ class Search:
             must = "have no ?, # or % in its name if it holds the database"
             require(plain, "output_dir", must, str(self.folder), advice)
             url = f"sqlite:///{self.folder / 'study.db'}"
-            if others := study_names(self.folder / "study.db") - {str(sweep.name)}:
-                must, advice = (
-                    "be the folder of one study",
-                    "Its best.yaml would be lost. Choose another --output_dir.",
-                )
-                require(False, "output_dir", must, f"{self.folder}, which has study {min(others)}", advice)
+            others = study_names(self.folder / "study.db") - {str(sweep.name)}
+            got, advice = f"{self.folder}, which has study {min(others, default='')}", "Choose another --output_dir."
+            advice = f"Its best.yaml would be lost. {advice}"
+            require(not others, "output_dir", "be the folder of one study", got, advice)
         self._url = without_password(url)
         self.budget: SharedBudget | None = None
         if sweep.set_share is not None:
-            must = (
-                "be left out with sweep.set_share: the releases of the final run must be known before the set is made"
-            )
+            must = "be left out with sweep.set_share: releases of the final run must be known before the set is made"
             for key in sweep.space:
                 known = not changes_releases([key], self.options.strategies)
                 require(known, f"sweep.space.{key}", must, sweep.space[key])

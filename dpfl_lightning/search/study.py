@@ -59,9 +59,8 @@ class Study:
 
     Args:
         identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
-        seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study draws with it;
-            others draw with other seeds to avoid repeating trials. For a grid or a sequence (qmc), all workers continue
-            the order that follows from it.
+        seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study draws with it, so
+            that others do not repeat its trials. All continue its order of a grid or a sequence (qmc).
         first: whether this is the first worker on this machine.
     """
 
