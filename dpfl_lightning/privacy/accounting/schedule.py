@@ -12,7 +12,7 @@ from scipy.optimize import elementwise
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import NoisedEvent, Release
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, Release, noised_steps
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.runtime.text import at_most
 
@@ -155,7 +155,7 @@ def _smallest_noise(
     unsolved = [
         (place, i)
         for place, i in enumerate(bounded)
-        if any(line.unsolved and line.count * line.event.noised_steps for line in schedules[i].planned)
+        if any(line.unsolved and line.count * line.event.total for line in schedules[i].planned)
     ]
     if not unsolved:
         return noise
@@ -183,7 +183,7 @@ def _guess(schedule: ClientSchedule) -> float:
     """Return the log of the noise by the central limit theorem; it is accurate to about a third."""
     events = schedule.events()
     if not any(event.needs_delta for event in events):  # pure epsilons add up
-        steps = sum(event.noised_steps for event in events)
+        steps = noised_steps(events)
         return math.log(min(max(steps / schedule.target_epsilon, 1e-3), 1e6))
     free = [event for event in events if isinstance(event, NoisedEvent) and event.noise_multiplier is None]
     square = sum(event.steps * event.sample_rate**2 for event in free)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, Release
+from dpfl_lightning.privacy.accounting.events import Caveat, Release, noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
@@ -82,7 +82,7 @@ class _Row:
 
     @property
     def steps(self) -> int:
-        return sum(event.noised_steps for event in self.events)
+        return noised_steps(self.events)
 
     def __add__(self, other: "_Row") -> "_Row":
         releases, delta = self.releases + other.releases, max(self.delta, other.delta)
