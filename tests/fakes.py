@@ -14,6 +14,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
@@ -32,7 +33,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
     usual = {
         **{"output_dir": folder, "rounds": rounds, "first_round": 1, "num_params": 1234, "budgets": budgets},
         **{"estimated_seconds": 200.0, "exact_times": True, "engine": "serial", "device": "cpu", "sampling": "poisson"},
-        **{"accountant": "rdp", "noise": "keyed, not cryptographic", "options": {}},
+        **{"accountant": get_accountant("rdp"), "noise": "keyed, not cryptographic", "options": {}},
     }
     return View(
         round=1,

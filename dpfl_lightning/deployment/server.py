@@ -20,6 +20,7 @@ from dpfl_lightning.federated.node.state import read_terms
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.federated.transport.sites import Channel, Sites
+from dpfl_lightning.privacy.accounting.guarantee import leaks_of
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.runtime.files import write_text
 
@@ -127,4 +128,4 @@ def check_deployable(loop: FederatedLoop) -> None:
         plain = [line for line in schedule.planned if not line.event.private and line.count]
         if plain:
             advice = "Choose its form with noise, or another strategy."
-            require(False, "strategies", "plan noised releases only", plain[0].event.leak, advice)
+            require(False, "strategies", "plan noised releases only", leaks_of([plain[0].event])[0], advice)

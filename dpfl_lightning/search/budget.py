@@ -19,7 +19,7 @@ from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, leaks_of
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.runtime.text import at_least, at_most
 from dpfl_lightning.search.costs import Cost, composed_costs, planned_cost
@@ -173,6 +173,6 @@ def _fixed_cost(loop: FederatedLoop) -> Cost:
     must = "plan all releases before a run with sweep.set_share"
     require(not loop.replans, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
     cost, must = planned_cost(loop), "be null if a run releases something without noise"
-    leaks = [event.leak for event in itertools.chain(*cost.events) if not event.private]
-    require(not leaks, "sweep.set_share", must, "; ".join(dict.fromkeys(leaks)))
+    leaks = leaks_of(itertools.chain(*cost.events))
+    require(not leaks, "sweep.set_share", must, "; ".join(leaks))
     return cost

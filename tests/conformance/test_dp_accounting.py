@@ -22,7 +22,8 @@ from dpfl_lightning.privacy.accounting.events import (
     composed,
 )
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
-from dpfl_lightning.privacy.accounting.schedule import affordable_counts
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import cut_to_budgets
 
 pytestmark = pytest.mark.e2e
 
@@ -215,11 +216,12 @@ class Formula(Accountant):
 def calibrate_mechanism(
     make_fresh_accountant, make_event_from_param, target_epsilon, target_delta, bracket_interval, discrete=False, tol=0
 ):
-    """Search a number of steps by `affordable_counts`, and a noise multiplier by `calibrate`."""
+    """Search a number of steps by `cut_to_budgets`, and a noise multiplier by `calibrate`."""
     formula = make_fresh_accountant()._value_to_epsilon
     if discrete:
-        offer = LaplaceEvent(1.0), target_epsilon, target_delta, ()
-        return affordable_counts([offer], Formula(formula, "steps"), bracket_interval.endpoint_2)[0]
+        most = Planned("train", LaplaceEvent(1.0), bracket_interval.endpoint_2)
+        schedule = ClientSchedule(target_epsilon, target_delta, (most,))
+        return cut_to_budgets([schedule], Formula(formula, "steps"))[0].count_of("train")
     return calibrated(Formula(formula, "noise_multiplier"), LaplaceEvent(None), target_epsilon, target_delta)
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.accounting.schedule import affordable_counts, calibrate, cut_to_budgets
+from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
 
 RDP, PLD = (get_accountant(name) for name in ("rdp", "pld"))
 
@@ -131,14 +131,16 @@ def test_tight_noise_is_safe_and_smallest(rate, epsilon):
 MOST = 100_000
 
 
-def affordable_count(event, epsilon, delta, accountant, before=()):
-    return affordable_counts([(event, epsilon, delta, before)], accountant, MOST)[0]
+def affordable_count(event, epsilon, delta, accountant, before=(), most=MOST):
+    before = tuple(Planned(f"before {number}", one, 1) for number, one in enumerate(before))
+    schedule = ClientSchedule(epsilon, delta, (*before, Planned("train", event, most)))
+    return cut_to_budgets([schedule], accountant)[0].count_of("train")
 
 
 @settings(deadline=None, max_examples=30)
-@given(epsilon=st.floats(0.1, 20.0), noise=st.floats(0.4, 10.0), rate=st.floats(1e-3, 1.0), before=st.integers(0, 3))
-def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
-    event, paid = GaussianEvent(rate, noise, 3), [GaussianEvent(1.0, 8.0, before)]
+@given(epsilon=st.floats(0.2, 20.0), noise=st.floats(0.4, 10.0), rate=st.floats(1e-3, 1.0))
+def test_affordable_count_is_the_largest(epsilon, noise, rate):
+    event, paid = GaussianEvent(rate, noise, 3), [GaussianEvent(1.0, 80.0)]
     count = affordable_count(event, epsilon, 1e-5, RDP, paid)
     if count:
         assert RDP.epsilon([*paid, event.repeated(count)], 1e-5) <= epsilon
@@ -149,17 +151,20 @@ def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
 @settings(deadline=None, max_examples=20)
 @given(
     offers=st.lists(
-        st.tuples(st.floats(0.4, 10.0), st.floats(1e-3, 1.0), st.floats(0.1, 20.0), st.booleans()), max_size=6
+        st.tuples(st.floats(0.4, 10.0), st.floats(1e-3, 1.0), st.floats(0.4, 20.0), st.booleans()), max_size=6
     ),
     most=st.integers(0, 300),
 )
 def test_many_clients_afford_what_each_affords_alone(offers, most):
     asked = [
-        (GaussianEvent(rate, noise, 3), epsilon if bounded else math.inf, 1e-5, [SelectionEvent(noise / 10, i)])
+        ClientSchedule(
+            epsilon if bounded else math.inf,
+            1e-5,
+            (Planned("select", SelectionEvent(0.01), i), Planned("train", GaussianEvent(rate, noise, 3), most)),
+        )
         for i, (noise, rate, epsilon, bounded) in enumerate(offers)
     ]
-    alone = [min(most, affordable_count(event, *target, RDP, before)) for event, *target, before in asked]
-    assert affordable_counts(asked, RDP, most) == alone
+    assert cut_to_budgets(asked, RDP) == [cut_to_budgets([one], RDP)[0] for one in asked]
 
 
 def test_given_noise_is_cut_to_what_the_budget_pays_beside_other_releases():
@@ -182,9 +187,10 @@ def test_given_noise_is_cut_to_what_the_budget_pays_beside_other_releases():
 def test_affordable_count_at_the_ends():
     event = GaussianEvent(0.1, 1.0)
     assert affordable_count(event, math.inf, 1e-5, RDP) == MOST
-    assert affordable_count(Caveat("free"), 1.0, 1e-5, RDP) == MOST
+    assert affordable_count(event, 1.0, 1e-5, RDP, most=0) == 0
     assert affordable_count(GaussianEvent(0.1, 0.0), 1.0, 1e-5, RDP) == 0
-    assert affordable_count(event, 1.0, 1e-5, RDP, before=[GaussianEvent(1.0, 0.5)]) == 0
+    with pytest.raises(UserError, match="the cost of before 0 with the given noise"):
+        affordable_count(event, 1.0, 1e-5, RDP, before=[GaussianEvent(1.0, 0.5)])
     assert affordable_count(GaussianEvent(1.0, 7.5), 1.0, 1e-5, PLD) == 4
     assert affordable_count(event, 2.0, 1e-5, PLD) >= affordable_count(event, 2.0, 1e-5, RDP)
 

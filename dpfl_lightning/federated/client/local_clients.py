@@ -30,6 +30,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
@@ -221,7 +222,7 @@ class LocalClients:
 
     def account(self, client: int) -> ClientAccount:
         events = self.ledger.events(client)
-        return ClientAccount(len(events), sum(event.noised_steps for event in events))
+        return ClientAccount(len(events), noised_steps(events))
 
     def spent(self) -> tuple[float, ...]:
         return self.budgets.spent()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.folder import HISTORY
-from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RunInfo:
     engine: str
     device: str
     sampling: str
-    accountant: str
+    accountant: Accountant
     noise: str
     options: Mapping[str, Any]
     simulated: bool = False

@@ -342,7 +342,7 @@ class Run:
             engine=clients.description,
             device=str(clients.device),
             sampling=clients.sampling,
-            accountant=self.accountant.name,
+            accountant=self.accountant,
             noise=clients.noise,
             simulated=clients.simulated,
             exact_times=self.exact_times,

@@ -14,8 +14,6 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import RunInfo
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
-from dpfl_lightning.privacy.accounting.accountant import EXACT, PURE, Pld
-from dpfl_lightning.privacy.accounting.events import composed
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, leaks_of
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 
@@ -67,14 +65,8 @@ class View:
         """
         now, clients = self.guarantees()[0], self.schedule.clients
         first = next((client for client in clients if any(client.releases)), clients[0])
-        releases, accountant = composed(first.events(), first.delta), now.accountant
-        if self.run.accountant == Pld.name and releases.full_batches:
-            accountant = EXACT
-        elif first.delta == 0 and 0 < releases.pure(1) < math.inf:
-            accountant = PURE
-        if self.run.replans and not accountant.endswith(FILTER):
-            accountant = f"{accountant}, {FILTER}"
-        now = dataclasses.replace(now, accountant=accountant)
+        _, method = self.run.accountant.bound(first.events(), first.delta)
+        now = dataclasses.replace(now, accountant=f"{method}, {FILTER}" if self.run.replans else method)
         planned = leaks_of([event for client in self.schedule.clients for event in client.events()])
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))
         return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now

@@ -64,9 +64,13 @@ class Accountant(ABC):
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
 
+    def estimates(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        """Like `bounds`, but fast; `bounds` certifies the values that are kept."""
+        return self.bounds(queries)
+
     def search(self, queries: Sequence[Query]) -> np.ndarray:
-        """Return epsilon of many clients, [clients]. This is fast; `bound` certifies the value that is kept."""
-        return np.array([epsilon for epsilon, _ in self.bounds(queries)])
+        """Return the epsilons of `estimates`, [clients]."""
+        return np.array([epsilon for epsilon, _ in self.estimates(queries)])
 
 
 def rounded_up(value: float, decimals: int) -> float:
@@ -116,20 +120,26 @@ class Rdp(Accountant):
 
     def _certified(self, releases: Composed, delta: float) -> tuple[float, str]:
         if releases.free or releases.noiseless:
-            return (0.0 if releases.free else math.inf), self.description
+            return self._smaller(releases, math.inf)
         ours = self.convert(self._rdp([releases])[0], self.orders, delta)
         best = int(np.argmin(ours))
         rdp = sum(release.library_rdp(self.orders[best], self.adjacency) for release in releases.releases)
         # The larger, because Opacus' rounding can fall below the true value if a step costs very little.
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
-        pure = releases.pure(self.sensitivity)
-        return (rounded_up(pure, 6), PURE) if pure <= certified else (rounded_up(certified, 6), self.description)
+        return self._smaller(releases, certified)
 
-    def search(self, queries: Sequence[Query]) -> np.ndarray:
+    def estimates(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
         releases, delta = [composed(*query) for query in queries], np.array([delta for _, delta in queries])
         best = self.convert(self._rdp(releases), self.orders, delta).min(axis=1)
-        best = np.minimum(best, [composition.pure(self.sensitivity) for composition in releases])
-        return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
+        return list(map(self._smaller, releases, best.tolist()))
+
+    def _smaller(self, releases: Composed, epsilon: float) -> tuple[float, str]:
+        """Return the smaller of an epsilon by RDP and of pure epsilons."""
+        if releases.free:
+            return 0.0, self.description
+        pure = releases.pure(self.sensitivity)
+        epsilon, how = (pure, PURE) if pure <= epsilon and not releases.noiseless else (epsilon, self.description)
+        return rounded_up(epsilon, 6), how
 
     def _rdp(self, clients: Sequence[Composed]) -> np.ndarray:
         """Return the RDP of each client, [clients, orders]; each distinct mechanism is computed once."""

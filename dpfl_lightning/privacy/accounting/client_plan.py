@@ -7,7 +7,14 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
-from dpfl_lightning.privacy.accounting.events import NOISED, Caveat, Event, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import (
+    NOISED,
+    Caveat,
+    Event,
+    NonPrivateEvent,
+    SelectionEvent,
+    noised_steps,
+)
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
@@ -38,7 +45,7 @@ class ClientPlan:
     @property
     def steps(self) -> int:
         """Noised steps of the whole run."""
-        return sum(event.noised_steps for event in self.schedule.events())
+        return noised_steps(self.schedule.events())
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON; an infinite epsilon is None."""

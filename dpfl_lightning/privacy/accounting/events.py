@@ -8,7 +8,7 @@ sets are neighbours; a noise multiplier never includes that relation.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -39,15 +39,6 @@ class Event:
 
     kind: ClassVar[str]
     private: ClassVar[bool] = True
-
-    @property
-    def leak(self) -> str:
-        """What is released without noise, in words; empty if nothing is."""
-        return ""
-
-    def repeated(self, times: int) -> Self:
-        """Return the event of `times` adaptive repetitions."""
-        return self
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **vars(self)}
@@ -91,11 +82,6 @@ class Release(Event):
         return 1
 
     @property
-    def noised_steps(self) -> int:
-        """Number of steps that release a noised sum."""
-        return 0
-
-    @property
     def is_sampled(self) -> bool:
         """Whether steps draw some of the records."""
         return False
@@ -104,6 +90,10 @@ class Release(Event):
     def is_gaussian(self) -> bool:
         """Whether it is exactly a Gaussian mechanism: such releases together are another one."""
         return False
+
+    def repeated(self, times: int) -> Self:
+        """Return the event of `times` adaptive repetitions."""
+        return self
 
     def parameters(self) -> tuple[float, ...]:
         """Return the fields before the number of steps, on the safe side. UserError if a field is out of range."""
@@ -169,12 +159,16 @@ class NoisedEvent(Release):
         clip_order: order of the norm that bounds a record, 1 or 2.
         unit_std: standard deviation of noise of scale 1.
         noise_unit: the scale of the noise, in words.
+        noised: what its noise makes of a step, in words.
+        noise_name: follows the noise in tables.
         amplified: whether the accountants know an amplification by sampling; otherwise batches are full.
     """
 
     clip_order: ClassVar[int] = 2
     unit_std: ClassVar[float] = 1.0
     noise_unit: ClassVar[str] = "noise std"
+    noised: ClassVar[str] = "noised"
+    noise_name: ClassVar[str] = ""
     amplified: ClassVar[bool] = False
 
     noise_multiplier: float | None
@@ -198,10 +192,6 @@ class NoisedEvent(Release):
 
     @property
     def total(self) -> int:
-        return self.steps
-
-    @property
-    def noised_steps(self) -> int:
         return self.steps
 
     @property
@@ -233,10 +223,12 @@ class NoisedEvent(Release):
         return self.noise_multiplier
 
     def step_words(self) -> str:
-        return f"{'noised' if self.noise_multiplier else 'un-noised'} full-batch step"
+        noised = self.noised if self.noise_multiplier else "un-noised"
+        return f"{noised} {'gradient' if self.is_sampled else 'full-batch'} step"
 
     def cells(self) -> list[str]:
-        return [f"{self.sample_rate:.6g}", f"{self.noise_multiplier or 0.0:.6g}", str(self.steps)]
+        noise = f"{self.noise_multiplier or 0.0:.6g}{self.noise_name}"
+        return [f"{self.sample_rate:.6g}", noise, str(self.steps)]
 
 
 @dataclass(frozen=True)
@@ -306,10 +298,6 @@ class GaussianEvent(NoisedEvent):
     def replaced_dp_event(self) -> dict[str, Any]:
         return self.dp_event(1)  # dp_accounting doubles the sensitivity
 
-    def step_words(self) -> str:
-        noised = "noised" if self.noise_multiplier else "un-noised"
-        return f"{noised} {'full-batch' if self.sample_rate == 1 else 'gradient'} step"
-
 
 @dataclass(frozen=True)
 class LaplaceEvent(NoisedEvent):
@@ -320,6 +308,8 @@ class LaplaceEvent(NoisedEvent):
     clip_order: ClassVar = 1
     unit_std: ClassVar = math.sqrt(2)
     noise_unit: ClassVar = "Laplace scale"
+    noised: ClassVar = "Laplace-noised"
+    noise_name: ClassVar = " (Laplace)"
     sample_rate: ClassVar = 1.0  # type: ignore[misc]
 
     noise_multiplier: float | None
@@ -347,12 +337,6 @@ class LaplaceEvent(NoisedEvent):
 
     def dp_event(self, sensitivity: int) -> dict[str, Any]:
         return library_event("LaplaceDpEvent", noise_multiplier=self.noise / sensitivity)
-
-    def step_words(self) -> str:
-        return f"{'Laplace-noised' if self.noise_multiplier else 'un-noised'} full-batch step"
-
-    def cells(self) -> list[str]:
-        return ["1", f"{self.noise_multiplier:.6g} (Laplace)", str(self.steps)]
 
 
 @dataclass(frozen=True)
@@ -431,10 +415,6 @@ class NonPrivateEvent(Release):
         if not self.words.isprintable():  # guarantees and ledgers state them
             raise ValueError(f"what is released must be described in one line of text, got {self.words!r}")
 
-    @property
-    def leak(self) -> str:
-        return self.words
-
 
 #: what a client can release; a ledger records each by its `kind`
 RELEASES: tuple[type[Release], ...] = (GaussianEvent, LaplaceEvent, SelectionEvent, NonPrivateEvent)
@@ -443,6 +423,11 @@ RELEASES: tuple[type[Release], ...] = (GaussianEvent, LaplaceEvent, SelectionEve
 NOISED: dict[str, type[NoisedEvent]] = {one.kind: one for one in RELEASES if issubclass(one, NoisedEvent)}
 
 _KINDS: dict[str, type[Event]] = {Caveat.kind: Caveat, **{one.kind: one for one in RELEASES}}
+
+
+def noised_steps(events: Iterable[Event]) -> int:
+    """Return the number of steps that release a noised sum."""
+    return sum(event.steps for event in events if isinstance(event, NoisedEvent))
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:

@@ -3,16 +3,12 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfl_lightning.privacy.accounting.accountant import (
-    ADJACENCIES,
-    Accountant,
-    finite_or_none,
-)
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, Release
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, Accountant, finite_or_none
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, Release
 from dpfl_lightning.runtime.text import at_most, counted
 
 #: caveat of every guarantee of a simulation
@@ -134,9 +130,9 @@ def in_words(guarantees: Sequence[Guarantee]) -> str:
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
-def leaks_of(events: Sequence[Event]) -> tuple[str, ...]:
+def leaks_of(events: Iterable[Event]) -> tuple[str, ...]:
     """Return what is released without noise, in words, each once."""
-    return tuple(dict.fromkeys(event.leak for event in events if not event.private))
+    return tuple(dict.fromkeys(event.words for event in events if isinstance(event, NonPrivateEvent)))
 
 
 def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
@@ -157,7 +153,7 @@ def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ..
 
 def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:
     """Describe how batches are drawn; `drawn` describes batches that are not full."""
-    full = {not event.is_sampled for event in events if isinstance(event, Release) and event.noised_steps}
+    full = {not event.is_sampled for event in events if isinstance(event, NoisedEvent) and event.steps}
     if full == {True}:
         return "full batches"
     if drawn is not None:

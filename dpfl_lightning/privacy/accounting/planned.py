@@ -159,10 +159,17 @@ class ClientSchedule:
             raise KeyError(purpose)
         return noises[0]
 
+    def with_main_count(self, count: int) -> ClientSchedule:
+        """Return the schedule with another count of `main_line`."""
+        main = self.main_line
+        return replace(self, planned=tuple(replace(one, count=count) if one is main else one for one in self.planned))
+
     def with_noise(self, noise_multiplier: float) -> ClientSchedule:
         """Return the schedule with every unsolved noise set to this value."""
-        lines = list(self.planned)
-        for number, line in enumerate(lines):
-            if isinstance(line.event, NoisedEvent) and line.unsolved:
-                lines[number] = replace(line, event=line.event.with_noise(noise_multiplier))
-        return replace(self, planned=tuple(lines))
+        lines = tuple(
+            replace(line, event=line.event.with_noise(noise_multiplier))
+            if isinstance(line.event, NoisedEvent) and line.unsolved
+            else line
+            for line in self.planned
+        )
+        return replace(self, planned=lines)

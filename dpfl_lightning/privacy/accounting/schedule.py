@@ -6,22 +6,19 @@ All of it is arithmetic on public facts.
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import elementwise
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import Event, NoisedEvent, Release
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, Release, noised_steps
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.runtime.text import at_most
 
 _TOLERANCE = 1e-6  # relative tolerance of the solved noise
 _DIGITS = 7  # digits of the solved noise
 _MOST_NOISE = 1e9  # a schedule that does not fit with this noise never fits
-
-Offer = tuple[Release, float, float, Sequence[Event]]  # one release, target epsilon, delta, other events of the client
 
 
 def calibrate(
@@ -71,52 +68,34 @@ def cut_to_budgets(
     `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`. Raises UserError if the
     other releases alone exceed the budget.
     """
-    fixed, offers, cut = [], [], {schedule: schedule for schedule in schedules}
-    for schedule in cut:
-        if math.isinf(schedule.target_epsilon) or any(line.unsolved for line in schedule.planned):
-            continue
-        main = schedule.main_line
-        others = replace(schedule, planned=tuple(line for line in schedule.planned if line is not main)).protected
-        fixed.append((schedule, main, others))
-        offers.append((main.event, others.target_epsilon, others.delta, others.events()))
-    most = max((main.count for _, main, _ in fixed), default=0)
-    counts = affordable_counts(offers, accountant, most, on_progress)
-    for (schedule, main, others), count in zip(fixed, counts, strict=True):
-        if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
-            raise _below_floor(others, floor, accountant)
-        shorter = replace(main, count=min(count, main.count))
-        lines = tuple(shorter if line is main else line for line in schedule.planned)
-        cut[schedule] = replace(schedule, planned=lines)
+    cut = {schedule: schedule for schedule in schedules}
+    fixed = [one for one in cut if math.isfinite(one.target_epsilon) and not any(line.unsolved for line in one.planned)]
+    for start in range(0, len(fixed), accountant.chunk_size):
+        chunk = fixed[start : start + accountant.chunk_size]
+        for schedule, count in zip(chunk, _largest_counts(chunk, accountant), strict=True):
+            while (cost := accountant.epsilon(*_query(schedule, count))) > schedule.target_epsilon:
+                if count == 0:
+                    raise _below_floor(schedule.with_main_count(0).protected, cost, accountant)
+                count -= 1  # `search` is approximate, `epsilon` is authoritative
+            cut[schedule] = schedule.with_main_count(count)
+        if on_progress is not None:
+            on_progress(start + len(chunk), len(fixed))
     return once_each(cut.__getitem__, schedules)
 
 
-def affordable_counts(
-    offers: Sequence[Offer], accountant: Accountant, most: int, on_progress: Callable[[int, int], None] | None = None
-) -> list[int]:
-    """Return how many releases with fixed noise fit: the largest n <= most with epsilon(before + n * event) <= target.
-
-    `offers` are (event, target epsilon, delta, before) of each client; a target of inf means no budget.
-    """
-    counts: list[int] = []
-    for start in range(0, len(offers), accountant.chunk_size):
-        chunk = offers[start : start + accountant.chunk_size]
-        for (event, target, delta, before), count in zip(chunk, _largest_counts(chunk, accountant, most), strict=True):
-            while count and accountant.epsilon([*before, event.repeated(count)], delta) > target:
-                count -= 1  # `search` is approximate, `epsilon` is authoritative
-            counts.append(count)
-        if on_progress is not None:
-            on_progress(len(counts), len(offers))
-    return counts
+def _query(schedule: ClientSchedule, count: int) -> tuple[list[Release], float]:
+    """Return the releases that have noise, with another count of `main_line`, and delta."""
+    return schedule.with_main_count(count).protected.events(), schedule.delta
 
 
-def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) -> list[int]:
-    """Bisect for all clients together. Most clients can afford everything, so the first query asks for `most`."""
-    fitting = [most if math.isinf(target) else 0 for _, target, _, _ in offers]
-    too_many, asked = [most + 1] * len(offers), [most] * len(offers)
-    while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
-        queries = [([*offers[i][3], offers[i][0].repeated(asked[i])], offers[i][2]) for i in undecided]
-        for i, epsilon in zip(undecided, accountant.search(queries), strict=True):
-            if epsilon <= offers[i][1]:
+def _largest_counts(schedules: Sequence[ClientSchedule], accountant: Accountant) -> list[int]:
+    """Bisect the counts of all `main_line`s together. Most clients can afford everything, which is asked first."""
+    asked = [schedule.main_line.count for schedule in schedules]
+    fitting, too_many = [0] * len(asked), [most + 1 for most in asked]
+    while undecided := [i for i in range(len(asked)) if too_many[i] - fitting[i] > 1]:
+        epsilons = accountant.search([_query(schedules[i], asked[i]) for i in undecided])
+        for i, epsilon in zip(undecided, epsilons, strict=True):
+            if epsilon <= schedules[i].target_epsilon:
                 fitting[i] = asked[i]
             else:
                 too_many[i] = asked[i]
@@ -176,7 +155,7 @@ def _smallest_noise(
     unsolved = [
         (place, i)
         for place, i in enumerate(bounded)
-        if any(line.unsolved and line.count * line.event.noised_steps for line in schedules[i].planned)
+        if any(line.unsolved and line.count * line.event.total for line in schedules[i].planned)
     ]
     if not unsolved:
         return noise
@@ -204,7 +183,7 @@ def _guess(schedule: ClientSchedule) -> float:
     """Return the log of the noise by the central limit theorem; it is accurate to about a third."""
     events = schedule.events()
     if not any(event.needs_delta for event in events):  # pure epsilons add up
-        steps = sum(event.noised_steps for event in events)
+        steps = noised_steps(events)
         return math.log(min(max(steps / schedule.target_epsilon, 1e-3), 1e6))
     free = [event for event in events if isinstance(event, NoisedEvent) and event.noise_multiplier is None]
     square = sum(event.steps * event.sample_rate**2 for event in free)

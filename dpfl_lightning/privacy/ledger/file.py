@@ -61,13 +61,12 @@ class Header:
     epsilon: tuple[float, ...]
     caveats: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
+    run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
     def name_of(self, client: int) -> str:
         """Return the name of a client for reports; its number if the run gave it none."""
         names = self.identity.get("names")
         return str(names[client]) if names else str(client)  # type: ignore[index]
-
-    run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
 
 @dataclass(frozen=True)
@@ -168,23 +167,14 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
             f"`{path}` must begin with a ledger's header, got no complete line. If the run has just begun, wait for "
             "its first round; otherwise, this is not the right file."
         )
-    check_lag(path, f"`{head_file(path).name}`", head, lines + torn.count(b"\n"), len(header.delta))
-    if len(set(late)) < len(late):
+    late_lines, clients = lines + torn.count(b"\n") - head.lines, len(header.delta)
+    if late_lines > clients or len(set(late)) < len(late):
         raise UserError(
-            f"`{path}` must have at most one line for each client after the {head.lines} that `{head_file(path).name}` "
-            f"counts, because a crash interrupts one charge, got {len(late)}: lines were appended, or the head is an "
-            f"older one. {CHANGED}"
+            f"`{path}` must have at most one line for each of {clients} clients after the {head.lines} that "
+            f"`{head_file(path).name}` counts, because a crash interrupts one charge, got {late_lines}: lines were "
+            f"appended, or the head is an older one. {CHANGED}"
         )
     return Verified(header, Head(header.run, lines, chain), head, size, len(torn))
-
-
-def check_lag(path: Path, source: str, head: Head, lines: int, clients: int) -> None:
-    """Raise UserError if the ledger has more lines after `head` than one charge of all clients writes."""
-    if lines - head.lines > clients:
-        raise UserError(
-            f"`{path}` must have at most {clients} lines after the {head.lines} that {source} counts, because a crash "
-            f"interrupts one charge of {clients} clients, got {lines - head.lines}: lines were appended. {CHANGED}"
-        )
 
 
 def header_line(header: Header) -> bytes:
@@ -228,29 +218,25 @@ def head_bytes(head: Head) -> bytes:
     return json.dumps(head.as_dict()).ljust(127).encode() + b"\n"
 
 
-def read_small(path: Path) -> bytes | None:
-    """Return the content of a file beside a ledger, None if there is none. Raises UserError if it is none to read."""
-    if not path.exists():
-        return None
-    require(path.is_file(), str(path), "be a regular file", "another kind", "Name the folder that holds the run.")
-    size = path.stat().st_size
-    require(size <= _LARGEST, str(path), f"hold at most {_LARGEST} bytes", size, "Use an unchanged copy.")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"`{path}` must be a file that can be read, got {error.strerror}. Check its rights.") from None
-
-
 def read_head(path: Path) -> Head | None:
     """Return the head beside a ledger, None if it was never written. Raises UserError if it is damaged."""
-    content = read_small(head_file(path))
-    if content is None or not content.strip(b"\0"):
+    file = head_file(path)
+    if not file.exists():
+        return None
+    require(file.is_file(), str(file), "be a regular file", "another kind", "Name the folder that holds the run.")
+    size = file.stat().st_size
+    require(size <= _LARGEST, str(file), f"hold at most {_LARGEST} bytes", size, "Use an unchanged copy.")
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"`{file}` must be a file that can be read, got {error.strerror}. Check its rights.") from None
+    if not content.strip(b"\0"):
         return None
     try:
         return Head.of(parsed(content))
     except (ValueError, TypeError):
         must = f"must hold the run, lines and chain of `{path.name}`"
-        raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {CHANGED}") from None
+        raise UserError(f"`{file}` {must}, got {content[:80]!r}. {CHANGED}") from None
 
 
 def read_header(path: Path) -> Header | None:

@@ -7,11 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.accounting.accountant import PURE, Accountant, Rdp, get_accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import Caveat, Release, composed
+from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
+from dpfl_lightning.privacy.accounting.events import Caveat, Release, noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
@@ -44,7 +42,7 @@ class VerifiedLedger:
 
 @dataclasses.dataclass(frozen=True)
 class Composed:
-    """Ledgers, their combined header, and the account, the events and the guarantee of each client in them.
+    """Ledgers, their combined header, and each client's account, events, epsilon with its method, and guarantee.
 
     `matched` says how clients of several ledgers were recognised: "name" or "nothing", see `read`.
     """
@@ -54,6 +52,7 @@ class Composed:
     matched: str
     accounts: tuple[Account, ...]
     events: tuple[tuple[Release, ...], ...]
+    bounds: tuple[tuple[float, str], ...]
 
     @property
     def weakest(self) -> Guarantee:
@@ -67,9 +66,8 @@ class Composed:
     def _promise(self, row: int) -> Guarantee:
         accountant = get_accountant(self.header.accountant, self.header.adjacency)
         events, account = self.events[row], self.accounts[row]
-        bound = (account.epsilon, _method(events, account, accountant))
         caveats, sampling = map(Caveat, self.header.caveats), SAMPLERS[self.header.sampling].words
-        return guarantee([*events, *caveats], account.delta, accountant, sampling, bound=bound)
+        return guarantee([*events, *caveats], account.delta, accountant, sampling, bound=self.bounds[row])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ class _Row:
 
     @property
     def steps(self) -> int:
-        return sum(event.noised_steps for event in self.events)
+        return noised_steps(self.events)
 
     def __add__(self, other: "_Row") -> "_Row":
         releases, delta = self.releases + other.releases, max(self.delta, other.delta)
@@ -119,26 +117,20 @@ def read(
     if delta is not None:
         rows = [dataclasses.replace(row, delta=delta) for row in rows]
     try:
-        epsilons = _epsilons(rows, get_accountant(header.accountant, header.adjacency))
+        bounds = _bounds(rows, get_accountant(header.accountant, header.adjacency))
     except UserError as error:
         if accountant is not None or delta is not None or len(paths) > 1:
             raise
         raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
-    known = list(zip(rows, epsilons, strict=True))
+    known = list(zip(rows, bounds, strict=True))
     if matched == "nothing":
-        known = [max(known, key=lambda pair: pair[1])]
+        known = [max(known, key=lambda pair: pair[1][0])]
     accounts = tuple(
-        Account(
-            row.client,
-            dict(row.releases),
-            row.steps,
-            epsilon,
-            row.budget,
-            row.delta,
-        )
-        for row, epsilon in known
+        Account(row.client, dict(row.releases), row.steps, epsilon, row.budget, row.delta)
+        for row, (epsilon, _) in known
     )
-    return Composed(ledgers, header, matched, accounts, tuple(row.events for row, _ in known))
+    events, stated = tuple(row.events for row, _ in known), tuple(bound for _, bound in known)
+    return Composed(ledgers, header, matched, accounts, events, stated)
 
 
 def _verified(path: Path) -> VerifiedLedger:
@@ -191,12 +183,12 @@ def _joined(each: Sequence[Sequence[_Row]]) -> list[_Row]:
     return list(known.values())
 
 
-def _epsilons(rows: Sequence[_Row], accountant: Accountant) -> list[float]:
+def _bounds(rows: Sequence[_Row], accountant: Accountant) -> list[tuple[float, str]]:
     keys = [(row.events, row.delta) for row in rows]
     different, size = list(dict.fromkeys(keys)), accountant.chunk_size
     queries = [(list(events), delta) for events, delta in different]
-    chunks = [accountant.search(queries[start : start + size]) for start in range(0, len(queries), size)]
-    known = dict(zip(different, np.concatenate(chunks).tolist(), strict=True))
+    chunks = [accountant.estimates(queries[start : start + size]) for start in range(0, len(queries), size)]
+    known = dict(zip(different, itertools.chain(*chunks), strict=True))
     return [known[key] for key in keys]
 
 
@@ -215,11 +207,3 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
         sampling=weakest(header.sampling for header in headers),
         caveats=tuple(dict.fromkeys(words for header in headers for words in header.caveats)),
     )
-
-
-def _method(events: Sequence[Release], account: Account, accountant: Accountant) -> str:
-    """Return how epsilon was computed. For RDP, `bound` is avoided because it would import torch."""
-    if type(accountant) is not Rdp:
-        return accountant.bound(events, account.delta)[1]
-    pure = rounded_up(composed(events, account.delta).pure(accountant.sensitivity), 6)
-    return PURE if 0 < pure == account.epsilon < math.inf else accountant.description

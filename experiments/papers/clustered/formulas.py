@@ -8,7 +8,7 @@ import functools
 import math
 
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, Release, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from experiments.papers.leaderboard import tuning as tuned
@@ -52,7 +52,7 @@ def noise_multiplier(
     return solved.noise_multiplier("train")
 
 
-def epsilon_alone(event: Event, times: int = 1, accountant: str = "rdp") -> float:
+def epsilon_alone(event: Release, times: int = 1, accountant: str = "rdp") -> float:
     """The cost of so many such releases alone.
 
     >>> round(epsilon_alone(GaussianEvent(1.0, 1.31)), 2)
