@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,8 +12,10 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.rdp import RdpAccountant
 from scipy.special import logsumexp
 
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import (
     NOISED,
     RELEASES,
@@ -66,6 +68,11 @@ def test_a_mechanism_is_accounted_as_the_event_that_it_is_made_from(kind):
     mechanism = mechanism_of(event, 2.0, 40)
     assert mechanism.event(4) == event and mechanism.clip_order == event.clip_order
     assert [one.accounted for one in MECHANISMS].count(kind) == 1
+
+
+def test_options_and_help_texts_name_every_mechanism():
+    assert get_args(get_type_hints(PrivacyOptions)["mechanism"]) == tuple(NOISED)
+    assert all(name in words for name in NOISED for words in (PrivacyOptions.__doc__, plan.__doc__))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.privacy.mechanism import MECHANISMS
 
-_KURTOSIS = 6.0  # fourth moment / squared variance of Laplace noise; that of Gaussian noise is 3, of sums in between
+_KURTOSIS = max(one.distribution.kurtosis for one in MECHANISMS)  # 6, of Laplace noise; that of sums is smaller
 
 
 @dataclass
