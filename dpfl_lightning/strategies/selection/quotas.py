@@ -91,7 +91,10 @@ class QuotaSelection(Strategy, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._taken = np.zeros(0, dtype=np.int64)
+        self._cohort_size, self._horizon = 0, 0  # K, and the rounds among which quotas are divided
+        self._quota = self._taken = np.zeros(0, dtype=np.int64)  # T_n and the participations so far, [N]
+        self._settled = False  # whether quotas are what budgets can pay for
+        self._top = np.zeros(0, dtype=bool)  # [N], whom each round needs one of
         self._drawn_in = 0  # the round of the last cohort
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
