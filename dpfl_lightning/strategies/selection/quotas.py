@@ -139,6 +139,7 @@ class QuotaSelection(Strategy, Callback):
             self._quota, self._settled = np.minimum(self._quota, self._paid_rounds(view.schedule)), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:
+        """Return the clients of this round. A subclass that overrides it has to respect or refuse `top_fraction`."""
         key = np.random.SeedSequence(view.seed, spawn_key=stream_words("selection", view.round))
         generator = np.random.Generator(np.random.PCG64DXSM(key))
         left = min(self._horizon, view.run.rounds - view.round + 1)  # at most the rounds that budgets can pay for
