@@ -247,8 +247,8 @@ class _Sweep:
         previous = (dual.clone(), dual - ahead) if check else None
         # line 22: L = D_(1 / mu)(M - S + Y / mu); L is `shrink @ ahead`, and `rest` is L - Y / mu
         rest = torch.addmm(dual, shrink, ahead, beta=-1, out=scratch[:, : ahead.shape[1]])
-        # S = S_(lambda / mu)(X), where X = M - L + Y / mu is M - `rest`: X without its part within the bound
-        # Y = Y + mu (M - L - S), so that Y / mu = X - S: the part of X within the bound
+        # next line: S = S_(lambda / mu)(X), where X = M - L + Y / mu is M - `rest`: X without its part within the bound
+        # last line of the loop: Y = Y + mu (M - L - S), so that Y / mu = X - S: the part of X within the bound
         torch.sub(matrix, rest, out=dual).clamp_(-self.bound, self.bound)
         # M - S + Y / mu of the next line 22
         torch.add(rest, dual, alpha=2, out=ahead)

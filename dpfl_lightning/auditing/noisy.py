@@ -15,6 +15,7 @@ from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.noise import NORMAL
 from dpfl_lightning.runtime.text import at_least, at_most
 
 VALUES = 20_000  # noised numbers of each kind, so that their std is known to 0.5 %
@@ -50,7 +51,8 @@ def spread_over_planned(
     subject: AuditTarget, std: float, freedom: int, steps: int, significance: float
 ) -> tuple[float, float]:
     """Return an interval for the true std of the noise of `steps` steps / the planned one."""
-    tail_factor = 1 + 1.5 / steps if subject.laplace else 1.0  # squares of Laplace noise spread so much more
+    excess = (subject.planned.distribution.kurtosis - 3) / steps
+    tail_factor = 1 + excess / 2  # squares spread so much more than those of normal numbers
     low, high = std_interval(std, int(freedom / tail_factor), significance / 2)
     claimed = subject.planned.noise_std(steps, subject.settings.learning_rate)
     return low / claimed, high / claimed
@@ -75,11 +77,11 @@ def as_planned(
 def canary(subject: AuditTarget, scene: Scene) -> Finding:
     """Estimate mu of one step from full-batch releases with and without the canary, projected on its direction.
 
-    Laplace noise: the likelihood ratio instead, the best test, in which a gradient that is spread over many parameters
-    shows far less than epsilon allows.
+    Noise that is not normal: the likelihood ratio instead, the best test. With Laplace noise, a gradient that is spread
+    over many parameters shows far less than epsilon allows.
     """
-    if subject.laplace:
-        return _laplace_canary(subject, scene)
+    if subject.planned.distribution is not NORMAL:
+        return _likelihood_canary(subject, scene)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     gradient, other = scene.gradients
     # a batch's mean moves along the second one
@@ -114,14 +116,16 @@ def canary(subject: AuditTarget, scene: Scene) -> Finding:
     )
 
 
-def _laplace_canary(subject: AuditTarget, scene: Scene) -> Finding:
-    mechanism, harness = subject.mechanism, scene.harness
+def _likelihood_canary(subject: AuditTarget, scene: Scene) -> Finding:
+    mechanism, harness, log_density = subject.mechanism, scene.harness, subject.planned.distribution.log_density
     silent = dataclasses.replace(mechanism, noise_multiplier=0.0)
     without, with_it = (_several(subject, harness, [name], silent, 1, 1, False)[0, 0] for name in (WITHOUT, WITH))
     scale = mechanism.noise_std(1, subject.settings.learning_rate) / mechanism.accounted.unit_std
 
     def score(releases: Tensor) -> Tensor:
-        return ((releases - without).abs() - (releases - with_it).abs()).sum(dim=1, keepdim=True) / scale
+        noises = [((releases - silent_release) / scale).double().cpu().numpy() for silent_release in (with_it, without)]
+        present, absent = map(log_density, noises)
+        return torch.from_numpy((present - absent).sum(axis=1, keepdims=True))
 
     count = min(scene.most, STEPS)
     scores = _several(subject, harness, [WITH, WITHOUT], mechanism, 1, count, subject.main.steps == 1, score)

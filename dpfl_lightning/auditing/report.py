@@ -79,7 +79,7 @@ def claim_words(client: Mapping[str, Any]) -> str:
         f"Client {client['name']} claims epsilon {at_most(claim['epsilon'])} at delta {at_most(claim['delta'])} "
         f"({claim['adjacency']}, {claim['accountant']}): {claim['steps']} steps, {sampling} batches of "
         f"{claim['expected_batch_size']:g} at rate {claim['sample_rate']:.4g}, clip norm {claim['clip_norm']:g}, "
-        f"{'Laplace ' if claim.get('mechanism') == 'laplace' else ''}noise multiplier {claim['noise_multiplier']:.4g}."
+        f"{claim['mechanism']} noise, multiplier {claim['noise_multiplier']:.4g}."
     )
 
 

@@ -67,10 +67,6 @@ class AuditTarget:
         return self.main.planned
 
     @property
-    def laplace(self) -> bool:
-        return self.planned.accounted.clip_order == 1
-
-    @property
     def mu(self) -> float:
         """Claimed mu of one full-batch step: how far a record moves the sum / scale of the noise."""
         return (2.0 if self.replace_one else 1.0) / self.planned.noise_multiplier

@@ -39,20 +39,10 @@ class Mechanism:
 
     **Guarantees** The client releases integers: `round(sum / g) + round(noise / g)`, with a public grid step g that is
     a power of two. Everything after that (times g, the divisor, learning rate, momentum, float32) is post-processing,
-    so no trailing bit reveals where the exact sum was zero. Proof that this is the mechanism that the accountant
-    composes, with noise of scale `noise_multiplier * sensitivity`:
-
-    1. For an integer n, `n + round(y) = round(n + y)`: the release is a function of `n + y`, that is of the mechanism
-       with continuous noise y on the integer vector `n = round(sum / g)`.
-    2. The computed sums of two neighbouring data sets differ by at most `clip_norm (1 + 2 SUM_ROUNDING)` in the norm
-       `clip_order`: a record adds at most `clip_norm`, and each sum is computed to within `SUM_ROUNDING * clip_norm`
-       (see `ClippedSum`). This assumes that a record's gradient has the same bits whatever is computed with it. Kernels
-       may round it differently in batches of another size, and a net may magnify that at a kink: the noise does not
-       cover this.
-    3. Rounding moves each of the P coordinates by at most g / 2, so `g n` differs by at most `sensitivity(P)`, which is
-       the bound above plus `g sqrt(P)` (L2) or `g P` (L1).
-    4. Both integers are float64 numbers without rounding, and float64 adds them to within the last bit: the result is a
-       function of the exact sum (and is the exact sum below 2^53).
+    so no trailing bit reveals where the exact sum was zero. This is the mechanism that the accountant composes, with
+    noise of scale `noise_multiplier * sensitivity`; docs/epsilon.md has the proof. It assumes that a record's gradient
+    has the same bits whatever is computed with it: kernels may round it differently in batches of another size, and a
+    net may magnify that at a kink, which the noise does not cover.
 
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
     """

@@ -141,13 +141,16 @@ def stream_words(purpose: str, *numbers: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How integer noise is drawn.
+    """How integer noise is drawn, and its density, from which audits and tests compute what a release reveals.
 
     `draw` returns `[count]` numbers of a scale from a stream. `fill` fills a tensor with noise of scale 1 from the
-    generator of a GPU, and is None for noise that is always drawn on the CPU.
+    generator of a GPU, and is None for noise that is always drawn on the CPU. `log_density` is that of noise of scale
+    1, symmetric about 0; `kurtosis` is the fourth moment / squared variance.
     """
 
     draw: Callable[[RandomGenerator, int, float], np.ndarray]
+    log_density: Callable[[np.ndarray], np.ndarray]
+    kurtosis: float
     fill: Callable[[Tensor, torch.Generator], object] | None = None
 
 
@@ -156,10 +159,17 @@ def _fill_laplace(noise: Tensor, generator: torch.Generator) -> None:
 
 
 NORMAL = Distribution(
-    lambda stream, count, scale: stream.integer_normals(count, scale),
-    lambda noise, generator: noise.normal_(generator=generator),
+    draw=lambda stream, count, scale: stream.integer_normals(count, scale),
+    log_density=lambda x: -0.5 * x**2 - 0.5 * np.log(2 * np.pi),
+    kurtosis=3.0,
+    fill=lambda noise, generator: noise.normal_(generator=generator),
 )
-LAPLACE = Distribution(lambda stream, count, scale: stream.integer_laplace(count, scale), _fill_laplace)
+LAPLACE = Distribution(
+    draw=lambda stream, count, scale: stream.integer_laplace(count, scale),
+    log_density=lambda x: -np.abs(x) - np.log(2),
+    kurtosis=6.0,
+    fill=_fill_laplace,
+)
 
 
 def integer_noise(generator: RandomGenerator, distribution: Distribution, scale: float, like: Tensor) -> Tensor:

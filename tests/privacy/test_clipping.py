@@ -19,7 +19,7 @@ from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
-from dpfl_lightning.privacy.clipping.layer_rules import RULES, Unsupported
+from dpfl_lightning.privacy.clipping.layer_rules import RULES, Dense, Unsupported
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of, evaluating
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 from dpfl_lightning.runtime.memory import keep_freed_memory
@@ -181,6 +181,10 @@ CASES = {
 }
 
 
+def test_every_rule_has_a_case():
+    assert set(CASES) == {*RULES, *TAPPED, "convolution behind another"}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     "layer_type", [kind for kind in CASES if kind not in TAPPED], ids=lambda t: getattr(t, "__name__", t)
@@ -188,7 +192,6 @@ CASES = {
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_rule_equals_reference(layer_type, dtype, data):
-    assert set(CASES) == {*RULES, *TAPPED, "convolution behind another"}, "every rule has a case"
     equals_reference(layer_type, dtype, data)
 
 
@@ -337,11 +340,36 @@ def test_frozen_parts_chosen_parts_and_bad_records_of_kernels_on_small_maps():
                 torch.testing.assert_close(norms[[0, 2, 4]], true_norms[[0, 2, 4]], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("module", [nn.Conv1d(2, 3, 3), nn.PReLU(2), nn.ConvTranspose1d(2, 2, 2)], ids=repr)
+class Slope(nn.Module):
+    """A layer of a project: no rule of the package is for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor([0.3]))
+
+    def forward(self, x):
+        return torch.where(x > 0, x, self.slope * x)
+
+
+@pytest.mark.parametrize("module", [nn.Conv1d(2, 3, 3), Slope(), nn.ConvTranspose1d(2, 2, 2)], ids=repr)
 def test_module_without_rule_equals_reference(module):
     fast = FastClippedSum(nn.Sequential(nn.Linear(6, 6), module))
     assert fast.under_vmap() == [f"`1` ({type(module).__name__})"]
     assert_equals_reference(nn.Sequential(nn.Linear(6, 6), module), torch.randn(3, 2, 6))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_project_adds_a_rule_and_a_wrong_one_is_found(times, monkeypatch):
+    def slope_rule(layer, params, inputs, dy):
+        return {"slope": Dense(times * (dy * inputs[0].clamp(max=0)).flatten(1).sum(dim=1, keepdim=True))}
+
+    monkeypatch.setitem(RULES, Slope, slope_rule)
+    net = nn.Sequential(nn.Linear(6, 6), Slope())
+    _, reason = clipped_sum_for(net, None, torch.randn(4, 6), torch.arange(4))
+    wrong = "vmap: the gradient of `1.slope` differs from what the layers' rules give"
+    assert reason == ("fast: exact rules for all layers" if times == 1 else wrong)
+    if times == 1:
+        assert_equals_reference(net, torch.randn(3, 6))
 
 
 def residual(net, x):
@@ -510,7 +538,7 @@ def test_fast_is_chosen_and_leaves_no_trace(name):
 DIFFERS = "vmap: the gradient of `{}.weight` differs from what the layers' rules give"
 REASONS = [
     (scaled(), "fast: exact rules but vmap for `net` (Net)"),
-    (nn.Sequential(nn.Linear(3, 3), scaled(), nn.PReLU()), "fast: exact rules but vmap for `1` (Net), `2` (PReLU)"),
+    (nn.Sequential(nn.Linear(3, 3), scaled(), Slope()), "fast: exact rules but vmap for `1` (Net), `2` (Slope)"),
     (linear_of_3(lambda net, x: net.layer(net.layer(x))), "vmap: `layer` is used twice in one forward pass"),
     (tied(), "vmap: `second.weight` is also a parameter of another module"),
     (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), DIFFERS.format("first")),

@@ -1,18 +1,25 @@
 """Every kind of release keeps the same promises; a new one is covered by its place in `RELEASES`."""
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args, get_type_hints
 
 import numpy as np
 import pytest
+from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting.rdp import RdpAccountant
+from scipy.special import logsumexp
 
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import (
     NOISED,
     RELEASES,
+    SENSITIVITY,
     Caveat,
     GaussianEvent,
     NoisedEvent,
@@ -61,6 +68,92 @@ def test_a_mechanism_is_accounted_as_the_event_that_it_is_made_from(kind):
     mechanism = mechanism_of(event, 2.0, 40)
     assert mechanism.event(4) == event and mechanism.clip_order == event.clip_order
     assert [one.accounted for one in MECHANISMS].count(kind) == 1
+
+
+def test_options_and_help_texts_name_every_mechanism():
+    assert get_args(get_type_hints(PrivacyOptions)["mechanism"]) == tuple(NOISED)
+    assert all(name in words for name in NOISED for words in (PrivacyOptions.__doc__, plan.__doc__))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a noised sum reveals at worst, integrated from the density of its noise, without the accountants' formulas.
+
+    A record moves one coordinate by 1 / noise; with `sample_rate` below 1 it takes part with that probability.
+    """
+
+    event: NoisedEvent
+    adjacency: str
+
+    def logs(self, order: float = 1.0) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the log densities of both data sets on a grid that holds the peaks of this order, and its step."""
+        (kind,) = (one for one in MECHANISMS if one.accounted is type(self.event))
+        density, rate = kind.distribution.log_density, self.event.sample_rate
+        moved = SENSITIVITY[self.adjacency] / self.event.noise
+        if self.adjacency == "replace_one" and rate < 1:
+            moved /= 2  # the other record moves the sum the other way
+        step = moved / math.ceil(moved / 2e-3)  # kinks at 0 and at the move lie on the grid
+        x = step * np.arange(-round((30 + 2 * order * moved) / step), round((30 + 2 * order * moved) / step) + 1)
+
+        def mixed(shift: float) -> np.ndarray:
+            with np.errstate(divide="ignore"):
+                return np.logaddexp(np.log1p(-rate) + density(x), np.log(rate) + density(x - shift))
+
+        return mixed(moved), mixed(-moved) if self.adjacency == "replace_one" and rate < 1 else density(x), step
+
+    def renyi(self, order: float) -> float:
+        first, second, step = self.logs(order)
+        ways = [logsumexp(order * p + (1 - order) * q) for p, q in ((first, second), (second, first))]
+        return (max(ways) + math.log(step)) / (order - 1)
+
+    def delta(self, epsilon: float) -> float:
+        first, second, step = self.logs()
+        ways = [np.maximum(np.exp(p) - np.exp(epsilon + q), 0).sum() for p, q in ((first, second), (second, first))]
+        return float(max(ways) * step)
+
+    def log_ratios(self) -> np.ndarray:
+        first, second, _ = self.logs()
+        return first - second
+
+
+def exported(event: NoisedEvent, delta: float, adjacency: str) -> float:
+    """Return the epsilon that dp_accounting computes from RDP; infinite where it has none."""
+
+    def built(value):
+        if isinstance(value, list):
+            return [built(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        fields = {key: built(one) for key, one in value.items() if key not in ("module_name", "class_name")}
+        return getattr(dp_event, value["class_name"])(**fields)
+
+    relation, found = as_dp_event([event], delta, adjacency)
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation[relation])
+    return accountant.compose(built(found)).get_epsilon(delta) if accountant.supports(built(found)) else math.inf
+
+
+def pairs() -> list[Pair]:
+    events = [(kind, rate) for kind in NOISED.values() for rate in ((1.0, 0.1) if kind.amplified else (1.0,))]
+    return [
+        Pair(kind.of(rate, noise, 1), adjacency)
+        for (kind, rate), noise, adjacency in itertools.product(events, (0.5, 1.0, 4.0), ADJACENCIES)
+    ]
+
+
+@pytest.mark.parametrize(
+    "pair", pairs(), ids=lambda pair: f"{pair.event.kind}-{pair.event.cells()[:2]}-{pair.adjacency}"
+)
+def test_no_cost_is_below_what_the_noise_reveals(pair):
+    """The integrals are exact to 1e-4."""
+    event, sensitivity, orders = pair.event, SENSITIVITY[pair.adjacency], (1.5, 2.0, 5.0, 32.0)
+    stated = event.rdp(np.array([event.parameters()]), orders, pair.adjacency)[0]
+    assert np.all(stated >= [(1 - 1e-4) * pair.renyi(order) for order in orders])
+    for name, delta in itertools.product(("rdp", "pld"), (1e-2, 1e-5)):
+        found = get_accountant(name, pair.adjacency).epsilon([event], delta)
+        assert pair.delta(min(found, exported(event, delta, pair.adjacency))) <= (1 + 1e-4) * delta
+    ratios = pair.log_ratios()
+    assert event.pure(sensitivity) >= (1 - 1e-9) * np.abs(ratios).max()
+    assert event.loss_range(sensitivity) >= (1 - 1e-9) * np.ptp(ratios)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.integrate import trapezoid
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
@@ -14,11 +15,20 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian, Laplace, mechanism_of
+from dpfl_lightning.privacy.mechanism import ENLARGED, MECHANISMS, Gaussian, Laplace, mechanism_of
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
-KINDS = (Gaussian, Laplace)
-NAMES = {Gaussian: "norm", Laplace: "laplace"}
+X = np.linspace(-60, 60, 120_001)  # noise of scale 1
+
+
+def density(distribution):
+    return np.exp(distribution.log_density(X))
+
+
+def integrated(distribution):
+    """Return the distribution function of noise of scale 1."""
+    below = np.cumsum(density(distribution)) * (X[1] - X[0])
+    return lambda drawn: np.interp(drawn, X + (X[1] - X[0]) / 2, below)
 
 
 def rng(seed=0):
@@ -32,21 +42,30 @@ def test_the_divisor_is_the_expected_batch_size():
 
 
 @pytest.mark.parametrize("generator", [rng(3), Streams().generator("noise", 1, 0)], ids=["keyed", "fresh"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MECHANISMS)
 def test_noise_has_the_stated_level_also_on_an_empty_sum(kind, generator):
     mechanism = kind(clip_norm=3.0, noise_multiplier=2.0, sample_rate=1.0, expected_batch_size=10.0)
     for dtype in (torch.float32, torch.float64):
         noisy = mechanism.privatise(torch.zeros(1, 200_000, dtype=torch.float64), generator, dtype)[0]
         assert noisy.dtype == dtype and noisy.shape == (200_000,)
         # Kolmogorov-Smirnov, seed 3 or fresh: false alarm 1e-6
-        assert stats.kstest(noisy.numpy() / (0.6 * ENLARGED), NAMES[kind]).pvalue > 1e-6
+        assert stats.kstest(noisy.numpy() / (0.6 * ENLARGED), integrated(kind.distribution)).pvalue > 1e-6
         assert float(noisy.double().std()) == pytest.approx(mechanism.noise_std(1, 1.0), rel=0.02)
-    unit = {Gaussian: 1, Laplace: math.sqrt(2)}[kind]
+    unit = kind.accounted.unit_std
     assert mechanism.noise_std(steps=4, learning_rate=0.5) == pytest.approx(0.5 * unit * 0.6 * ENLARGED * 2)
-    assert mechanism.event(5) == {Gaussian: GaussianEvent(1.0, 2.0, 5), Laplace: LaplaceEvent(2.0, 5)}[kind]
+    assert mechanism.event(5) == kind.accounted.of(1.0, 2.0, 5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_a_density_is_symmetric_and_has_the_stated_moments(kind):
+    total, variance, fourth = (trapezoid(X**power * density(kind.distribution), X) for power in (0, 2, 4))
+    assert total == pytest.approx(1, rel=1e-6)
+    assert math.sqrt(variance) == pytest.approx(kind.accounted.unit_std, rel=1e-6)
+    assert fourth / variance**2 == pytest.approx(kind.distribution.kurtosis, rel=1e-5)
+    assert np.allclose(density(kind.distribution), density(kind.distribution)[::-1], rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", MECHANISMS)
 def test_a_kept_vector_changes_no_bit_and_one_that_does_not_fit_is_left_alone(kind):
     mechanism, sums = kind(1.0, 1.0, 0.1, 5.0), torch.randn(2, 70_000).double()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -61,7 +80,9 @@ def test_a_kept_vector_changes_no_bit_and_one_that_does_not_fit_is_left_alone(ki
 
 CASES = [
     (kind, clip, z, count)
-    for kind, clip, z, count in itertools.product(KINDS, (1e-6, 0.3, 1.0, 20.0), (1e-4, 0.7, 5.0, 1e4), (1, 100, 10**6))
+    for kind, clip, z, count in itertools.product(
+        MECHANISMS, (1e-6, 0.3, 1.0, 20.0), (1e-4, 0.7, 5.0, 1e4), (1, 100, 10**6)
+    )
 ]
 
 
@@ -96,7 +117,7 @@ def test_the_grid_depends_on_public_numbers_only_and_is_far_finer_than_the_noise
 
 def test_noise_covers_the_sensitivity_also_where_the_grid_cannot_be_fine():
     """10^7 coordinates in L1, and noise of 10^9 clip norms: more noise is added than usual, not too little."""
-    for kind, z in itertools.product(KINDS, (1e-9, 1.0, 1e9)):
+    for kind, z in itertools.product(MECHANISMS, (1e-9, 1.0, 1e9)):
         mechanism = kind(1.0, z, 1.0, 1.0)
         for count in (1, 10**5, 10**7):
             assert mechanism.noise_scale(count) >= z * mechanism.sensitivity(count)
@@ -137,7 +158,7 @@ def test_neighbours_on_the_grid_are_no_further_apart_than_the_sensitivity():
 
 
 def test_noise_is_independent_in_every_coordinate_and_call():
-    for kind in KINDS:
+    for kind in MECHANISMS:
         mechanism, generator = kind(1.0, 1.0, 1.0, 1.0), rng(4)
         rows = torch.cat([mechanism.privatise(torch.zeros(1, 20_000), generator, torch.float64) for _ in range(20)])
         correlation = np.corrcoef(rows.numpy())[np.triu_indices(20, 1)] * math.sqrt(20_000)
@@ -207,7 +228,7 @@ def test_bad_values_are_named():
         "sample_rate": (1.8, 0.0),
         "expected_batch_size": (0.0,),
     }
-    for kind, (key, values) in itertools.product((Gaussian, Laplace), bad.items()):
+    for kind, (key, values) in itertools.product(MECHANISMS, bad.items()):
         for value in values:
             with pytest.raises(UserError, match=f"`{key}`"):
                 kind(**{**good, key: value})

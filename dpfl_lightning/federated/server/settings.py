@@ -87,7 +87,8 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
         must = f"be null (all {size} of client {name}'s records) with {noised.protection}"
         full = noised.amplified or batch == size
         require(full, "clients.batch_size", must, batch, "Its accountant needs full batches.")
-        must, advice = f"be in (0, 1) with {noised.protection}", "Laplace noise (mechanism) can have 0."
+        must, pure = f"be in (0, 1) with {noised.protection}", [name for name in NOISED if not NOISED[name].needs_delta]
+        advice = f"privacy.mechanism {' or '.join(pure)} can have 0."
         require(client.delta > 0 or not noised.needs_delta, "privacy.delta", must, client.delta, advice)
     loose = [i for i, client in enumerate(settings) if client.delta > 1 / client.num_records]
     if loose and privacy is not None:

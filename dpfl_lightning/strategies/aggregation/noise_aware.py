@@ -34,12 +34,10 @@ class NoiseAware(Strategy):
     v_i is the noise variance of its update per step, g^2 the variance between the clients' mean gradients, estimated
     from products of updates of different rounds, and T the number of rounds in which a client trains on average: noise
     averages out over rounds, differences of data do not. Shares without noise are those of `size_weighted`. An update
-    is divided by its steps times its rate, and the mean is multiplied by the mean of these over the clients, so that
-    weights do not change the length of a step.
+    is divided by its steps times its rate; the mean is then scaled back, so that weights do not change its length.
 
     An update that is longer than noise and three times the median signal explain counts as noisier. Up to a third of
-    the clients, whose updates clearly point away from most others, have no weight: attackers, or a minority with other
-    data. `noise_floor` beside it leaves out updates that are shorter than their noise.
+    the clients, whose updates clearly point away from most others, have no weight: attackers, or other data.
 
     Args:
         noise: `planned` takes v_i, steps and data sizes from the plan, which nodes enforce. `estimated` reads nothing
@@ -50,7 +48,8 @@ class NoiseAware(Strategy):
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
-    Reference: DerSimonian and Laird (1986), whose studies are the clients here. Limits: `docs/noise_aware.md`.
+    Reference: DerSimonian and Laird (1986), whose studies are the clients here. Algorithm 1 of the noise-aware paper
+    (Malekmohammadi et al., 2024) is another rule, `robust_hdp`. Limits: `docs/noise_aware.md`.
     """
 
     noise: Literal["planned", "estimated"] = "planned"

@@ -16,8 +16,9 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.privacy.mechanism import MECHANISMS
 
-_KURTOSIS = 6.0  # fourth moment / squared variance of Laplace noise; that of Gaussian noise is 3, of sums in between
+_KURTOSIS = max(one.distribution.kurtosis for one in MECHANISMS)  # 6, of Laplace noise; that of sums is smaller
 
 
 @dataclass
@@ -29,14 +30,9 @@ class NoiseFloor(Strategy):
 
         P sigma^2 (1 - sqrt(2 * 6 * log(1 / false_alarm) / P))
 
-    has at most the probability `false_alarm` for noise alone, Gaussian or Laplace (Maurer, 2003), and a signal makes
-    updates longer. So a client below it did not add its noise, or made its update small to look quiet. The rule removes
-    updates and raises no weight. Beside weights that favour quiet clients it takes away what a false update gains
-    from being short; an update as long as its noise passes.
-
-    Local steps react to the noise of earlier steps: large learning rates shorten updates somewhat, which the bound
-    ignores. Weight decay, and strategies that pull local steps to a model (`fedprox`, `mr_mtl`), shorten them further
-    and are refused.
+    has at most the probability `false_alarm` for noise alone, Gaussian or Laplace, and a signal makes updates longer. A
+    client below it did not add its noise, or made its update small to look quiet. Large learning rates shorten updates
+    somewhat, which the bound ignores; weight decay and proximal terms shorten them further and are refused.
 
     Args:
         false_alarm: bound on the probability that noise alone is removed, for one update.

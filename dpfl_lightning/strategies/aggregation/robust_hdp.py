@@ -1,12 +1,21 @@
 """Robust-HDP: weights by the noise variance of the updates, which the server estimates from the updates.
 
-| Algorithm 1 of the paper                     | here                                                            |
-| -------------------------------------------- | --------------------------------------------------------------- |
-| lines 3 to 6: DPSGD of the clients           | the round of the server's loop                                  |
-| line 7: M `[p, n]`, a column for each client | `updates.released` `[C, P]`, transposed                         |
-| line 8: L, S = RPCA(M), Algorithm 3          | `_estimated`: `algorithms/robust_pca.py` with `estimator: rpca` |
-| lines 9, 10, equation 8: w_i ~ 1 / |S_i|^2   | `Split.noise_var`, and `_share` by `noise_weights.py`           |
-| line 11: theta + sum_i w_i update_i          | the loop's weighted sum                                         |
+| Algorithm 1 of the paper                     | here                                                        |
+| -------------------------------------------- | ----------------------------------------------------------- |
+| lines 3 to 6: DPSGD of the clients           | the round of the server's loop                              |
+| line 7: M `[p, n]`, a column for each client | `updates.released` `[C, P]`, transposed                     |
+| line 8: L, S = RPCA(M), Algorithm 3          | `_estimated`; with `estimator: rpca` by `_rpca` of          |
+|                                              | `algorithms/noise_estimators.py`, and `robust_pca.py`       |
+| lines 9, 10, equation 8: w_i ~ 1 / |S_i|^2   | `Split.noise_var`, and `_share` by `noise_weights.py`       |
+| line 11: theta + sum_i w_i update_i          | the loop's weighted sum                                     |
+
+| symbol           | here                                                                      |
+| ---------------- | ------------------------------------------------------------------------- |
+| S^e, n, E        | `updates.clients`, `view.facts.num_clients`, `view.run.rounds`            |
+| b_i, N_i, z_i, c | of each client's `Mechanism`: batch, records, noise multiplier, clip norm |
+| K_i              | `updates.steps`                                                           |
+| L, S             | `Split.low_rank`, `Split.sparse`, of `EstimatorOptions.rows` parameters   |
+| lambda, mu       | in `robust_pca`: 1 / sqrt(max(n, p)), and by `PcpSettings.mu_scale`       |
 """
 
 import dataclasses

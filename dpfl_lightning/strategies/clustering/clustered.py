@@ -9,7 +9,7 @@ The papers (V1: Malekmohammadi, Taik and Farnadi 2024; V2: its revision) print o
 #   5     M = argmax_m MSS                                      `paper_mixture`; `robust`: `find_groups`
 #   6     pi_i, MPO = GMM(updates)                              `_divided`: `paper_mixture` or `robust_mixture`
 #   7     E_c = E_c(MPO)                                        `switch_round`, kept as `last_drawn_round`
-#   8     no aggregation in round 1                             `weigh`: zeros
+#   8     no aggregation in round 1                             `weigh`: zeros, with `reuse_first_round: false`
 #   9-10  rounds 2..E_c: R(i) ~ pi_i                            `drawn_groups`
 #   11-13 later rounds: R(i) = argmin_m f_i(theta_m)            `ModelSelection.models_of`
 #   14-16 DPSGD from theta_R(i), average of each cluster        loop and aggregation rule, by `plan.model_of`

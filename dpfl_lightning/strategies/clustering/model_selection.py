@@ -39,8 +39,7 @@ class ModelSelection:
     **Privacy** Each choice is a `SelectionEvent`. It is a `NonPrivateEvent` with `paper_argmin`, and for clients that
     train without noise.
 
-    Reference: Liu, Hu, Wu, Smith (2022) for private choices (by accuracies and with a separate budget; here by clipped
-    losses, composed with training); Ghosh et al. (2020) for choices without noise.
+    Reference: Liu, Hu, Wu, Smith (2022), by accuracies and with a separate budget; Ghosh et al. (2020), without noise.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ they differ (sums of clients' means, one initialisation, the median, noise on me
 #   number of classes C         `facts.num_classes`
 #   delta (share of clients)    `participation_fraction`
 #   varsigma_S, eta_S           `image_steps`, `image_learning_rate`
-#   varsigma_theta, eta_theta   `net_epochs`, `net_learning_rate`
+#   varsigma_theta, eta_theta   `net_epochs` (epochs on the set; the paper counts steps), `net_learning_rate`
 #   G_{t,c}                     row c of the target `[num_classes, d]`
 #   clipping C, sigma           `clip_norm` and `noise_multiplier` of the mechanism
 
@@ -76,8 +76,7 @@ class Distillation(SetStrategy):
 
     In every round clients send one noised sum of clipped gradients for each class, computed on the server's model. The
     server moves its images until the model's gradient on them is similar to the released one, and then trains the model
-    on the images. The results of a run are the set (`distilled.pt`) and a new model trained on it. It pays if many
-    trainings follow, such as a search for hyperparameters: they use the set without clients or privacy loss.
+    on the images. The results of a run are the set (`distilled.pt`) and a new model trained on it.
 
     Args:
         matching: distance between two gradients: `layerwise_cosine`, or `mse` (the paper's eq. 27).
@@ -101,18 +100,12 @@ class Distillation(SetStrategy):
         min_participants: minimum number of clients in a round. The run is refused if cohorts are smaller. A round in
             which fewer clients are present or have budget left is skipped; the run ends if all later rounds are.
 
-    **Guarantees** A client makes one release in a round, with one block for each class, including classes that it does
-    not have: the stack of all blocks has the sensitivity of one gradient. The divisor is the public expected batch
-    size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn before the first
-    one, so a client's budget is divided among the rounds in which it takes part.
+    **Privacy** Each round of a client is one step of the mechanism: one release with a block for each class, which
+    together have the sensitivity of one gradient. The divisor is the public expected batch size, or the largest number
+    of records that `fixed` may draw. A budget is divided among the rounds of the client's cohorts, which are drawn
+    before the run. A run without noise also sends exact counts and gradients of few records, which reveal records.
 
-    **Privacy** Each round of a client is one step of the mechanism. Images, models and everything derived from them are
-    post-processing; images are initialised as noise. A run without noise also sends exact counts, and gradients of few
-    records, from which these can be reconstructed.
-
-    Reference: Wang and Wang (2024); Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching, loops and
-    augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps are additions
-    of this package.
+    Reference: Wang and Wang (2024); Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching and loops.
     """
 
     matching: Literal["layerwise_cosine", "mse"] = "layerwise_cosine"

@@ -37,22 +37,19 @@ class FeatureMeans(SetStrategy):
 
     The only round asks each client for one noised vector: for each class the sum, over its records, of a constant, of
     the record itself, and of what `nets` nets with random parameters make of it. Its norm is at most 1 for each record.
-    The server divides the sums by the released counts, begins with the mean images, and moves each class's images until
-    their mean features are those of the records. Each step uses some of the nets, drawn at random. No public record is
-    needed. The results of a run are the set (`distilled.pt`) and a new model trained on it, as with `distillation`.
+    The server moves images from the released mean images until their mean features are those of the records. The
+    results of a run are the set (`distilled.pt`) and a new model trained on it, as with `distillation`.
 
     Args:
         nets: number of random nets. More describe records better, and share the same norm.
         image_steps: steps of Adam on the images; they cost neither traffic nor privacy.
         image_learning_rate: of Adam; it falls linearly to 0. A step moves a value by about this much.
 
-    **Guarantees** Clients are weighted by the inverse variance of their noise, a function of public facts of the plan:
-    with equal noise every record has the same weight. A class with fewer records than its count's noise has images of
-    noise.
+    **Guarantees** Clients are weighted by the inverse variance of their planned noise. A class with fewer records than
+    its count's noise has images of noise.
 
     **Privacy** One Gaussian release of all records of each client, of sensitivity 1 whatever privacy.clip_norm is, and
-    charged before it is computed. Counts of classes are part of it. Nets, images and models are public or derived.
-    Without noise, sums over few records are close to these records, and the run warns.
+    charged before it is computed. Without noise, sums over few records are close to these records, and the run warns.
 
     Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random nets as in Zhao and Bilen (2023).
     """

@@ -88,8 +88,7 @@ class BiasedSelection(QuotaSelection):
     """DPFL-BCS: quotas that balance the noise of the mean update against the bias of unequal participation.
 
     A client that takes part often divides its budget among more releases, each of which has more noise; one that rarely
-    takes part biases the model away from its data. Use the strategy if budgets or numbers of records differ much and
-    noise limits the accuracy; if the noise is small, the quotas become equal.
+    takes part biases the model away from its data. If the noise is small, the quotas become equal.
 
     Args:
         dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm.
@@ -101,9 +100,8 @@ class BiasedSelection(QuotaSelection):
     **Privacy** Post-processing of public facts: no loss is reported, and nothing is estimated. Claimed budgets and
     numbers of records are trusted. `privacy.noise_multiplier` must be null, because no quota could change it.
 
-    Reference: Ma et al., "The Power of Bias", Proposition 1, with a cap at one participation in each round, whole
-    quotas, and an anchor in place of the paper's bias term: see `allocation.py`. The paper's two stages with that term
-    are `two_stage_selection`.
+    Reference: Ma et al., "The Power of Bias", Proposition 1, with caps, whole quotas, and an anchor in place of the
+    paper's bias term (`allocation.py`). Algorithms 1 and 2, with that term, are `two_stage_selection`.
     """
 
     dissimilarity: Annotated[float, Interval(ge=0, le=1e6)] = 0.1

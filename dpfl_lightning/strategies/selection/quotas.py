@@ -91,7 +91,10 @@ class QuotaSelection(Strategy, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._taken = np.zeros(0, dtype=np.int64)
+        self._cohort_size, self._horizon = 0, 0  # K, and the rounds among which quotas are divided
+        self._quota = self._taken = np.zeros(0, dtype=np.int64)  # T_n and the participations so far, [N]
+        self._settled = False  # whether quotas are what budgets can pay for
+        self._top = np.zeros(0, dtype=bool)  # [N], whom each round needs one of
         self._drawn_in = 0  # the round of the last cohort
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
@@ -136,6 +139,7 @@ class QuotaSelection(Strategy, Callback):
             self._quota, self._settled = np.minimum(self._quota, self._paid_rounds(view.schedule)), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:
+        """Return the clients of this round. A subclass that overrides it has to respect or refuse `top_fraction`."""
         key = np.random.SeedSequence(view.seed, spawn_key=stream_words("selection", view.round))
         generator = np.random.Generator(np.random.PCG64DXSM(key))
         left = min(self._horizon, view.run.rounds - view.round + 1)  # at most the rounds that budgets can pay for

@@ -2,14 +2,16 @@
 
 Comments name the lines of the paper's Algorithm 1 (server) and Algorithm 2 (client) where they are carried out.
 
-| symbol            | meaning                                                        | here                            |
-| ----------------- | -------------------------------------------------------------- | ------------------------------- |
-| N, K, T, T_0      | clients, clients of a round, rounds, rounds of the first stage | T_0: `warmup_rounds`            |
-| T_n, C_n          | a client's quota, and its participations so far                | `_quota`, `_taken`              |
-| Lambda Phi_n, z   | noise of one participation; it grows with T_n^z                | `participation_noise`           |
-| Gamma_n           | dissimilarity of a client, in units of the loss                | `_unlike`                       |
-| Omega_B / Omega_A | cost of bias over cost of noise in the problem P1              | `ratio`, `_cost_of_unlikeness`  |
-| Theta             | bound of a loss                                                | `loss_bound`                    |
+| symbol            | meaning                                           | here                                     |
+| ----------------- | ------------------------------------------------- | ---------------------------------------- |
+| N, K              | clients, and clients of a round                   | `view.facts.num_clients`, `_cohort_size` |
+| T, T_0            | rounds, and rounds of the first stage             | `view.run.rounds`, `warmup_rounds`       |
+| T_n               | quota of a client in the present stage            | `_quota`                                 |
+| C_n               | participations so far in the first, second stage  | `_taken`, `_first + _taken`              |
+| Lambda Phi_n, z   | noise of one participation; it grows with T_n^z   | `participation_noise`                    |
+| Gamma_n           | dissimilarity of a client, in units of the loss   | `_unlike`                                |
+| Omega_B / Omega_A | cost of bias over cost of noise in the problem P1 | `ratio`, `_cost_of_unlikeness`           |
+| Theta             | bound of a loss                                   | `_bound`, the option `loss_bound`        |
 """
 
 import dataclasses
@@ -57,10 +59,9 @@ Report = tuple[int, int, float]  # (round, client, noisy loss)
 class TwoStageSelection(QuotaSelection):
     """DPFL-BCS in two stages: clients report losses in the first rounds, from which the later quotas are computed.
 
-    The first stage uses the quotas of least noise. The second stage minimises `sum_n noise_n T_n^(z + 1) + ratio sum_n
-    unlikeness_n T_n` over the remaining rounds, with the remaining budgets; the last sum is the paper's bias term. It
-    has brought no gain over `biased_selection`, even with true values, because where noise is small it leads to the few
-    most similar clients instead of equal quotas.
+    The first stage uses the quotas of least noise. The second one minimises `sum_n noise_n T_n^(z + 1) + ratio sum_n
+    unlikeness_n T_n` over the remaining rounds, with the remaining budgets. It has brought no gain over
+    `biased_selection`, even with true values: where noise is small it selects the few most similar clients.
 
     Args:
         warmup_rounds: number T_0 of rounds in which losses are reported; fewer than the rounds.
@@ -69,17 +70,12 @@ class TwoStageSelection(QuotaSelection):
         loss_share: share of each participation's part of the budget that is spent on the loss.
         loss_bound: losses are clipped to [0, loss_bound]; null is log(classes).
 
-    **Guarantees** Quotas are whole numbers in both stages, and no client exceeds its budget, whatever the losses are.
-
     **Privacy** Losses are `MeanLoss` queries, planned and charged in addition to the updates. Later noise depends on
-    them, so a guarantee states the whole budget (a privacy filter). This requires full batches with Gaussian noise, or
-    with Laplace noise and delta 0, and noise that is solved from a budget. Beside Gaussian noise no clients may choose
-    models with noise (`ifca`), because no filter is known for both; `clustered` cannot be used beside this strategy.
+    them, so a guarantee states the whole budget (a privacy filter), which no client exceeds. This requires solved noise
+    of full batches, Gaussian or Laplace with delta 0. `clustered` cannot be used beside this strategy, nor `ifca` with
+    noised choices beside Gaussian noise, because no filter is known for both.
 
-    Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2. The paper's clients report unclipped losses, one of
-    them before noise, which its sensitivity does not cover. Its quotas are real numbers, which overspend. It splits
-    epsilon and delta in proportion to participations, which takes ten times the noise. Its constants are fitted in
-    `experiments/papers/selection/two_stages.py`.
+    Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2, with other estimates: see `_begin_second_stage`.
     """
 
     warmup_rounds: Annotated[int, Interval(ge=2)] = 10
@@ -94,8 +90,11 @@ class TwoStageSelection(QuotaSelection):
         super().__post_init__()
         self._reports: list[Report] = []
         self._first: Counts | None = None  # participations in the first stage; None until the second stage begins
+        self._unlike = np.zeros(0)  # [N], in the second stage
+        self._bound = 0.0  # of a loss
 
-    # -- the first stage: Algorithm 1, lines 4 to 20. Lines 6 and 17 are `QuotaSelection` and the strategy `uniform`
+    # -- the first stage: Algorithm 1, lines 4 to 20. Line 6, the choice of K clients by p_n, is `QuotaSelection`, and
+    # -- line 17, the mean of the noisy gradients, is the strategy `uniform`
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         biased_selection.check_free_noise(schedule, self._name, view.facts)
@@ -112,7 +111,11 @@ class TwoStageSelection(QuotaSelection):
         once = view.solve(with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients)))
 
         def with_reports(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
-            """Split the budget of each participation between update and losses (Algorithm 2, lines 3, 5 and 15)."""
+            """Split the budget of each participation between update and losses.
+
+            Algorithm 2, lines 3 and 5 (epsilon / T_n) and 15 (noise on losses). The paper also divides delta by T_n,
+            which takes ten times the noise.
+            """
             line, event = planned.planned(client, PURPOSE), planned.noised(client, PURPOSE)
             power = self._noise.exponent[client] / 2
             noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * max(line.count, 1) ** power
@@ -128,7 +131,8 @@ class TwoStageSelection(QuotaSelection):
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
         self._noise = biased_selection.participation_noise(schedule, view, upper)
-        # line 4: Proposition 1, in whole numbers and with at most one participation in a round
+        # line 4, p_n by Proposition 1: in whole numbers, because parts of a participation would overspend, and with at
+        # most one participation in a round
         return allocate_int(self._noise.factor, total, self._noise.exponent, upper=upper)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
@@ -137,7 +141,8 @@ class TwoStageSelection(QuotaSelection):
             mechanisms = tuple(view.mechanism(client, LATER) for client in plan.clients)
             return dataclasses.replace(plan, mechanism_of=mechanisms, purpose=LATER)
         if view.round <= self.warmup_rounds and plan.clients:
-            # line 19, which calls Algorithm 2, line 13: the losses at the round's model
+            # line 19, noisy losses while t <= T_0 (Algorithm 2, line 13): at the round's model, clipped. The paper's
+            # are not clipped, and a second one, at the client's model without noise, is beyond its sensitivity
             answers = self._ask(view.state.models, dict(zip(plan.clients, plan.model_of, strict=True)), view)
             self._reports += [(view.round, client, loss) for client, loss in answers.items()]
         return plan
@@ -155,7 +160,7 @@ class TwoStageSelection(QuotaSelection):
     # -- the second stage: Algorithm 1, lines 21 to 28
 
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        if view.round <= self.warmup_rounds or schedule.clients[0].planned[-1].purpose == LATER:
+        if view.round <= self.warmup_rounds or _has_later(schedule):
             return schedule
 
         def only_paid(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
@@ -173,19 +178,20 @@ class TwoStageSelection(QuotaSelection):
         pairs = [(before.count_of(PURPOSE), after.count_of(PURPOSE)) for before, after in counts]
         able = np.array([plan == 0 or paid < plan for plan, paid in pairs])  # with quota 0 the whole budget is left
         once = view.solve(_with_later(paid, able.astype(int).tolist(), 0))
-        # line 22: Lambda Phi_n, equation 7, from the budget that is left (Algorithm 2, line 5)
+        # line 22, Lambda and Phi_n by equation 7: from the budget that is left (Algorithm 2, line 5)
         factor = np.where(able, biased_selection.update_noise(once, LATER, view), np.inf)
-        # line 23: Gamma_n
+        # line 23, Gamma_n: shrunken mean losses instead of equation 8
         self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self.warmup_rounds
-        # lines 24 and 25: Omega_B / Omega_A
+        # lines 24 and 25, rho_min, gamma, L and mu: `ratio` instead of equation 9 and the fit P2, which is in
+        # `experiments/papers/selection/two_stages.py`
         cost = self._cost_of_unlikeness(factor[able], rounds) * self._unlike
         if self.ratio != 0 and factor[able].any() and not np.ptp(cost):
             warn_user(
                 f"{self._name}: the {len(self._reports)} reports of losses show no difference between clients "
                 "beyond their noise, so the later quotas are those of least noise alone (Proposition 1)."
             )
-        # lines 26 and 27: the problem P1
+        # lines 26 and 27, T_n and p_n by the problem P1: in whole numbers
         total = min(self._cohort_size, int(able.sum())) * rounds
         self._quota = allocate_int(factor, total, self._noise.exponent, cost, upper=rounds)
         self._taken = np.zeros_like(self._quota)
@@ -237,6 +243,11 @@ class TwoStageSelection(QuotaSelection):
             first, quota, unlike = state["second"]
             self._first, self._quota = np.array(first, dtype=np.int64), np.array(quota, dtype=np.int64)
             self._unlike = np.array(unlike)
+
+
+def _has_later(schedule: RunSchedule) -> bool:
+    """Return whether the second stage is planned, for which `_with_later` gives each client a last line."""
+    return schedule.clients[0].planned[-1].purpose == LATER
 
 
 def _with_later(schedule: RunSchedule, counts: Sequence[int], reserve: int) -> RunSchedule:

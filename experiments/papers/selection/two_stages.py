@@ -51,7 +51,7 @@ class PaperTwoStages(TwoStageSelection):
         return super().after_step(state, updates, view)
 
     def _heterogeneity(self, schedule: RunSchedule, view: View) -> np.ndarray:
-        """Line 23, equation 8."""
+        """Line 23, Gamma_n by equation 8."""
         after = {(round, client): loss for round, client, loss in self._after}
         pairs = [
             (client, loss, after[round, client]) for round, client, loss in self._reports if (round, client) in after
@@ -59,7 +59,7 @@ class PaperTwoStages(TwoStageSelection):
         return least_differences(pairs, view.facts.num_clients)
 
     def _cost_of_unlikeness(self, factor: np.ndarray, rounds: int) -> float:
-        """Lines 24 and 25, equations 9 and 10, problem P2."""
+        """Lines 24 and 25, rho_min by equation 9, and gamma, L and mu by equation 10 and the problem P2."""
         last = {client: loss for round, client, loss in self._reports if round == self.warmup_rounds}
         earlier = [client for round, client, _ in self._reports if round < self.warmup_rounds]
         if not last or not earlier:
