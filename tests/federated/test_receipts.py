@@ -6,14 +6,15 @@ import random
 import shutil
 
 import pytest
-from sites import charges, configured, key_of, nodes_of, over, planned, with_copy
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sites import asked, charges, configured, key_of, nodes_of, over, planned, reply_in, with_copy
 
 from dpfl_lightning.deployment.server import loop_over
 from dpfl_lightning.deployment.site import open_study
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages import signed, wire
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.exchange import Hello, Paid, Refused, Signed, Welcome
+from dpfl_lightning.federated.messages.exchange import Hello, Paid, Refused, Released, Signed, Train, Welcome
 from dpfl_lightning.federated.messages.receipt import digest_of, public_key
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
@@ -101,10 +102,11 @@ def test_the_first_contact_is_signed_for_this_server(tmp_path, terms, attack, wo
         node.close()
 
 
-def test_an_older_ledger_is_refused_by_name_and_the_newest_copy_goes_on(tmp_path):
-    """The copy is from before round 2, and is restored before round 3, so that it has as many releases after it."""
-    terms = planned(tmp_path, rounds=3, **TWO)
-    nodes, given = nodes_of(tmp_path, terms, key=None), configured(tmp_path / "run", rounds=3, **TWO)
+@pytest.mark.parametrize("elsewhere", [0, 1, 2])
+def test_an_older_ledger_is_refused_by_name_before_it_spends_and_the_newest_copy_goes_on(tmp_path, elsewhere):
+    """The copy is from before round 2, and is restored before round 3, after it has answered another server."""
+    terms = planned(tmp_path, rounds=4, **TWO)
+    nodes, given = nodes_of(tmp_path, terms, key=None), configured(tmp_path / "run", rounds=4, **TWO)
     folder, calls = nodes[1].state.path, []
 
     def channel(content):
@@ -114,14 +116,131 @@ def test_an_older_ledger_is_refused_by_name_and_the_newest_copy_goes_on(tmp_path
         if len(calls) == 4:
             shutil.copytree(folder, tmp_path / "newest")
             nodes[1] = with_copy(nodes[1], tmp_path / "copy")
+            for round in range(2, 2 + elsewhere):
+                other = dataclasses.replace(wire.decode(Train, content), round=round, known=None)
+                assert isinstance(asked(nodes[1], other), Released)
         return nodes[1].handle(content)
 
-    with pytest.raises(UserError, match=r"client 1 2 that do not follow the 2 of before: .* is an older copy"):
+    got = "1 of 2" if elsewhere == 0 else "others than the 2 of before"
+    with pytest.raises(UserError, match=f"client 1 {got}: .* is an older copy"):
         loop_over(given, Sites(terms, (nodes[0].handle, channel))).run()
-    assert [len(charges(node.state, terms)) for node in nodes] == [3, 2]
-    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 6, "what the copy has released counts, too"
+    assert [len(charges(node.state, terms)) for node in nodes] == [3, 1 + elsewhere]
+    with pytest.raises(LostClients, match=f"client 1 {got}: .* is an older copy"):
+        over(nodes, terms, given).run(resume=True)
+    assert [len(charges(node.state, terms)) for node in nodes] == [3, 1 + elsewhere]
     nodes[1] = with_copy(nodes[1], tmp_path / "newest")
     assert over(nodes, terms, given).run(resume=True).finished
+    for node in nodes:
+        node.close()
+
+
+def signed_again(content, reply=None, **head):
+    """What a node signs in the place of its reply: other values in it, or of the head of its ledger."""
+    receipt = wire.decode(Signed, content).receipt
+    ledger = receipt.ledger.as_dict() | head
+    message = wire.decode(Signed, signed.sign(reply or reply_in(content), receipt.request, key_of(1), receipt.plan))
+    object.__setattr__(receipt, "reply", message.receipt.reply)
+    for name, value in ledger.items():  # as a node of another program does
+        object.__setattr__(receipt.ledger, name, value)
+    signature = Ed25519PrivateKey.from_private_bytes(key_of(1)).sign(receipt._content()).hex()
+    object.__setattr__(receipt, "signature", signature)
+    return wire.encode(Signed(receipt, message.reply))
+
+
+def with_paid(content, *changed):
+    reply = reply_in(content)
+    return signed_again(
+        content, dataclasses.replace(reply, paid=tuple(dataclasses.replace(reply.paid[0], **one) for one in changed))
+    )
+
+
+#: what a node signs instead of its reply of round 1 -> words of the error
+FALSE = {
+    "a head of no run": (lambda reply: signed_again(reply, run="no digits"), "client 1: .*do not fit"),
+    "a head of a long chain": (lambda reply: signed_again(reply, chain="ab" * 2000), "client 1"),
+    "a head that a terminal obeys": (lambda reply: signed_again(reply, chain="\x1b[31m"), "client 1: .*do not fit"),
+    "a head before the first": (lambda reply: signed_again(reply, lines=-5), "client 1: .*do not fit"),
+    "a head without a header": (lambda reply: signed_again(reply, lines=0, chain=""), "client 1: .*do not fit"),
+    "a round before the first": (lambda reply: with_paid(reply, {"round": -7}), "client 1 a release of round -7"),
+    "rounds to come": (
+        lambda reply: with_paid(reply, *({"round": round} for round in range(1, 6))),
+        "client 1 a release of round 2",
+    ),
+    "a number that is none": (lambda reply: with_paid(reply, {"number": -1}), "releases of client 1, in order"),
+    "numbers that are left out": (lambda reply: with_paid(reply, {}, {"number": 2}), "releases of client 1, in order"),
+    "an account instead of a release": (
+        lambda reply: signed_again(reply, Welcome(False, reply_in(reply).paid)),
+        "an account from client 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FALSE)
+def test_what_no_plan_has_is_refused_by_name_before_it_is_written(tmp_path, terms, what):
+    false, words = FALSE[what]
+    nodes, calls = nodes_of(tmp_path, terms), []
+
+    def channel(content):
+        calls.append(1)
+        reply = nodes[1].handle(content)
+        return false(reply) if len(calls) == 2 else reply
+
+    with pytest.raises(UserError, match=words):
+        loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel))).run()
+    mirror = tmp_path / "run" / "ledger.jsonl"
+    assert [one.client for one in read_ledger(mirror)] == [0], "all or none of it"
+    assert over(nodes, terms, options(tmp_path)).run(resume=True).finished, "with an honest reply"
+    assert len(read_ledger(mirror)) == 4 and ledger([str(tmp_path / "run")]) == 0
+    for node in nodes:
+        node.close()
+
+
+def silent(reply):
+    """A reply that tells nothing of what the node has paid for."""
+    return signed_again(reply, dataclasses.replace(reply_in(reply), paid=()))
+
+
+@pytest.mark.parametrize("instead", [silent, lambda reply: signed_again(reply, Refused("spent"))])
+def test_all_releases_that_a_node_has_signed_are_on_record(tmp_path, terms, instead):
+    nodes, calls = nodes_of(tmp_path, terms), []
+
+    def channel(content):
+        calls.append(1)
+        reply = nodes[1].handle(content)
+        return instead(reply) if len(calls) == 2 else reply
+
+    assert loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel))).run().finished
+    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 4 and ledger([str(tmp_path / "run")]) == 0
+    for node in nodes:
+        node.close()
+
+
+def test_a_node_that_never_tells_all_that_it_has_signed_ends_the_run_by_name(tmp_path, terms):
+    nodes, calls = nodes_of(tmp_path, terms), []
+
+    def channel(content):
+        calls.append(1)
+        reply = nodes[1].handle(content)
+        return reply if len(calls) == 1 else signed_again(reply, Refused("spent"))
+
+    with pytest.raises(UserError, match="tell all 1 releases that they have signed, got fewer from client 1"):
+        loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel))).run()
+    for node in nodes:
+        node.close()
+
+
+def test_a_release_of_a_node_that_halts_counts_as_paid(tmp_path, terms, monkeypatch):
+    nodes, calls = nodes_of(tmp_path, terms), []
+
+    def channel(content):
+        calls.append(1)
+        if len(calls) == 3:  # in round 2
+            monkeypatch.setattr(nodes[1]._studies[digest(terms)], "_keep", None)
+        return nodes[1].handle(content)
+
+    with pytest.warns(UserNotice, match="client 1 does not answer: its release of round 2 counts as paid"):
+        assert loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel))).run().finished
+    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 4
     for node in nodes:
         node.close()
 

@@ -12,6 +12,7 @@ from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.messages.receipt import Receipt
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.ledger.file import Head
 
 MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_MODELS = 64  # that one question may compare
@@ -25,6 +26,7 @@ REFUSALS = {
     "not_planned": "the accepted plan has no such release, or the values do not fit it",
     "unfit_model": "a model is not finite, has a parameter beyond a million, or is of another size or type",
     "spent": "all releases that the plan has for this purpose are paid for",
+    "older_ledger": "the ledger of the node lacks releases that the node has signed",
     "halted": "an earlier computation failed, and the operator of the site has to look at it",
 }
 
@@ -79,11 +81,13 @@ def client_names(sites: Sequence[Site]) -> tuple[str, ...]:
 class Hello:
     """Ask a node for the account of its client in the plan with this hash.
 
-    `nonce` is random, so that the signed reply to another one is no reply to this one.
+    `nonce` is random, so that the signed reply to another one is no reply to this one. `known` is the last head of the
+    node's ledger that the node has signed, here as in the other requests: without it the node refuses.
     """
 
     plan: str
     nonce: str
+    known: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Train:
     model: Tensor
     anchor: Tensor | None
     pull: float
+    known: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Ask:
     plan: str
     round: int
     question: Query
+    known: Head | None = None
 
 
 def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:

@@ -27,7 +27,7 @@ class Receipt:
     """Signed by a node with each reply (Ed25519).
 
     Args:
-        plan: hash of the accepted plan; empty if the node has not opened it.
+        plan: hash that the request names; empty if the node has not read it.
         request, reply: SHA-256 of the bytes of both. A request names plan and round.
         ledger: head of the node's ledger of this plan after the reply; None if the node has not opened it.
         signature: 128 hexadecimal digits.
@@ -38,6 +38,10 @@ class Receipt:
     reply: str
     ledger: Head | None
     signature: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ledger is not None and self.ledger.lines < 1:
+            raise ValueError("a ledger without its header")
 
     @property
     def releases(self) -> int:
@@ -105,7 +109,7 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
 
 def _receipt_in(row: dict[str, Any]) -> tuple[int, Receipt]:
     client, key = int(row.pop("client")), row.pop("public_key")
-    receipt = Receipt(**{**row, "ledger": Head.of(row["ledger"])})
+    receipt = Receipt(**{**row, "ledger": Head(**row["ledger"])})
     if not receipt.is_signed_by(key):
         raise ValueError("another signature")
     return client, receipt
