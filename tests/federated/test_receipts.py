@@ -1,9 +1,13 @@
 """Signed replies of nodes: forged and replayed ones and older ledgers are refused by name, and nothing is lost."""
 
+import contextlib
 import dataclasses
 import json
 import random
 import shutil
+import socket
+import threading
+import time
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -15,15 +19,16 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages import signed, wire
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.exchange import Hello, Paid, Refused, Released, Signed, Train, Welcome
-from dpfl_lightning.federated.messages.receipt import digest_of, public_key
+from dpfl_lightning.federated.messages.receipt import Receipt, digest_of, public_key
 from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.transport.sites import Sites
+from dpfl_lightning.federated.transport.sites import Sites, SocketChannel
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.file import Head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
+MOST = wire.Limits(1 << 16, 1 << 16)
 TWO = {"clients": {"count": 2, "learning_rate": 0.5, "batch_size": 240}, "privacy": {"epsilon": [2, 4]}}
 
 
@@ -266,6 +271,7 @@ def test_a_run_keeps_the_heads_that_nodes_have_signed(tmp_path, terms, capsys):
         {"public_key": rows[0]["public_key"]},
         {"ledger": rows[0]["ledger"]},
         {"client": "one"},
+        {"client": 0},
         {"run": 1},
     ):
         assert "must hold receipts that nodes have signed" in problem(**changed)
@@ -284,6 +290,86 @@ def test_a_run_keeps_the_heads_that_nodes_have_signed(tmp_path, terms, capsys):
         over([Node(node.state, open_study) for node in nodes], terms, options(tmp_path)).run(resume=True)
 
 
+def other_signer(row):
+    fields = {name: value for name, value in row.items() if name not in ("client", "public_key")}
+    receipt = Receipt(**fields | {"ledger": Head(**row["ledger"])}).signed(key_of(7))
+    return {"client": row["client"], "public_key": public_key(key_of(7)), **dataclasses.asdict(receipt)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows[:1], "what the node of client 1 has signed"),
+        (lambda rows: [*rows, rows[0]], "must hold receipts"),
+        (lambda rows: [rows[0], {**rows[1], "client": 99}], "must hold receipts"),
+        (lambda rows: [*rows, {**rows[1], "client": -1}], "must hold receipts"),
+        (lambda rows: [rows[0], other_signer(rows[1])], "must hold receipts"),
+    ],
+)
+def test_a_run_is_resumed_with_the_receipts_of_its_nodes_only(finished, change, words):
+    nodes, terms, folder = finished
+    file = folder / "run" / "receipts.json"
+    content = file.read_text()
+    file.write_text(json.dumps({"clients": change(json.loads(content)["clients"])}))
+    with pytest.raises(UserError, match=rf"receipts\.json` must .*{words}|receipts\.json` {words}"):
+        over(nodes, terms, options(folder)).run(resume=True)
+    file.write_text(content)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    terms = planned(folder, **TWO)
+    nodes = nodes_of(folder, terms)
+    over(nodes, terms, options(folder)).run()
+    yield nodes, terms, folder
+    for node in nodes:
+        node.close()
+
+
+def drips(connection):
+    """A reply of an allowed size that never ends."""
+    connection.sendall(wire.PREFIX.pack(b"DPFL", 1, 100, 1000))
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b" ")
+            time.sleep(0.05)
+
+
+def floods(connection):
+    """A reply of four gigabytes."""
+    connection.sendall(wire.PREFIX.pack(b"DPFL", 1, 100, 1 << 32) + bytes(1000))
+
+
+@pytest.mark.parametrize(("false", "words"), [(drips, "within --node_wait, got nothing from"), (floods, "too long")])
+def test_a_reply_is_no_longer_and_takes_no_longer_than_the_plan_allows(finished, tmp_path, false, words):
+    nodes, terms, _ = finished
+    began, path = time.monotonic(), str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1)
+                false(connection)
+                connection.recv(1 << 16)
+
+        threading.Thread(target=serve, daemon=True).start()
+        channel = SocketChannel(path, 0.5)
+        with pytest.raises(LostClients, match=f"number 1 of --nodes.*{words}|{words}.*number 1 of --nodes"):
+            loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel)))
+        channel.close()
+    assert time.monotonic() - began < 5
+
+
+def test_a_node_that_cannot_read_a_request_is_told_from_one_that_repeats_a_reply(terms):
+    reply = signed.sign(Refused("malformed"), digest_of(b""), key_of(0))
+    with pytest.raises(signed.Forged, match="install the same version on both sides"):
+        signed.answer(reply, b"of another version", digest(terms), {0: public_key(key_of(0))}, MOST)
+
+
 def unsigned(answer):
     return dataclasses.replace(answer.receipt, signature="")
 
@@ -291,13 +377,13 @@ def unsigned(answer):
 def test_no_changed_byte_of_a_reply_is_believed():
     request, key = b"request", {3: public_key(key_of(3))}
     reply = signed.sign(Refused("spent"), digest_of(request), key_of(3), "plan")
-    honest, draw = signed.answer(reply, request, "plan", key), random.Random(1)
+    honest, draw = signed.answer(reply, request, "plan", key, MOST), random.Random(1)
     assert honest.client == 3 and honest.reply == Refused("spent")
     for _ in range(500):
         place = draw.randrange(len(reply))
         changed = bytes([*reply[:place], draw.randrange(256), *reply[place + 1 :]])
         try:
-            found = signed.answer(changed, request, "plan", key)
+            found = signed.answer(changed, request, "plan", key, MOST)
         except (signed.Forged, wire.WireError):
             continue
         assert found.reply == honest.reply and unsigned(found) == unsigned(honest), "another form of the same"
@@ -320,10 +406,12 @@ PAID = (Paid(1, 0, "train", GaussianEvent(1.0, 1.0, 1)),)
 def test_an_account_is_signed_and_that_of_the_ledger_of_the_plan(given, after, words):
     usual = {"plan": "plan", "ledger": Head("ab" * 16, 1, "cd" * 16)}
     account = Welcome(False, given.get("paid", ()))
-    reply = signed.sign(account, digest_of(b""), key_of(0), **{name: given.get(name, usual[name]) for name in usual})
+    reply = signed.sign(
+        account, digest_of(b"sent"), key_of(0), **{name: given.get(name, usual[name]) for name in usual}
+    )
     keys = {0: public_key(key_of(0))}
-    assert given or signed.answer(reply, b"", "plan", keys).reply == account
+    assert given or signed.answer(reply, b"sent", "plan", keys, MOST).reply == account
     with pytest.raises(signed.Forged, match=words):
-        signed.answer(again(reply, **after), b"", "plan", keys)
+        signed.answer(again(reply, **after), b"sent", "plan", keys, MOST)
     with pytest.raises(wire.WireError):
-        signed.answer(wire.encode(account), b"", "plan", keys)
+        signed.answer(wire.encode(account), b"sent", "plan", keys, MOST)

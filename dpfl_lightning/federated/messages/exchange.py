@@ -17,6 +17,8 @@ from dpfl_lightning.privacy.ledger.file import Head
 MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_MODELS = 64  # that one question may compare
 _MOST_OF_A_QUESTION = 1 << 30  # bytes
+_MOST_CODE, _MOST_PAID = 1 << 12, 400  # bytes of a reply's text, and of each release that it accounts for
+MOST_ANSWER = 1 << 28  # bytes of the answer to a question
 
 #: code of a refusal -> what it means; a refusal says nothing else
 REFUSALS = {
@@ -126,6 +128,11 @@ def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
     size, events = model.numel() * model.element_size(), [line.event for line in schedule.planned]
     asks = any(event.total == 1 and not event.is_sampled for event in events)
     return max(2 * size, min(MOST_MODELS * size, _MOST_OF_A_QUESTION) if asks else 0)
+
+
+def most_header(schedule: ClientSchedule) -> int:
+    """Return how many bytes of text a reply needs: an account of all planned releases."""
+    return _MOST_CODE + _MOST_PAID * sum(line.count for line in schedule.planned)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import signed, sockets, wire
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.exchange import (
+    MOST_ANSWER,
     MOST_HEADER,
     MOST_MODELS,
     REFUSALS,
@@ -34,9 +35,10 @@ from dpfl_lightning.federated.messages.exchange import (
     Terms,
     Train,
     Welcome,
+    most_header,
     most_numbers,
 )
-from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
 from dpfl_lightning.federated.messages.receipt import FILE as RECEIPTS
 from dpfl_lightning.federated.messages.receipt import Receipt, read_receipts, write_receipts
@@ -57,8 +59,11 @@ class LateClients(LostClients):
 class SocketChannel:
     """A connection to the Unix socket of a node; made again when it breaks. A request may be sent twice.
 
-    `wait` is the number of seconds after which a reply counts as lost.
+    `wait` is the number of seconds after which a reply counts as lost, beside the time that its numbers may take, and
+    `most` the greatest size of the next reply.
     """
+
+    most = wire.Limits(0, 0)
 
     def __init__(self, path: str, wait: float) -> None:
         self.path, self.wait = path, wait
@@ -83,7 +88,7 @@ class SocketChannel:
             self._connection.connect(self.path)
         self._connection.settimeout(self.wait)
         self._connection.sendall(request)
-        if (reply := sockets.receive(self._connection, signed.MOST, self.wait)) is None:
+        if (reply := sockets.receive(self._connection, self.most, self.wait)) is None:
             raise ConnectionError("the node has closed the connection")
         return reply
 
@@ -134,7 +139,8 @@ class RemoteClients(LocalClients):
                 means = REFUSALS.get(getattr(answer.reply, "code", ""), "it sent no welcome")
                 raise UserError(f"`--nodes` must have accepted the plan {self._hash[:12]}, got from {name}: {means}.")
             fits = answer.client not in self._node_of
-            require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}")
+            where = f", at {channel.path}" if isinstance(channel, SocketChannel) else ""
+            require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}{where}")
             self._node_of[answer.client] = channel
             self._welcomes.append(answer)
         self.simulated = any(answer.reply.simulated for answer in self._welcomes)  # type: ignore[union-attr]
@@ -151,9 +157,10 @@ class RemoteClients(LocalClients):
         same = wire.encode(asked) == wire.encode(self._terms.plan)
         require(same, "--config", must, f"other {wire.different_fields(self._terms.plan, asked)}")
         super().begin(folder, plan, saved, ended)
-        self._receipts = read_receipts(folder)
-        known, file = bool(self._receipts) or not self.ledger.payers(), folder / RECEIPTS
-        require(known, str(file), "lie beside ledger.jsonl", "no such file", "Restore it, or start a new run.")
+        self._receipts = read_receipts(folder, self._keys)
+        for client in sorted(self.ledger.payers() - self._receipts.keys()):
+            must = f"lie beside ledger.jsonl, with what the node of client {self.population.name_of(client)} has signed"
+            require(False, str(folder / RECEIPTS), must, "nothing of it", "Restore it, or start a new run.")
         answers: Sequence[Answer | LostClients] = self._welcomes
         if self._receipts:  # which the nodes were not told yet
             answers = self._answers(range(len(self._keys)), [self._hello() for _ in self._keys])
@@ -272,8 +279,9 @@ class RemoteClients(LocalClients):
         return values
 
     def _greet(self, channel: Channel, number: int) -> Answer:
+        clients, most = range(len(self._keys)), max(map(most_header, self._terms.plan.schedule.clients))
         return self._exchange(
-            channel, wire.encode(self._hello()), f"number {number} of --nodes", range(len(self._keys))
+            channel, wire.encode(self._hello()), f"number {number} of --nodes", clients, wire.Limits(most, 0)
         )
 
     def _hello(self) -> Hello:
@@ -314,15 +322,32 @@ class RemoteClients(LocalClients):
             return LostClients(f"`strategies` must {must}, got {len(content)} bytes.")
         try:
             name = self.population.name_of(client)
-            return self._exchange(self._node_of[client], content, f"client {name}", [client])
+            most = wire.Limits(most_header(schedule), self._most_numbers(request))
+            return self._exchange(self._node_of[client], content, f"client {name}", [client], most)
         except LostClients as error:
             return error
 
-    def _exchange(self, channel: Channel, request: bytes, whose: str, clients: Iterable[int]) -> Answer:
-        """Return the reply to a request, signed by the node of one of these clients."""
+    def _most_numbers(self, request: Request) -> int:
+        """Return how many bytes of tensors the reply to a request may have."""
+        if isinstance(request, Train):
+            return math.prod(self._shape_of(request.job)) * request.model.element_size()
+        return 0 if isinstance(request, Hello) else MOST_ANSWER
+
+    def _shape_of(self, job: Job) -> tuple[int, ...]:
+        if isinstance(job, LocalTraining):
+            return (self.module.flat.numel(),)
+        sizes = {name: one.numel() for name, one in self.module.named_trainable.items()}
+        return (job.num_classes, job.size(sizes) // job.num_classes)
+
+    def _exchange(
+        self, channel: Channel, request: bytes, whose: str, clients: Iterable[int], most: wire.Limits
+    ) -> Answer:
+        """Return the reply to a request, of at most this size, signed by the node of one of these clients."""
+        if isinstance(channel, SocketChannel):
+            channel.most = signed.with_receipt(most)
         try:
             keys = {client: self._keys[client] for client in clients}
-            return signed.answer(channel(request), request, self._hash, keys)
+            return signed.answer(channel(request), request, self._hash, keys, most)
         except TimeoutError:
             raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
         except signed.Forged as forged:
@@ -335,10 +360,7 @@ class RemoteClients(LocalClients):
             raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
 
     def _checked(self, value: Any, plan: RoundPlan, models: Tensor) -> Tensor:
-        shape: tuple[int, ...] = (models.shape[1],)
-        if not isinstance(plan.job, LocalTraining):
-            sizes = {name: one.numel() for name, one in self.module.named_trainable.items()}
-            shape = (plan.job.num_classes, plan.job.size(sizes) // plan.job.num_classes)
+        shape = self._shape_of(plan.job)
         fits = isinstance(value, Tensor) and value.dtype == models.dtype and value.numel() > 0
         if fits and value.ndim == 1 and value.isnan().all():  # a release that was not finite
             return value.new_full(shape, torch.nan)
