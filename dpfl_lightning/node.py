@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Sequence
-from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,17 +130,23 @@ def _digits(spoken: str) -> str:
 def _comparison(
     state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
 ) -> str:
-    """Return in words what a plan would reserve, and whether the limits leave so much."""
-    from dpfl_lightning.deployment.site import client_of, cost_of, limits_of
+    """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
+    from dpfl_lightning.deployment.site import limits_of, reservation_of
 
-    settings = state.settings()
-    cost = cost_of(terms, client_of(terms, settings)).guarantee
-    words = f"It would reserve epsilon {at_most(cost.epsilon)} and delta {at_most(cost.delta)}"
-    if epsilon_limit is None and settings.epsilon_limit is None:
+    try:
+        reservation = reservation_of(state, terms)
+    except UserError as error:
+        return f"It does not fit: {error}"
+    words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
+    if epsilon_limit is None and state.settings().epsilon_limit is None:
         return f"{words}. No limit is set: give --epsilon_limit."
     limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
-    fits = all(map(le, state.reserved(cost.epsilon, cost.delta), limits))
-    return f"{words}; {_left(state, limits)} is left. It {'fits' if fits else 'does not fit'}."
+    words += f"; {_left(state, limits)} is left. It"
+    try:
+        state.check(terms, reservation, *limits)
+    except UserError as error:
+        return f"{words} does not fit: {error}"
+    return f"{words} fits."
 
 
 def _left(state: StateFolder, limits: tuple[float, float]) -> str:
@@ -212,8 +217,11 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
 
 
 def _status(state: StateFolder, flags: argparse.Namespace) -> None:
+    from dpfl_lightning.federated.messages.receipt import public_key
+
     settings = state.settings()
     print(f"Site {settings.name}, records from {settings.data}." + (f" {_TEST}." if settings.test_key else ""))
+    print(f"Its public key is {public_key(state.key())}.")
     for plan, reserved in state.plans().items():
         print(_line(state, plan, reserved))
     print(_budget(state))
@@ -246,6 +254,7 @@ def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
 def _verify(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.deployment.site import verified
 
+    state.key()
     for plan, reserved in state.plans().items():
         spent = verified(state, plan)
         bound = f"epsilon {at_most(spent)} of at most {at_most(reserved.epsilon)}"

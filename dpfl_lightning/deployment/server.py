@@ -31,9 +31,12 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
     """
     first = sites[0]
-    must, keys = "be of different nodes, each with a key of its own", len({site.public_key for site in sites})
-    require(keys == len(sites), "--sites", must, f"{len(sites)} sites with {keys} keys")
+    owners: dict[str, str] = {}
     for site in sites:
+        if (owner := owners.get(site.public_key)) is not None:
+            must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
+            require(False, "--sites", must, f"one key of {owner} and {site.name}", f"{advice} Do not copy its folder.")
+        owners[site.public_key] = site.name
         same = alike((site.inputs, site.labels), (first.inputs, first.labels))
         same = same and (site.num_classes, site.features) == (first.num_classes, first.features)
         must = f"be of sites with records like those of {first.name}, of shape {record_shape(first.inputs)}"

@@ -153,14 +153,18 @@ def accept(
     Raises UserError if the plan does not fit, a sum would exceed its limit, or a limit is refused, see `limits_of`.
     Nothing is stored then.
     """
-    clients = clients_of(terms, state)
-    client = client_of(terms, state.settings())
-    cost = cost_of(terms, client).guarantee
+    reservation = reservation_of(state, terms)
     limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
-    adjacency = str(_privacy(terms)["adjacency"])
-    numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
     with state.locked():
-        return state.reserve(terms, Reservation(cost.epsilon, cost.delta, client, adjacency, numbers), *limits)
+        return state.reserve(terms, reservation, *limits)
+
+
+def reservation_of(state: StateFolder, terms: Terms) -> Reservation:
+    """Return what a plan would reserve. Raises UserError unless it fits the records and this installation."""
+    clients, client = clients_of(terms, state), client_of(terms, state.settings())
+    cost, adjacency = cost_of(terms, client).guarantee, str(_privacy(terms)["adjacency"])
+    numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
+    return Reservation(cost.epsilon, cost.delta, client, adjacency, numbers)
 
 
 def check_version(terms: Terms) -> None:

@@ -99,23 +99,32 @@ class Budgets:
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self._charge(charges)
 
-    def record(self, charges: Sequence[Charge]) -> None:
-        """Write down what clients elsewhere say that they have paid; what the ledger has already is left out.
+    def unrecorded(self, client: int, charges: Sequence[Charge]) -> list[Charge]:
+        """Return what the ledger lacks of the charges that a client elsewhere says it has paid.
 
-        Raises UserError for a release that is not planned, or is not the next one of its round.
+        Raises UserError if one of them is not planned, or is not the next one of its round.
         """
-        self._check_ledger(self.schedule)
+        planned = {line.purpose: line for line in self.schedule.clients[client].planned}
+        new: list[Charge] = []
         for charge in charges:
-            known = self.ledger.charges(charge.client, charge.round)
-            if charge.number < len(known) and known[charge.number] == charge:
+            known = [*self.ledger.charges(client, charge.round), *(one for one in new if one.round == charge.round)]
+            if charge in known:
                 continue
-            planned = {line.purpose: line for line in self.schedule.clients[charge.client].planned}.get(charge.purpose)
-            fits = planned is not None and charge.event == planned.event and charge.number == len(known)
-            fits = fits and planned is not None and self.ledger.used(charge.client, charge.purpose) < planned.count
-            must = f"be planned releases of client {self.name_of(charge.client)}, in order"
+            line = planned.get(charge.purpose)
+            fits = line is not None and charge.event == line.event and charge.number == len(known)
+            if fits and line is not None:
+                used = self.ledger.used(client, charge.purpose) + sum(one.purpose == line.purpose for one in new)
+                fits = used < line.count and 1 <= charge.round <= self.schedule.rounds + 1
+            must = f"be planned releases of client {self.name_of(client)}, in order"
             require(fits, "paid", must, charge, "The client follows another plan, or its ledger was changed.")
-            self.ledger.charge([charge])
-            self._paid.add(charge.client)
+            new.append(charge)
+        return new
+
+    def record(self, charges: Sequence[Charge]) -> None:
+        """Write down charges that were paid elsewhere, see `unrecorded`."""
+        self._check_ledger(self.schedule)
+        self.ledger.charge(charges)
+        self._paid.update(charge.client for charge in charges)
 
     def _next(self, client: int, round: int, purpose: str, event: Release) -> Charge:
         """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""

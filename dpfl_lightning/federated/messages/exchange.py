@@ -12,10 +12,13 @@ from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.messages.receipt import Receipt
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.ledger.file import Head
 
 MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_MODELS = 64  # that one question may compare
 _MOST_OF_A_QUESTION = 1 << 30  # bytes
+_MOST_CODE, _MOST_PAID = 1 << 12, 400  # bytes of a reply's text, and of each release that it accounts for
+MOST_ANSWER = 1 << 28  # bytes of the answer to a question
 
 #: code of a refusal -> what it means; a refusal says nothing else
 REFUSALS = {
@@ -25,6 +28,7 @@ REFUSALS = {
     "not_planned": "the accepted plan has no such release, or the values do not fit it",
     "unfit_model": "a model is not finite, has a parameter beyond a million, or is of another size or type",
     "spent": "all releases that the plan has for this purpose are paid for",
+    "older_ledger": "the ledger of the node lacks releases that the node has signed",
     "halted": "an earlier computation failed, and the operator of the site has to look at it",
 }
 
@@ -79,11 +83,13 @@ def client_names(sites: Sequence[Site]) -> tuple[str, ...]:
 class Hello:
     """Ask a node for the account of its client in the plan with this hash.
 
-    `nonce` is random, so that the signed reply to another one is no reply to this one.
+    `nonce` is random, so that the signed reply to another one is no reply to this one. `known` is the last head of the
+    node's ledger that the node has signed, here as in the other requests: without it the node refuses.
     """
 
     plan: str
     nonce: str
+    known: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Train:
     model: Tensor
     anchor: Tensor | None
     pull: float
+    known: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ class Ask:
     plan: str
     round: int
     question: Query
+    known: Head | None = None
 
 
 def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
@@ -120,6 +128,11 @@ def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
     size, events = model.numel() * model.element_size(), [line.event for line in schedule.planned]
     asks = any(event.total == 1 and not event.is_sampled for event in events)
     return max(2 * size, min(MOST_MODELS * size, _MOST_OF_A_QUESTION) if asks else 0)
+
+
+def most_header(schedule: ClientSchedule) -> int:
+    """Return how many bytes of text a reply needs: an account of all planned releases."""
+    return _MOST_CODE + _MOST_PAID * sum(line.count for line in schedule.planned)
 
 
 @dataclass(frozen=True)

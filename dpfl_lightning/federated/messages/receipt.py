@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from dpfl_lightning.privacy.ledger.file import CHANGED, Head
 from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.strict_json import parsed
 
+_PRIME = 2**255 - 19
+_LOW_ORDER = (0, 1, 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826)  # coordinates, up to their sign
 FILE = "receipts.json"  # beside the ledger of a run over nodes
 
 
@@ -27,7 +30,7 @@ class Receipt:
     """Signed by a node with each reply (Ed25519).
 
     Args:
-        plan: hash of the accepted plan; empty if the node has not opened it.
+        plan: hash that the request names; empty if the node has not read it.
         request, reply: SHA-256 of the bytes of both. A request names plan and round.
         ledger: head of the node's ledger of this plan after the reply; None if the node has not opened it.
         signature: 128 hexadecimal digits.
@@ -38,6 +41,10 @@ class Receipt:
     reply: str
     ledger: Head | None
     signature: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ledger is not None and self.ledger.lines < 1:
+            raise ValueError("a ledger without its header")
 
     @property
     def releases(self) -> int:
@@ -76,6 +83,17 @@ def public_key(key: bytes) -> str:
     return Ed25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw().hex()
 
 
+def is_public_key(text: str) -> bool:
+    """Return whether this is a public key, 64 hexadecimal digits, under which nobody can sign without its private key.
+
+    A point of low order would verify forged signatures.
+    """
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        return False
+    height = int.from_bytes(bytes.fromhex(text), "little") % 2**255  # the last bit is the sign of the other coordinate
+    return height < _PRIME and min(height, _PRIME - height) not in _LOW_ORDER
+
+
 def digest_of(content: bytes | bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -89,23 +107,28 @@ def write_receipts(folder: Path, receipts: Mapping[int, Receipt], public_keys: S
     write_json(folder / FILE, {"clients": rows})
 
 
-def read_receipts(folder: Path) -> dict[int, Receipt]:
+def read_receipts(folder: Path, public_keys: Sequence[str] | None = None) -> dict[int, Receipt]:
     """Return the last receipt of each client's node in a run's folder; none if the run is not one over nodes.
 
-    Raises UserError if one is not signed by the key beside it.
+    Raises UserError if one is not signed by the key beside it, a client has two, or the keys are not those given.
     """
     file = folder / FILE
     if not file.is_file():
         return {}
     try:
-        return dict(map(_receipt_in, parsed(read_bytes(file))["clients"]))
+        rows = parsed(read_bytes(file))["clients"]
+        keys = {row["client"]: row["public_key"] for row in rows}
+        known = keys if public_keys is None else dict(enumerate(public_keys))
+        if len(keys) < len(rows) or not keys.items() <= known.items():
+            raise ValueError("other clients")
+        return dict(map(_receipt_in, rows))
     except (ValueError, TypeError, KeyError):
         raise UserError(f"`{file}` must hold receipts that nodes have signed, got others. {CHANGED}") from None
 
 
 def _receipt_in(row: dict[str, Any]) -> tuple[int, Receipt]:
     client, key = int(row.pop("client")), row.pop("public_key")
-    receipt = Receipt(**{**row, "ledger": Head.of(row["ledger"])})
+    receipt = Receipt(**{**row, "ledger": Head(**row["ledger"])})
     if not receipt.is_signed_by(key):
         raise ValueError("another signature")
     return client, receipt

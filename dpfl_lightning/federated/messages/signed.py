@@ -13,8 +13,7 @@ from dpfl_lightning.federated.messages.receipt import Receipt, digest_of
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.runtime.digests import memory_of
 
-_MOST_REPLY = wire.Limits(1 << 24, 1 << 32)  # the header of an account has about 150 bytes for each release
-MOST = wire.Limits(1 << 12, wire.PREFIX.size + _MOST_REPLY.header + _MOST_REPLY.numbers)  # with the receipt
+_MOST_RECEIPT = 1 << 12  # bytes
 
 
 class Answer(NamedTuple):
@@ -40,23 +39,33 @@ def sign(reply: Reply, request: str, key: bytes, plan: str = "", ledger: Head | 
     return wire.encode(Signed(receipt, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
 
 
-def answer(content: bytes | bytearray, request: bytes, plan: str, public_keys: Mapping[int, str]) -> Answer:
+def with_receipt(most: wire.Limits) -> wire.Limits:
+    """Return the greatest size of a signed reply, from that of the reply."""
+    return wire.Limits(_MOST_RECEIPT, wire.PREFIX.size + most.header + most.numbers)
+
+
+def answer(
+    content: bytes | bytearray, request: bytes, plan: str, public_keys: Mapping[int, str], most: wire.Limits
+) -> Answer:
     """Return the reply to a request about a plan, after its signature was checked.
 
     `public_keys` are those of the clients whose nodes may reply. Raises Forged, or WireError for bytes that are no
-    signed reply.
+    signed reply, or one of more than `most`.
     """
-    signed = wire.decode(Signed, content, MOST)
+    signed = wire.decode(Signed, content, with_receipt(most))
     receipt, reply = signed.receipt, bytes(memory_of(signed.reply))
     client = next((one for one, key in public_keys.items() if receipt.is_signed_by(key)), None)
     if client is None:
         raise Forged("another signature: the reply was changed on its way, or another node sent it")
     if receipt.reply != digest_of(reply):
         raise Forged("another reply than the signed one: it was changed on its way", client)
+    if receipt.request == digest_of(b""):
+        raise Forged("only that it cannot read the request: install the same version on both sides", client)
     if receipt.request != digest_of(request):
         raise Forged("a reply to another request: an earlier one was sent again", client)
-    found = Answer(client, receipt, wire.decode(Reply, reply, _MOST_REPLY))  # type: ignore[arg-type]
-    if not isinstance(found.reply, Refused) and (receipt.plan != plan or receipt.ledger is None):
+    found = Answer(client, receipt, wire.decode(Reply, reply, most))  # type: ignore[arg-type]
+    accounts = receipt.ledger is not None or not isinstance(found.reply, Refused)
+    if accounts and (receipt.plan != plan or receipt.ledger is None):
         raise Forged("no account of its ledger", client)
     if isinstance(found.reply, Welcome) and len(found.reply.paid) != receipt.releases:
         raise Forged(f"an account of {len(found.reply.paid)} releases beside a ledger of {receipt.releases}", client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
 import time
 
@@ -16,23 +17,29 @@ _PART = 1 << 16  # bytes
 def receive(connection: socket.socket, most: wire.Limits, wait: float | None = None) -> bytearray | None:
     """Return the bytes of the next message; None if the other side has closed the connection.
 
-    Raises WireError if it is none or longer than `most`, TimeoutError if it does not begin within `wait` seconds, or
-    takes longer than its length allows, and OSError if the connection breaks.
+    Raises WireError if it is none or longer than `most`, TimeoutError if it is not there after `wait` seconds and the
+    time that its numbers may take, and OSError if the connection breaks.
     """
-    begun = receive_header(connection, most, wait)
-    return None if begun is None else receive_numbers(connection, *begun)
+    end = math.inf if wait is None else time.monotonic() + wait
+    if (begun := receive_header(connection, most, wait, end)) is None:
+        return None
+    start, numbers = begun
+    return _extended(connection, start, numbers, end + numbers / _SLOWEST)
 
 
 def receive_header(
-    connection: socket.socket, most: wire.Limits, wait: float | None = None
+    connection: socket.socket, most: wire.Limits, wait: float | None = None, end: float = math.inf
 ) -> tuple[bytearray, int] | None:
-    """Return the prefix and the header of the next message, and how many bytes of numbers follow. See `receive`."""
+    """Return the prefix and the header of the next message, and how many bytes of numbers follow. See `receive`.
+
+    It begins within `wait` seconds, and is there before `end`.
+    """
     connection.settimeout(wait)
     if not (begun := connection.recv(1)):
         return None
-    prefix = _extended(connection, bytearray(begun), wire.PREFIX.size - 1)
+    prefix = _extended(connection, bytearray(begun), wire.PREFIX.size - 1, end)
     header, numbers = wire.sizes(prefix, most)
-    return _extended(connection, prefix, header), numbers
+    return _extended(connection, prefix, header, end), numbers
 
 
 def receive_numbers(connection: socket.socket, start: bytearray, numbers: int) -> bytearray:
@@ -62,8 +69,8 @@ def send(connection: socket.socket, content: bytes) -> None:
         connection.sendall(memoryview(content)[start : start + _PART])
 
 
-def _extended(connection: socket.socket, content: bytearray, count: int) -> bytearray:
-    end, size = _end(count), len(content) + count
+def _extended(connection: socket.socket, content: bytearray, count: int, end: float = math.inf) -> bytearray:
+    end, size = min(end, _end(count)), len(content) + count
     while len(content) < size:
         content += _part(connection, size - len(content), end)
     return content

@@ -20,6 +20,7 @@ from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Hello, Refus
 from dpfl_lightning.federated.messages.receipt import digest_of
 from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.federated.node.study import Study
+from dpfl_lightning.privacy.ledger.file import holds
 
 MOST_CONNECTIONS = 16
 _IDLE = 60.0  # seconds without a request after which a connection is closed; servers connect again
@@ -107,6 +108,8 @@ class Node:
             return refused
         try:
             study = self._study(request.plan)
+            if request.known is not None and not holds(study.clients.ledger.path, request.known):
+                return Refused("older_ledger")
             return study.welcome() if isinstance(request, Hello) else study.reply(request)
         except Exception:
             halted = self._error_log(request.plan)

@@ -18,6 +18,7 @@ from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.exchange import Site, Terms
+from dpfl_lightning.federated.messages.receipt import is_public_key, public_key
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -104,6 +105,7 @@ class StateFolder:
             key = b""
         advice = "Restore it from a copy: plans that were accepted with its public key need it."
         require(len(key) == 32, str(file), "hold 64 hexadecimal digits", "others, or no file", advice)
+        require(public_key(key) == self.site().public_key, str(file), "belong to site.json", "another key", advice)
         return key
 
     def site(self) -> Site:
@@ -193,10 +195,18 @@ class StateFolder:
         return exact_sum([epsilon, *(one.epsilon for one in plans)]), exact_sum([delta, *(one.delta for one in plans)])
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
-        """Store an accepted plan and return its hash; call it under `locked`.
+        """Store an accepted plan and return its hash; call it under `locked`. Raises UserError as `check` does."""
+        self.check(terms, reservation, epsilon_limit, delta_limit)
+        plan = wire.digest(terms)
+        folder = self.plan_folder(plan)
+        folder.mkdir(exist_ok=True)
+        write_text(folder / "plan.json", wire.to_text(terms))
+        self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
+        self._write(plan, reservation)  # last: without it the plan is not accepted
+        return plan
 
-        Raises UserError if it was accepted before, or the sum of all reservations would exceed a limit.
-        """
+    def check(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> None:
+        """Raise UserError if a plan was accepted before, or the sum of all reservations would exceed a limit."""
         plan, others = wire.digest(terms), self.plans()
         require(plan not in others, "PLAN", "be a plan that was not accepted before", plan[:12], "See `status`.")
         relations = {one.adjacency for one in others.values()} | {reservation.adjacency}
@@ -206,12 +216,6 @@ class StateFolder:
         for name, limit, total in zip(("epsilon", "delta"), (epsilon_limit, delta_limit), totals, strict=True):
             must = f"be at least {at_most(total)}, the {name} of this plan and of {len(others)} accepted before"
             require(total <= limit, f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
-        folder = self.plan_folder(plan)
-        folder.mkdir(exist_ok=True)
-        write_text(folder / "plan.json", wire.to_text(terms))
-        self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
-        self._write(plan, reservation)  # last: without it the plan is not accepted
-        return plan
 
     def withdraw(self, plan: str) -> Reservation:
         """End a plan, and return what of its reservation stays; call it under `locked`."""
@@ -278,10 +282,16 @@ def read_site(path: Path, key: str = "--sites") -> Site:
 def _check_site(key: str, site: Site) -> None:
     check_names(f"{key}: name", [site.name])
     check_columns(f"{key}: features", site.features)
-    is_key = re.fullmatch("[0-9a-f]{64}", site.public_key) is not None
-    require(is_key, f"{key}: public_key", "be 64 hexadecimal digits", site.public_key)
-    size = len(json.dumps(site.schema))
-    require(size <= _MOST_SCHEMA, f"{key}: schema", f"have at most {_MOST_SCHEMA} characters as JSON", size)
+    advice = "`dpfl node init` draws one."
+    must = "be 64 hexadecimal digits of a key with which only its owner can sign"
+    require(is_public_key(site.public_key), f"{key}: public_key", must, site.public_key, advice)
+    try:
+        schema = json.dumps(site.schema, allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        raise UserError(f"`{key}: schema` must have finite numbers, got others.") from None
+    fits = len(schema) <= _MOST_SCHEMA and schema.isprintable() and "\\u" not in schema
+    must = f"have at most {_MOST_SCHEMA} characters as JSON, all of them printable"
+    require(fits, f"{key}: schema", must, f"others, or {len(schema)}")
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:

@@ -153,7 +153,7 @@ class Study:
         pull = 0.0 if anchor is None else request.pull
         anchor = anchor if pull else None
         free: dict[str, Any] = {"job": job, "learning_rate": rate, "model": model, "anchor": anchor, "pull": pull}
-        return dataclasses.replace(request, event=event, **free)
+        return dataclasses.replace(request, event=event, known=None, **free)
 
     def _model(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return a model, or several, in the one form of its meaning: no parameter is -0.
@@ -238,7 +238,7 @@ class Study:
             if not 0 <= row < len(question.models):
                 raise NotPlanned("question")
             free = {"models": free["models"][row : row + 1], "row_of": {client: 0}}
-        return dataclasses.replace(request, question=dataclasses.replace(question, **free))
+        return dataclasses.replace(request, question=dataclasses.replace(question, **free), known=None)
 
     def _ask(self, request: Ask) -> Any:
         return self.clients.ask(ChargedQuery.of(request.question), request.round).get(self.client)

@@ -23,6 +23,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages import signed, sockets, wire
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.exchange import (
+    MOST_ANSWER,
     MOST_HEADER,
     MOST_MODELS,
     REFUSALS,
@@ -34,9 +35,10 @@ from dpfl_lightning.federated.messages.exchange import (
     Terms,
     Train,
     Welcome,
+    most_header,
     most_numbers,
 )
-from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
 from dpfl_lightning.federated.messages.receipt import FILE as RECEIPTS
 from dpfl_lightning.federated.messages.receipt import Receipt, read_receipts, write_receipts
@@ -57,8 +59,11 @@ class LateClients(LostClients):
 class SocketChannel:
     """A connection to the Unix socket of a node; made again when it breaks. A request may be sent twice.
 
-    `wait` is the number of seconds after which a reply counts as lost.
+    `wait` is the number of seconds after which a reply counts as lost, beside the time that its numbers may take, and
+    `most` the greatest size of the next reply.
     """
+
+    most = wire.Limits(0, 0)
 
     def __init__(self, path: str, wait: float) -> None:
         self.path, self.wait = path, wait
@@ -83,7 +88,7 @@ class SocketChannel:
             self._connection.connect(self.path)
         self._connection.settimeout(self.wait)
         self._connection.sendall(request)
-        if (reply := sockets.receive(self._connection, signed.MOST, self.wait)) is None:
+        if (reply := sockets.receive(self._connection, self.most, self.wait)) is None:
             raise ConnectionError("the node has closed the connection")
         return reply
 
@@ -134,7 +139,8 @@ class RemoteClients(LocalClients):
                 means = REFUSALS.get(getattr(answer.reply, "code", ""), "it sent no welcome")
                 raise UserError(f"`--nodes` must have accepted the plan {self._hash[:12]}, got from {name}: {means}.")
             fits = answer.client not in self._node_of
-            require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}")
+            where = f", at {channel.path}" if isinstance(channel, SocketChannel) else ""
+            require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}{where}")
             self._node_of[answer.client] = channel
             self._welcomes.append(answer)
         self.simulated = any(answer.reply.simulated for answer in self._welcomes)  # type: ignore[union-attr]
@@ -151,11 +157,17 @@ class RemoteClients(LocalClients):
         same = wire.encode(asked) == wire.encode(self._terms.plan)
         require(same, "--config", must, f"other {wire.different_fields(self._terms.plan, asked)}")
         super().begin(folder, plan, saved, ended)
-        self._receipts = read_receipts(folder)
-        known, file = bool(self._receipts) or not self.ledger.payers(), folder / RECEIPTS
-        require(known, str(file), "lie beside ledger.jsonl", "no such file", "Restore it, or start a new run.")
-        if problems := [problem for answer in self._welcomes for problem in self._record(answer)]:
-            raise problems[0]
+        self._receipts = read_receipts(folder, self._keys)
+        for client in sorted(self.ledger.payers() - self._receipts.keys()):
+            must = f"lie beside ledger.jsonl, with what the node of client {self.population.name_of(client)} has signed"
+            require(False, str(folder / RECEIPTS), must, "nothing of it", "Restore it, or start a new run.")
+        answers: Sequence[Answer | LostClients] = self._welcomes
+        if self._receipts:  # which the nodes were not told yet
+            answers = self._answers(range(len(self._keys)), [self._hello() for _ in self._keys])
+        for answer in answers:
+            if isinstance(answer, LostClients):
+                raise answer
+            self._record(answer)
 
     def change(self, schedule: RunSchedule) -> None:
         raise RuntimeError("the plan that sites have accepted cannot be changed during the run")
@@ -239,21 +251,26 @@ class RemoteClients(LocalClients):
         answers = self._answers([clients[row] for row in asked], [request(row) for row in asked])
         values: list[tuple[int, Any]] = [(row, None) for row, client in enumerate(clients) if client in self._late]
         for row, answer in zip(asked, answers, strict=True):
-            value = None
+            value, name = None, self.population.name_of(clients[row])
             if isinstance(answer, LateClients):
                 warn_user(f"round {round}: {answer} It is left out of this round.")
                 self._late[clients[row]] = (round, purpose)
             elif isinstance(answer, LostClients):
                 lost.append(answer)
-                continue
-            elif isinstance(answer.reply, Released):
-                lost += self._record(answer)
-                value = answer.reply.value
-            elif isinstance(answer.reply, Refused):
-                means = REFUSALS.get(answer.reply.code, "the site states no known reason")
-                warn_user(f"the node of client {self.population.name_of(clients[row])} refuses: {means}")
+            elif isinstance(answer.reply, Welcome):
+                lost.append(LostClients(f"`--nodes` must send releases, got an account from client {name}."))
             else:
-                lost.append(LostClients("`--nodes` must send releases, got another message."))
+                try:
+                    self._record(answer, round)
+                except LostClients as error:
+                    lost.append(error)
+                if isinstance(answer.reply, Released):
+                    value = answer.reply.value
+                else:
+                    means = REFUSALS.get(answer.reply.code, "the site states no known reason")
+                    warn_user(f"the node of client {name} refuses: {means}")
+                    if answer.receipt.ledger is None:  # it does not tell what it has paid for
+                        self._late[clients[row]] = (round, purpose)
             values.append((row, value))
         if lost:  # after what the others have paid is on record
             raise lost[0]
@@ -262,8 +279,9 @@ class RemoteClients(LocalClients):
         return values
 
     def _greet(self, channel: Channel, number: int) -> Answer:
+        clients, most = range(len(self._keys)), max(map(most_header, self._terms.plan.schedule.clients))
         return self._exchange(
-            channel, wire.encode(self._hello()), f"number {number} of --nodes", range(len(self._keys))
+            channel, wire.encode(self._hello()), f"number {number} of --nodes", clients, wire.Limits(most, 0)
         )
 
     def _hello(self) -> Hello:
@@ -274,12 +292,18 @@ class RemoteClients(LocalClients):
 
         A node that is still busy stays late. Returns the errors of those that are gone.
         """
-        answers = self._answers(clients, [self._hello() for _ in clients])
-        lost = [one for one in answers if isinstance(one, LostClients) and not isinstance(one, LateClients)]
-        for client, answer in zip(clients, answers, strict=True):
-            if not isinstance(answer, LostClients) and isinstance(answer.reply, Welcome):
-                lost += self._record(answer)
-                del self._late[client]
+        lost: list[LostClients] = []
+        for answer in self._answers(clients, [self._hello() for _ in clients]):
+            try:
+                if isinstance(answer, LostClients):
+                    raise answer
+                self._record(answer)
+                if answer.receipt.ledger is not None:
+                    del self._late[answer.client]
+            except LateClients:
+                continue
+            except LostClients as error:
+                lost.append(error)
         return lost
 
     def _answers(self, clients: Sequence[int], requests: Sequence[Request]) -> list[Answer | LostClients]:
@@ -288,7 +312,9 @@ class RemoteClients(LocalClients):
             return list(pool.map(self._answer, clients, requests))
 
     def _answer(self, client: int, request: Request) -> Answer | LostClients:
-        content, schedule = wire.encode(request), self._terms.plan.schedule.clients[client]
+        known = self._receipts[client].ledger if client in self._receipts else None
+        content = wire.encode(dataclasses.replace(request, known=known))
+        schedule = self._terms.plan.schedule.clients[client]
         try:
             wire.sizes(content, wire.Limits(MOST_HEADER, most_numbers(schedule, self.module.flat)))
         except wire.WireError:
@@ -296,15 +322,32 @@ class RemoteClients(LocalClients):
             return LostClients(f"`strategies` must {must}, got {len(content)} bytes.")
         try:
             name = self.population.name_of(client)
-            return self._exchange(self._node_of[client], content, f"client {name}", [client])
+            most = wire.Limits(most_header(schedule), self._most_numbers(request))
+            return self._exchange(self._node_of[client], content, f"client {name}", [client], most)
         except LostClients as error:
             return error
 
-    def _exchange(self, channel: Channel, request: bytes, whose: str, clients: Iterable[int]) -> Answer:
-        """Return the reply to a request, signed by the node of one of these clients."""
+    def _most_numbers(self, request: Request) -> int:
+        """Return how many bytes of tensors the reply to a request may have."""
+        if isinstance(request, Train):
+            return math.prod(self._shape_of(request.job)) * request.model.element_size()
+        return 0 if isinstance(request, Hello) else MOST_ANSWER
+
+    def _shape_of(self, job: Job) -> tuple[int, ...]:
+        if isinstance(job, LocalTraining):
+            return (self.module.flat.numel(),)
+        sizes = {name: one.numel() for name, one in self.module.named_trainable.items()}
+        return (job.num_classes, job.size(sizes) // job.num_classes)
+
+    def _exchange(
+        self, channel: Channel, request: bytes, whose: str, clients: Iterable[int], most: wire.Limits
+    ) -> Answer:
+        """Return the reply to a request, of at most this size, signed by the node of one of these clients."""
+        if isinstance(channel, SocketChannel):
+            channel.most = signed.with_receipt(most)
         try:
             keys = {client: self._keys[client] for client in clients}
-            return signed.answer(channel(request), request, self._hash, keys)
+            return signed.answer(channel(request), request, self._hash, keys, most)
         except TimeoutError:
             raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
         except signed.Forged as forged:
@@ -317,10 +360,7 @@ class RemoteClients(LocalClients):
             raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
 
     def _checked(self, value: Any, plan: RoundPlan, models: Tensor) -> Tensor:
-        shape: tuple[int, ...] = (models.shape[1],)
-        if not isinstance(plan.job, LocalTraining):
-            sizes = {name: one.numel() for name, one in self.module.named_trainable.items()}
-            shape = (plan.job.num_classes, plan.job.size(sizes) // plan.job.num_classes)
+        shape = self._shape_of(plan.job)
         fits = isinstance(value, Tensor) and value.dtype == models.dtype and value.numel() > 0
         if fits and value.ndim == 1 and value.isnan().all():  # a release that was not finite
             return value.new_full(shape, torch.nan)
@@ -328,20 +368,46 @@ class RemoteClients(LocalClients):
             raise LostClients("`--nodes` must send updates of the shape of the model, got another one.")
         return value
 
-    def _record(self, answer: Answer) -> list[LostClients]:
-        """Write down what a node has paid for and signed; return an error if its ledger is older than one before."""
-        client, receipt, paid = answer.client, answer.receipt, answer.reply.paid  # type: ignore[union-attr]
-        before = self._receipts.get(client)
-        if fits := before is None or receipt.follows(before):
+    def _record(self, answer: Answer, round: int | None = None) -> None:
+        """Write down what a node has paid for, in one `round` if it is given, and the head that it has signed.
+
+        Raises LostClients if the node's ledger is older than one before, or does not tell all that it has paid for;
+        and, before anything is written, for releases that the plan does not have.
+        """
+        client, receipt = answer.client, answer.receipt
+        if receipt.ledger is None:
+            return
+        before, name = self._receipts.get(client), self.population.name_of(client)
+        paid = () if isinstance(answer.reply, Refused) else answer.reply.paid
+        charges = [Charge(client, one.round, one.purpose, one.event, one.number) for one in paid]
+        other = [charge for charge in charges if round not in (None, charge.round)]
+        must = f"tell what they have paid for in round {round}, got from client {name}"
+        if other:
+            raise LostClients(f"`--nodes` must {must} a release of round {other[0].round}.")
+        try:
+            new = self.budgets.unrecorded(client, charges)
+        except UserError as error:
+            raise LostClients(str(error)) from None
+        follows = answer.reply != Refused("older_ledger") and (before is None or receipt.follows(before))
+        if follows:
             self._receipts[client] = receipt
             write_receipts(self.folder.path, self._receipts, self._keys)  # first: the mirror is not ahead of it
-        self.budgets.record([Charge(client, one.round, one.purpose, one.event, one.number) for one in paid])
-        if fits or before is None:
-            return []
-        got = f"{receipt.releases} of {before.releases}"
-        if receipt.releases >= before.releases:
-            got = f"{receipt.releases} that do not follow the {before.releases} of before"
-        must = f"know all releases that they have made, got from client {self.population.name_of(client)} {got}"
+        self.budgets.record(new)
+        if not follows:
+            raise self._older(receipt.releases, 0 if before is None else before.releases, name)
+        if len(self.ledger.events(client)) >= receipt.releases:
+            return
+        account = answer if isinstance(answer.reply, Welcome) else self._answer(client, self._hello())
+        if isinstance(account, LostClients):
+            raise account
+        if account is answer or not isinstance(account.reply, Welcome):
+            must = f"tell all {receipt.releases} releases that they have signed, got fewer from client {name}"
+            raise LostClients(f"`--nodes` must {must}.")
+        self._record(account)
+
+    def _older(self, releases: int, before: int, name: str) -> LostClients:
+        got = f"{releases} of {before}" if releases < before else f"others than the {before} of before"
+        must = f"know all releases that they have made, got from client {name} {got}"
         advice = "Its operator has to stop the node and to restore the newest copy, or to leave the study."
         copy = "the folder of its node is an older copy, which spends budget twice"
-        return [LostClients(f"`--nodes` must {must}: {copy}. {advice}")]
+        return LostClients(f"`--nodes` must {must}: {copy}. {advice}")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
-_RUN = re.compile("[0-9a-f]{32}")
+_DIGITS = re.compile("[0-9a-f]{32}")  # of a run's name, and of a chain
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
 _NO_CHAIN = "0" * 32  # chain before the first line
@@ -81,14 +82,11 @@ class Head:
     lines: int
     chain: str
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Head":
-        """Return the head in a JSON object. Raises ValueError or TypeError if the fields are others."""
-        head = cls(**fields)
-        types = [type(value) for value in vars(head).values()]
-        if types != [str, int, str] or not _RUN.fullmatch(head.run) or head.lines < 0:
-            raise TypeError(fields)
-        return head
+    def __post_init__(self) -> None:
+        texts, chain = {type(self.run), type(self.chain)} == {str}, _DIGITS if self.lines else re.compile("")
+        fits = texts and type(self.lines) is int and 0 <= self.lines < 2**63
+        if not (fits and _DIGITS.fullmatch(self.run) and chain.fullmatch(self.chain)):
+            raise ValueError("no head of a ledger")
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -194,10 +192,14 @@ def header_line(header: Header) -> bytes:
 
 
 def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
-    """Yield the lines of these charges, after a line with this chain."""
+    """Yield the lines of these charges, after a line with this chain.
+
+    Each has a random salt: a copy of the ledger that goes on for itself has another chain, though it pays for the same.
+    """
     for charge in charges:
         place = f'"client": {charge.client}, "round": {charge.round}, "number": {charge.number}'
         body = f'{{{place}, "purpose": {json.dumps(charge.purpose)}, "event": {_event_json(charge.event)}'
+        body += f', "salt": "{secrets.token_hex(8)}"'
         line = _sealed(body.encode(), chain)
         chain = chain_of(line)
         yield line
@@ -233,7 +235,7 @@ def read_head(path: Path) -> Head | None:
     if not content.strip(b"\0"):
         return None
     try:
-        return Head.of(parsed(content))
+        return Head(**parsed(content))
     except (ValueError, TypeError):
         must = f"must hold the run, lines and chain of `{path.name}`"
         raise UserError(f"`{file}` {must}, got {content[:80]!r}. {CHANGED}") from None
@@ -248,6 +250,13 @@ def read_header(path: Path) -> Header | None:
     if not _follows(line, _NO_CHAIN):
         raise _changed(path, 1, _UNLINKED)
     return _first(path, line)
+
+
+def holds(path: Path, head: Head) -> bool:
+    """Return whether a verified ledger is the one of this head, or goes on from it."""
+    with open(path, "rb") as file:
+        line = next(itertools.islice(file, max(head.lines - 1, 0), None), b"")
+    return chain_of(line) == head.chain
 
 
 def is_begun(path: Path) -> bool:
@@ -308,7 +317,7 @@ def _header(fields: dict[str, Any]) -> Header:
         raise KeyError(fields)
     if [type(one) for one in (fields["ledger"], count, caveats, identity)] != [int, int, list, dict]:
         raise TypeError(fields)
-    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLERS and _RUN.fullmatch(texts["run"])):
+    if not (0 < count <= _MOST_CLIENTS and texts["sampling"] in SAMPLERS and _DIGITS.fullmatch(texts["run"])):
         raise ValueError(fields)
     if not all(type(text) is str and text.isprintable() for text in (*texts.values(), *caveats)):
         raise ValueError(texts)  # a terminal would obey control characters
@@ -346,7 +355,8 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
 
 
 def _charge_of(fields: dict[str, Any]) -> Charge:
-    fields.pop("chain", None)
+    for name in ("chain", "salt"):
+        fields.pop(name, None)
     event = event_of(fields.pop("event"))
     if not isinstance(event, Release):
         raise TypeError(event)
