@@ -16,7 +16,7 @@ from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.deployment.server import terms_of
 from dpfl_lightning.deployment.site import accept, new_node, open_study
 from dpfl_lightning.federated.messages import signed, wire
-from dpfl_lightning.federated.messages.exchange import Released, Terms, Train
+from dpfl_lightning.federated.messages.exchange import Released, Terms, Train, most_header
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import Settings
@@ -83,7 +83,8 @@ class _Server:
             0.0,
         )
         content, plan, site = wire.encode(request), wire.digest(terms), terms.sites[0]
-        reply = signed.answer(node.handle(content), content, plan, {0: site.public_key}).reply
+        most = wire.Limits(most_header(terms.plan.schedule.clients[0]), 8 * self._model.numel())
+        reply = signed.answer(node.handle(content), content, plan, {0: site.public_key}, most).reply
         if not isinstance(reply, Released):
             raise RuntimeError(f"the node refused: {reply}")
         return -reply.value.double() * (COUNT + coin) / RATE  # type: ignore[union-attr]
