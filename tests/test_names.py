@@ -1,6 +1,7 @@
 """Names of clients, sites, studies and columns come from outside: what they may be, wherever they come in."""
 
 import dataclasses
+import math
 
 import pandas as pd
 import pytest
@@ -82,12 +83,25 @@ def files(tmp_path_factory):
     return terms.sites[0], terms
 
 
+#: keys of points of order 1 to 8, without their last byte, and that byte by the sign of the other coordinate
+POINTS = {
+    "01" + "00" * 30: ("00", "80"),
+    "00" * 31: ("00", "80"),
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc": ("05", "85"),
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03": ("7a", "fa"),
+    **{first + "ff" * 30: ("7f", "ff") for first in ("ec", "ed", "ee")},  # two in a form beyond the prime
+}
+LOW_ORDER = [point + last for point, ends in POINTS.items() for last in ends]
+
 HOSTILE = [
     ({"name": "<script>alert(1)</script>"}, "name` must have 1 to"),
     ({"name": "a\x1b]0;x\x07"}, "name` must have 1 to"),
     ({"features": {"scale": {"a\u202eb": [0.0, 1.0]}}}, "features` must have 1 to"),
     ({"public_key": "ab" * 31}, "public_key` must be 64 hexadecimal digits"),
+    *(({"public_key": key}, "public_key` must be 64 hexadecimal digits of a key") for key in LOW_ORDER),
     ({"schema": {"age": "x" * (1 << 16)}}, "schema` must have at most 65536 characters"),
+    ({"schema": {"age": "a\x1b[31m"}}, "schema` must have at most 65536 characters as JSON, all of them printable"),
+    ({"schema": {"age": math.nan}}, "schema` must have finite numbers"),
 ]
 
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from sites import a_request, asked, charges, configured, nodes_of, over, planned, state_of
 
+from dpfl_lightning.deployment.server import remote_population
 from dpfl_lightning.deployment.site import accept, cost_of, open_study
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import wire
@@ -68,6 +70,31 @@ def test_shown_plans_are_compared_with_the_limit(said):
     shown = said("accept", "--show", "--epsilon_limit", 3)
     assert "epsilon 3 of 3" in shown and "It fits." in shown
     assert "No plan was accepted" in said("status")
+    said("accept", "--epsilon_limit", 3)
+    assert "does not fit: `PLAN` must be a plan that was not accepted before" in said("accept", "--show")
+
+
+def test_a_plan_of_another_key_is_shown_as_one_that_does_not_fit(terms, said, tmp_path):
+    other = dataclasses.replace(terms.sites[0], public_key=terms.sites[1].public_key)
+    plan = dataclasses.replace(terms, sites=(other, *terms.sites[1:]))
+    (tmp_path / "plan.json").write_text(wire.to_text(plan))
+    assert "does not fit: `PLAN` must have the public facts" in said("accept", "--show", "--epsilon_limit", 3)
+    assert "`PLAN` must have the public facts" in said("accept", "--epsilon_limit", 3, code=2)
+
+
+def test_a_node_without_its_own_key_is_neither_served_nor_verified(state, said):
+    assert f"public key is {state.site().public_key}" in said("status")
+    file = state.path / "node.key"
+    for content, words in ("07" * 32, "belong to site.json"), ("", "hold 64 hexadecimal digits"):
+        file.write_text(content)
+        for verb in ("serve", "status", "verify"):
+            assert words in (error := said(verb, code=2)) and str(file) in error
+
+
+def test_sites_of_one_key_are_named(terms):
+    sites = [terms.sites[0], terms.sites[1], dataclasses.replace(terms.sites[2], public_key=terms.sites[1].public_key)]
+    with pytest.raises(UserError, match="one key of 1 and 2"):
+        remote_population(configured(Path("unused")), sites)
 
 
 def test_a_limit_is_raised_by_a_word_and_never_silently(state, said, terms, tmp_path):
