@@ -25,6 +25,7 @@ from dpfl_lightning.federated.node.service import Node
 from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.ledger.file import Head
 
 PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
 QUESTIONS = ("a question", "a loss", "a choice", "sums", "another client's", "exact counts")
@@ -127,6 +128,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         "a question": (lambda: not_planned(questions=True), 0),
         "several releases at once": (at_once, 2),
         "the same release again": (lambda: [train()], 0),
+        "anything, with a signed head": (lambda: [train(known=Head("0" * 32, 1, "0" * 32))], 0),
         "a model that is not finite": (lambda: [train(model) for model in UNFIT.values()], 0),
         "the same round from another model": (lambda: [train(MODEL + 1)], 1),
         "something whose computation fails": (failing, 1),

@@ -200,10 +200,12 @@ def test_the_server_is_told_which_models_are_refused(tmp_path, monkeypatch):
     nodes = nodes_of(tmp_path, terms)
     loop = over(nodes, terms, configured(tmp_path / "run"))
 
-    def sick(*fields):
-        return dataclasses.replace(Train(*fields), model=UNFIT["not a number"])
+    def sick(message):
+        is_asked = isinstance(message, Train)
+        return encode(dataclasses.replace(message, model=UNFIT["not a number"]) if is_asked else message)
 
-    monkeypatch.setattr("dpfl_lightning.federated.transport.sites.Train", sick)
+    encode = wire.encode
+    monkeypatch.setattr(wire, "encode", sick)
     with (
         pytest.warns(UserNotice, match=f"refuses: {REFUSALS['unfit_model']}"),
         pytest.raises(UserError, match="got none"),
