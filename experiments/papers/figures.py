@@ -1,4 +1,4 @@
-"""Panels of figures from finished cells, as the YAML declarations ask for them."""
+"""Panels of figures from finished cells, as tables ask for them."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,13 +1,13 @@
 """Every experiment by its name."""
 
 import functools
+import importlib
 from collections.abc import Sequence
 
 from dpfl_lightning.errors import nearest, require
-from experiments.papers.declarations import declared
 from experiments.papers.experiment import Experiment
 
-#: papers, each with a YAML file here
+#: papers; each has a list TABLES in a module of experiments/papers/tables
 PAPERS = (
     "noise_aware",
     "clustered",
@@ -23,7 +23,8 @@ PAPERS = (
 @functools.cache
 def experiments() -> dict[str, Experiment]:
     """Name -> experiment, of all papers."""
-    return {experiment.name: experiment for paper in PAPERS for experiment in declared(paper)}
+    modules = (importlib.import_module(f"experiments.papers.tables.{paper}") for paper in PAPERS)
+    return {experiment.name: experiment for module in modules for experiment in module.TABLES}
 
 
 def find(names: Sequence[str]) -> list[Experiment]:
@@ -38,7 +39,9 @@ def find(names: Sequence[str]) -> list[Experiment]:
     known = experiments()
     chosen: dict[str, Experiment] = {}
     for name in names:
-        allowed, near = [*known, *PAPERS], nearest(name, [*known, *PAPERS, "list"])
-        require(name in allowed, "NAME", "be one that `list` shows, or a paper's", name, near)
+        allowed = [*known, *PAPERS]
+        require(
+            name in allowed, "NAME", "be one that `list` shows, or a paper's", name, nearest(name, [*allowed, "list"])
+        )
         chosen |= {full: known[full] for full in known if full == name or full.partition(".")[0] == name}
     return list(chosen.values())

@@ -1,4 +1,4 @@
-"""The declarations: every table is there, every cell is a valid run, and every finished cell is declared."""
+"""The tables: every cell is a valid run, and every finished cell is declared."""
 
 import dataclasses
 import functools
@@ -80,20 +80,6 @@ def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
             assert cell in required_cells(experiment, cell.scale, cell.overrides), path
 
 
-def test_every_table_and_figure_is_there():
-    shown = {
-        "noise_aware": ([3, 4, *range(12, 23)], range(2, 14)),
-        "clustered": (range(3, 11), range(1, 6)),
-        "selection": ([1, 3], range(1, 6)),
-        "distillation": ([1], [*range(2, 8), 9, 10]),  # 8 is distillation.sizes
-    }
-    for paper, (tables, figures) in shown.items():
-        assert {f"{paper}.table{n}" for n in tables} | {f"{paper}.figure{n}" for n in figures} <= set(experiments())
-    assert {f"clustered.revised_figure{n}" for n in (3, 5, 8)} <= set(experiments())
-    drawn = {name for name, experiment in experiments().items() if experiment.draw}
-    assert {name for name in experiments() if "figure" in name} - drawn == {"selection.figure1"}  # in numbers
-
-
 def scorer(cell: Cell) -> str:
     """The column of a search, which decides how a candidate is trained, or of an attack, which it names."""
     by_column = ("distillation.nas", "distillation.hpo", "robustness.attacks")
@@ -128,24 +114,6 @@ def test_the_configuration_of_the_clustered_paper_has_the_settings_of_its_table(
     assert run.strategies == table.strategies
 
 
-# ---- the papers' numbers
-
-
-MEANS = """
-12 weiavg 85.24, 12 robust_hdp 86.51, 13 pfa 71.36, 13 min_eps 60.80, 14 dpfedavg 20.62, 15 robust_hdp 32.04,
-4 dpfedavg 74.78, 18 pfa 24.49, 22 robust_hdp 76.85, 19 weiavg 28.29, 20 dpfedavg 29.10
-"""
-
-
-def test_the_noise_aware_papers_numbers_have_their_mean_and_its_method_leads_where_it_says_so():
-    for number, row, mean in (case.split() for case in MEANS.split(",")):
-        row_of_table = experiments()[f"noise_aware.table{number}"].paper[row]
-        assert sum(row_of_table) / len(row_of_table) == pytest.approx(float(mean), abs=0.006), (number, row)
-    for number, count in ((12, 7), (13, 5), (14, 8), (4, 5)):  # best or as good in so many columns
-        columns = list(zip(*experiments()[f"noise_aware.table{number}"].paper.values(), strict=True))
-        assert sum(one[-1] == max(one) for one in columns) == count, number
-
-
 # ---- figures
 
 
@@ -161,24 +129,16 @@ class Numbers(dict):
 
 def a_cell(number: int, seed: int) -> dict:
     """A finished cell with everything that figures read."""
-    lists = {"epsilon": [2.0, 1.0], "truth": [1.0, 3.0], "oracle_weights": [0.75, 0.25]}
-    for name in ("rpca", "rpca_2000", "rpca_20000", "rpca_200000", "rpca_2000000"):
-        lists |= {f"{name}_weights": [0.7, 0.3], f"{name}_variance": [1.0, 2.9]}
     return {
         "values": Numbers(clients=[(1.0, 2.0), (0.5, 3.0)], test_accuracy=50.0 + number + seed),
-        "curve": {"5": 40.0, "10": 50.0 + seed},
-        "test_curve": {"10": 30.0, "100": 50.0 + seed},
         "curves": {"clustering_accuracy": {"1": 30.0, "2": 90.0 + seed}, "0": {"2": 50.0}},
-        "points": [[0.0, 1.0], [0.5, 0.0]],
-        "clients": {"true_group": [0, 1], "unlikeness": [0.5, 0.7], "quota": [3, 9]},
-        "epsilon_max": 8.0,
-        "first_round": {**lists, "singular_values": [[3.0, 1.0], [1.0, 0.0]]},
+        "first_round": {"epsilon": [2.0, 1.0], "rpca_weights": [0.7, 0.3]},
     }
 
 
 def test_every_figure_draws_what_is_made():
     drawn = [experiment for experiment in experiments().values() if experiment.draw]
-    assert len(drawn) > 30
+    assert len(drawn) > 15
     for experiment in drawn:
         cells = {
             (row, column): [a_cell(number, seed) for seed in (0, 1)]
@@ -188,7 +148,6 @@ def test_every_figure_draws_what_is_made():
         panels = experiment.panels(cells)
         assert panels and all(panel.series and all(panel.series.values()) for panel in panels), experiment.name
         assert isinstance(panels_figure(experiment.title, panels), Figure)
-        by_formula = experiment.name == "noise_aware.figure5"
-        assert len(experiment.panels({})) == by_formula, experiment.name
+        assert experiment.panels({}) == [], experiment.name
         first = next(iter(cells))
         assert isinstance(experiment.panels({first: cells[first]}), list)

@@ -1,68 +1,31 @@
 """Figures of the clustering papers that need more than one line per row."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from experiments.papers.experiment import Cells, Experiment, Panel
 from experiments.papers.figures import mean_of, panel
 
 
 def groups_and_fairness(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Figures 2 and 4: accuracy of each group and unfairness at epsilon 5, and clients in the right cluster."""
-    sets = {row.partition("_")[2]: line.title.removeprefix(f"{line.series}, ") for row, line in experiment.rows.items()}
-    panels = []
-    for data, title in sets.items():
-        rows = [row for row in experiment.rows if row.partition("_")[2] == data]
-        groups = {f"C{k + 1}": f"accuracy_{k}" for k in range(4)}
-        gaps = {"F_acc": "fairness_gap_accuracy", "best - worst": "accuracy_gap"}
-        panels += [
-            _bars(experiment, cells, rows, f"{title}: accuracy of each group", "group", "%", groups),
-            _bars(experiment, cells, rows, f"{title}: unfairness", "", "points", gaps),
-            _clustering_curves(experiment, cells, data, f"{title}: clients in the right cluster"),
-        ]
-    return panels
-
-
-def _bars(
-    experiment: Experiment, cells: Cells, rows: Sequence[str], title: str, x: str, y: str, values: Mapping[str, str]
-) -> Panel:
-    series = {}
-    for row in rows:
-        means = {name: mean_of(cells.get((row, "eps5"), ()), value) for name, value in values.items()}
-        points: list[tuple] = [(name, mean) for name, mean in means.items() if mean is not None]
-        series[experiment.rows[row].series or ""] = points
-    return Panel(title, x, y, series, kind="bars")
-
-
-def _clustering_curves(experiment: Experiment, cells: Cells, data: str, title: str) -> Panel:
-    """Share of clients in the right cluster over rounds, mean and deviation over seeds."""
-    several = len(experiment.columns) > 1
-    series: dict[str, Sequence[tuple]] = {}
-    for method in ("ifca", "ours") if several else ("ifca", "ours", "paper"):
-        for column, setting in experiment.columns.items():
-            drawn = panel(
-                experiment, cells, title="", x="", y="", rows=[f"{method}_{data}"], columns=[column],
-                curve="curves.clustering_accuracy",
-            )  # fmt: skip
-            budget = f", {setting.title}" if several else ""
-            series |= {f"{name}{budget}": points for name, points in drawn.series.items()}
-    return Panel(title, "round", "%", series)
-
-
-def principal_points(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Figure 1: updates in two principal components, by true group."""
-    axes = "first direction", "second direction"
+    """Figure 2: accuracy of each group and unfairness at epsilon 5, and clients in the right cluster over rounds."""
+    groups = {f"C{k + 1}": f"accuracy_{k}" for k in range(4)}
+    gaps = {"F_acc": "fairness_gap_accuracy", "best - worst": "accuracy_gap"}
+    title, of_cell = "Fashion-MNIST: clients in the right cluster", "curves.clustering_accuracy"
+    rows = ["ifca", "ours", "paper"]
     return [
-        Panel(f"{experiment.columns[column].title}, {experiment.rows[row].title}", *axes, _by_group(runs[0]), "points")
-        for (row, column), runs in cells.items()
+        _bars(experiment, cells, "Fashion-MNIST: accuracy of each group", "group", "%", groups),
+        _bars(experiment, cells, "Fashion-MNIST: unfairness", "", "points", gaps),
+        panel(experiment, cells, title=title, x="round", y="%", rows=rows, curve=of_cell),
     ]
 
 
-def _by_group(cell: Mapping[str, Any]) -> dict[str, list[tuple]]:
-    series: dict[str, list[tuple]] = {}
-    for group, point in zip(cell["clients"]["true_group"], cell["points"], strict=True):
-        series.setdefault(f"group {group}", []).append(tuple(point))
-    return series
+def _bars(experiment: Experiment, cells: Cells, title: str, x: str, y: str, values: Mapping[str, str]) -> Panel:
+    series = {}
+    for row, line in experiment.rows.items():
+        means = {name: mean_of(cells.get((row, "eps5"), ()), value) for name, value in values.items()}
+        points: list[tuple] = [(name, mean) for name, mean in means.items() if mean is not None]
+        series[line.title] = points
+    return Panel(title, x, y, series, kind="bars")
 
 
 def variances_by_batches(experiment: Experiment, cells: Cells) -> list[Panel]:

@@ -134,20 +134,14 @@ def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float
     return values
 
 
-def learning_rate(
-    row: str, column: str, scale: str, cifar10: bool = False, batch_size: int = 32, method: str | None = None
-) -> float:
-    """The revised paper's rate for CIFAR-10, else one chosen on public records; in proportion to `batch_size`.
+def learning_rate(row: str, column: str, scale: str) -> float:
+    """The rate that `clustered.tuning` chooses for a method on public records; others have the middle one.
 
     The noise of T steps has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
-    whole run depends on T. `method` is the one in `clustered.tuning`; None: the row's. Others have the middle rate.
+    whole run depends on T.
     """
-    records = {"small": 1904, "paper": 6600} if cifar10 else {"small": 2285, "paper": 8000}
-    steps = {name: count * math.ceil(records[name] / 32) for name, count in (("small", 60), ("paper", ROUNDS))}
-    if cifar10:
-        rate = RATE * steps["paper"] / steps[scale]
-    else:
-        method, table = method or row.removesuffix("_argmin"), "clustered.tuning"
-        known = tuned.candidates(experiments()[table], method)
-        rate = (tuned.chosen(method, "eps5", "small", table) if known else 0.1) * steps["small"] / steps[scale]
-    return float(f"{rate * batch_size / 32:.4g}")
+    steps = {"small": 60 * math.ceil(2285 / 32), "paper": ROUNDS * math.ceil(8000 / 32)}
+    method, table = row.removesuffix("_argmin"), "clustered.tuning"
+    known = tuned.candidates(experiments()[table], method)
+    rate = tuned.chosen(method, "eps5", "small", table) if known else 0.1
+    return float(f"{rate * steps['small'] / steps[scale]:.4g}")

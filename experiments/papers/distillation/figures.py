@@ -1,10 +1,10 @@
-"""Figures and summaries of the distillation paper: searches, noise, and costs."""
+"""Figures and summaries of the distillation paper: searches and costs."""
 
 import math
 from statistics import fmean, median
 from typing import NamedTuple
 
-from dpfl_lightning.runtime.text import at_most, markdown
+from dpfl_lightning.runtime.text import markdown
 from experiments.papers.experiment import Cells, Experiment, Panel
 from experiments.papers.figures import mean_of
 
@@ -144,30 +144,4 @@ def costs_of_sets(experiment: Experiment, cells: Cells) -> str:
             minutes = median(cell["values"]["run_seconds"] for cell in made) / 60
             lines.append([one.title, rounds, f"{megabytes:.0f}", f"{minutes:.0f}"])
     head = ["what clients are asked for", "rounds", "MB sent to and by all clients", "minutes, on one core"]
-    return markdown(head, lines) if lines else ""
-
-
-def accuracy_by_epsilon(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Figure 6, second panel: by the epsilon of the whole run."""
-    series: dict[str, list[tuple]] = {}
-    for row in ("sum", "paper_mean"):
-        for column in experiment.columns:
-            for cell in cells.get((row, column), ()):
-                if cell.get("epsilon_max"):
-                    points = series.setdefault(experiment.rows[row].title, [])
-                    points.append((cell["epsilon_max"], cell["values"]["test_accuracy"]))
-    return [Panel("By the epsilon of the whole run", "epsilon", "test accuracy, %", series, kind="points", log="x")]
-
-
-def epsilons_of_sigmas(experiment: Experiment, cells: Cells) -> str:
-    """Figure 6: the paper's epsilon of each sigma beside that of the whole run, the largest of clients and seeds."""
-    from experiments.papers.distillation.printed import paper_epsilon
-
-    lines = []
-    for name, column in experiment.columns.items():
-        spent = [[cell["epsilon_max"] for cell in cells.get((row, name), ())] for row in ("sum", "paper_mean")]
-        if any(spent) and column.x is not None:
-            of_paper = at_most(paper_epsilon(column.x, delta=1e-5, clip_norm=1.0))
-            lines.append([f"{column.x:g}", of_paper, *(at_most(max(seeds)) if seeds else "-" for seeds in spent)])
-    head = ["sigma", "eq. 41, to compare with", *(f"whole run, noise on the {name}" for name in ("sum", "mean"))]
     return markdown(head, lines) if lines else ""

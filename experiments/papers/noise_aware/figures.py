@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from experiments.papers.experiment import Cells, Experiment, Panel
-from experiments.papers.noise_aware.formulas import falsified_noise
 
 
 def noise_by_batch_size(experiment: Experiment, cells: Cells) -> list[Panel]:
@@ -21,46 +20,6 @@ def noise_by_batch_size(experiment: Experiment, cells: Cells) -> list[Panel]:
     ]
 
 
-def claims_by_formula(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Figure 5, right: the noise of WeiAvg's sum when one client claims more than its budget."""
-    claims = [float(name.removeprefix("claim")) for name in experiment.columns if name.startswith("claim")]
-    points = [(claim, noise) for claim, (noise, _) in zip(claims, falsified_noise(claims), strict=True)]
-    title = "WeiAvg under that claim, by formula"
-    return [Panel(title, "claimed epsilon", "noise of the sum", {"WeiAvg": points}, log="x")]
-
-
-def figure6(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Weights by robust PCA of 200,000 parameters."""
-    return [_weights(_first_round(cells), {"oracle": "oracle", "rpca_200000": "Robust-HDP"})]
-
-
-def figure7(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Weights by robust PCA of more and more parameters."""
-    counts = [int(row.removeprefix("rows")) for row in experiment.rows]
-    names = {"oracle": "oracle", **{f"rpca_{count}": f"{count:,} parameters" for count in counts}}
-    return [_weights(_first_round(cells, f"rows{counts[0]}"), names)]
-
-
-def figure9(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Singular values of the updates and of their low-rank part."""
-    panels = []
-    for (_, column), runs in cells.items():
-        spectra = zip(("updates", "their low-rank part"), runs[0]["first_round"]["singular_values"], strict=True)
-        series = {name: list(enumerate(values, start=1)) for name, values in spectra}
-        panels.append(Panel(column.capitalize(), "number", "singular value", series))
-    return panels
-
-
-def figure10(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Weights, and true and estimated variances."""
-    lists = _first_round(cells)
-    names = {"truth": "true", "rpca_variance": "estimated"}
-    variances = {title: _by_budget(lists, name) for name, title in names.items() if name in lists}
-    title, x = "Noise variance of updates, per parameter", "client, sorted by epsilon"
-    weights = _weights(lists, {"oracle": "oracle", "rpca": "Robust-HDP"})
-    return [weights, Panel(title, x, "variance / lr^2", variances, log="y")]
-
-
 def weights_of_60(experiment: Experiment, cells: Cells) -> list[Panel]:
     """Figures 12 and 13: weights by formula and of one round."""
     series = {}
@@ -74,21 +33,7 @@ def weights_of_60(experiment: Experiment, cells: Cells) -> list[Panel]:
     return [Panel("Weights of 60 clients, Dist1", "client, sorted by epsilon", "weight", series)]
 
 
-def _first_round(cells: Cells, row: str = "excess") -> Mapping[str, list]:
-    """The lists of one number per client, empty if the cell is missing."""
-    return next((runs[0]["first_round"] for (name, _), runs in cells.items() if name == row), {})
-
-
 def _by_budget(lists: Mapping[str, list], name: str) -> list[tuple]:
     """A client's number over its place when sorted by budget."""
     order = sorted(range(len(lists["epsilon"])), key=lambda client: lists["epsilon"][client])
     return [(place, lists[name][client]) for place, client in enumerate(order, start=1)]
-
-
-def _weights(lists: Mapping[str, list], names: Mapping[str, str]) -> Panel:
-    if lists:
-        total = sum(lists["epsilon"])
-        lists = {**lists, "weiavg_weights": [epsilon / total for epsilon in lists["epsilon"]]}
-    weights = {title: f"{name}_weights" for name, title in {**names, "weiavg": "WeiAvg"}.items()}
-    series = {title: _by_budget(lists, name) for title, name in weights.items() if name in lists}
-    return Panel("Weights", "client, sorted by epsilon", "weight", series)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.algorithms.robust_pca import robust_pca
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.view import View
@@ -23,16 +22,13 @@ class FirstRound(Recorder, FirstRoundOnly):
 
     Args:
         names: estimators with their default options.
-        rows: numbers of first parameters for robust PCA (`rpca_<number>`), as in the paper's figures.
     """
 
     _kept = ("_curve", "_lists")
 
-    def __init__(self, names: Sequence[str] = (), rows: Sequence[int] = (), singular_values: bool = False) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__()
-        first = {f"rpca_{count}": EstimatorOptions("rpca", rows=count, row_choice="head") for count in rows}
-        self.estimators = {name: EstimatorOptions(name) for name in names} | first
-        self.singular_values = singular_values
+        self.estimators = {name: EstimatorOptions(name) for name in names}
         self._lists: dict[str, list] = {}
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
@@ -48,8 +44,6 @@ class FirstRound(Recorder, FirstRoundOnly):
             scale = updates.released.shape[1] * rates[0] ** 2
             self._lists[f"{name}_variance"] = (noise_var / scale).tolist()
             self._lists[f"{name}_weights"] = weights(noise_var).tolist()
-        if self.singular_values:
-            self._lists["singular_values"] = robust_pca(updates.released).singular_values.tolist()
         return None
 
     def on_fit_end(self, view: View, result: RunResult) -> None:

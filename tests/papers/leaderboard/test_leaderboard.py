@@ -9,12 +9,12 @@ from dpfl_lightning import strategies
 from experiments.papers import __main__ as command
 from experiments.papers import cells, run
 from experiments.papers.cells import Cell, declaration, finished, missing_cells, required_cells, write
-from experiments.papers.declarations import read_paper
 from experiments.papers.experiment import NotYet
 from experiments.papers.leaderboard import tuning
 from experiments.papers.leaderboard.tuning import candidates, choices
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
+from experiments.papers.tables.leaderboard import TUNED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 TUNING = "leaderboard.tuning"
@@ -28,9 +28,8 @@ def tune(results, row: str, accuracies: list[float], column: str = "dist1", seed
 
 
 def chosen(row: str, column: str, scale: str) -> float:
-    """As the declarations of the leaderboard ask for it."""
-    arguments = {key: value for key, value in read_paper("leaderboard")["tuned"].items() if key != "function"}
-    return tuning.chosen(row, column, scale, **arguments)
+    """As the tables of the leaderboard ask for it."""
+    return tuning.chosen(row, column, scale, **TUNED)
 
 
 def options(cell: Cell):

@@ -1,0 +1,115 @@
+"""Strategies beside clients that send false updates. No paper has these tables."""
+
+from experiments.papers.declarations import table, with_lines
+
+DIGITS = {
+    "config": "conf/digits.yaml",
+    "rounds": 12,
+    "clients.count": 20,
+    "privacy.epsilon": [4, 8, 16, 8] * 5,
+    "privacy.delta": 1.0e-3,
+}
+RULES = [
+    {"name": name, "title": title, "options": {"strategies": strategies}}
+    for name, title, strategies in (
+        ("size_weighted", "weights by data size", {"size_weighted": {}}),
+        ("epsilon_weighted", "weights by budget", {"epsilon_weighted": {}}),
+        ("pfa", "PFA", {"pfa": {}}),
+        ("robust_hdp", "Robust-HDP", {"robust_hdp": {"estimator": "rpca"}}),
+        ("noise_aware", "noise_aware (ours)", {"noise_aware": {}}),
+        ("noise_floor", "noise_aware and noise_floor (ours)", {"noise_aware": {}, "noise_floor": {}}),
+        ("norm_bound", "norm bound", {"size_weighted": {}, "norm_bound": {}}),
+        ("median", "median", {"size_weighted": {}, "median": {}}),
+        ("trimmed_mean", "trimmed mean of the middle 20 %", {"size_weighted": {}, "trimmed_mean": {"share": 0.4}}),
+        ("multi_krum", "multi-Krum, 40 % left out", {"size_weighted": {}, "multi_krum": {"share": 0.4}}),
+        ("geometric_median", "geometric median", {"size_weighted": {}, "geometric_median": {}}),
+    )
+]
+SCALES = {"small": "12 rounds, epsilon 4, 8 and 16, delta 1e-3"}
+
+TABLES = [
+    table(
+        "robustness.attacks",
+        title="Clients that send false updates, digits, 20 clients",
+        shows="accuracy on the test set, %. Columns: attack and share of the clients",
+        study="robustness.attacks:attacked",
+        rows=RULES,
+        columns=[
+            {"name": "none", "title": "none"},
+            *(
+                {"name": f"{attack}_{share}", "title": f"{attack}, {share} %"}
+                for attack in ("flip", "noise", "labels", "tiny", "collude", "push")
+                for share in (10, 20, 40)
+            ),
+        ],
+        options=DIGITS,
+        scales=SCALES,
+        seeds={"small": [0, 1, 2]},
+        minutes={"small": 0.15},
+        ours="noise_floor",
+        rivals=[rule["name"] for rule in RULES if rule["name"] not in ("noise_aware", "noise_floor")],
+        notes=[
+            "flip: ten times the opposite update. noise: the update and ten times its length of noise. labels: honest "
+            "updates from wrong labels. tiny: a hundredth of the update. collude: all attackers send one vector, "
+            "opposite to the mean of the others and as long as their median update, without noise. push: all send one "
+            "random vector in all rounds, a thousand times as long as the others' median update."
+        ],
+    ),
+    table(
+        "robustness.false_alarms",
+        title="Honest updates that noise_floor leaves out, digits, 20 clients",
+        shows="number of updates, mean over the seeds",
+        recorder="robustness.attacks:FalseAlarms",
+        rows=[
+            {"name": "updates", "title": "honest updates", "value": "updates", "cell": "all"},
+            {"name": "removed", "title": "left out", "value": "removed", "cell": "all"},
+        ],
+        columns=[
+            {"name": "usual", "title": "learning rate 0.5"},
+            {"name": "fast", "title": "learning rate 5", "options": {"clients.learning_rate": 5}},
+            {"name": "convnet", "title": "cnn_tiny", "options": {"model.name": "cnn_tiny"}},
+            {
+                "name": "laplace",
+                "title": "Laplace noise",
+                "options": {"privacy.mechanism": "laplace", "clients.batch_size": None},
+            },
+        ],
+        options={
+            **DIGITS,
+            "rounds": 100,
+            "evaluation.every": 100,
+            "strategies": {"size_weighted": {}, "noise_floor": {}},
+        },
+        scales={"small": "100 rounds, epsilon 4, 8 and 16, delta 1e-3"},
+        seeds={"small": [0, 1, 2, 3, 4]},
+        minutes={"small": 0.5},
+        decimals=1,
+    ),
+    table(
+        "robustness.dropout",
+        title="Updates that are lost after they were charged, digits, 20 clients",
+        shows="accuracy on the test set, %; largest epsilon spent. Columns are probabilities of a loss",
+        recorder="robustness.attacks:Spending",
+        rows=with_lines(
+            [
+                rule
+                for name in ("size_weighted", "noise_aware", "pfa", "median")
+                for rule in RULES
+                if rule["name"] == name
+            ],
+            [
+                {"name": "accuracy", "title": ": accuracy", "value": "test_accuracy"},
+                {"name": "epsilon", "title": ": epsilon", "value": "epsilon"},
+            ],
+        ),
+        columns=[
+            {"name": f"lost{share:g}", "title": f"{share:.0%}", "options": {"network.dropout": share}}
+            for share in (0, 0.1, 0.3, 0.5)
+        ],
+        options=DIGITS,
+        scales=SCALES,
+        seeds={"small": [0, 1, 2]},
+        minutes={"small": 0.15},
+        decimals=2,
+    ),
+]
