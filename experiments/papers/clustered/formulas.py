@@ -11,8 +11,6 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, Release, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from experiments.papers.leaderboard import tuning as tuned
-from experiments.papers.registry import experiments
 
 RECORDS, BATCH, ROUNDS, DELTA, CLIP_NORM, RATE, NUM_PARAMS = 6600, 32, 200, 1e-4, 3.0, 5e-4, 11_181_642
 
@@ -132,16 +130,3 @@ def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float
         smaller = noise_multiplier(5.0, first // 10, accountant=accountant)
         values["tenfold"] = update_variance(first // 10, smaller) / update_variance(first, multipliers[32])
     return values
-
-
-def learning_rate(row: str, column: str, scale: str) -> float:
-    """The rate that `clustered.tuning` chooses for a method on public records; others have the middle one.
-
-    The noise of T steps has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
-    whole run depends on T.
-    """
-    steps = {"small": 60 * math.ceil(2285 / 32), "paper": ROUNDS * math.ceil(8000 / 32)}
-    method, table = row.removesuffix("_argmin"), "clustered.tuning"
-    known = tuned.candidates(experiments()[table], method)
-    rate = tuned.chosen(method, "eps5", "small", table) if known else 0.1
-    return float(f"{rate * steps['small'] / steps[scale]:.4g}")

@@ -94,31 +94,7 @@ def weights_of_60(batch_sizes: Sequence[int], dist: str = "dist1", accountant: s
     }
 
 
-# ---- cells and options of the declarations
-
-
-#: Table 9, Fashion-MNIST: method -> learning rate for Dist1 ... Dist9, a neighbour's where the paper lists none
-LEARNING_RATES = {
-    "weiavg": [0.005, 0.005, 0.005, 0.005, 0.002, 0.0005, 0.0005, 0.0005, 0.0005],
-    "pfa": [0.002, 0.002, 0.005, 0.005, 0.005, 0.005, 0.002, 0.001, 0.001],
-    "dpfedavg": [0.002, 0.001, 0.001, 0.001, 0.001, 0.0005, 0.0005, 0.0005, 0.0005],
-    "min_eps": [0.001, 0.0005, 0.0005, 0.0005, 0.0005, 0.0001, 0.0005, 0.0005, 0.0005],
-    "robust_hdp": [0.005, 0.005, 0.005, 0.005, 0.005, 0.001, 0.001, 0.001, 0.001],
-}
-
-
-def learning_rate(row: str, column: str, scale: str) -> float:
-    """The paper's choice for a method (ours: Robust-HDP's) and a distribution of budgets.
-
-    With a learning rate ~ 1 / rounds neither the path nor the noise of the whole run depends on the rounds.
-    """
-    rate = LEARNING_RATES["robust_hdp" if row == "ours" else row][int(column.removeprefix("dist")) - 1]
-    return float(f"{rate * (ROUNDS / 60 if scale == 'small' else 1):.4g}")
-
-
-def claimed_budgets(claim: float, **_: str) -> list[float]:
-    """The budgets that the clients of Dist5 claim if the first one, with epsilon 0.95 and batch 32, reports `claim`."""
-    return [float(claim), *EPSILONS["dist5"][CLIENTS][1:]]
+# ---- cells
 
 
 def noise_by_batch_size(size: int, accountant: str = "paper_ma") -> dict[str, object]:

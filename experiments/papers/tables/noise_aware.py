@@ -2,7 +2,8 @@
 Federated Learning", and of what it leaves out.
 """
 
-from experiments.papers.declarations import by_scale, lazy, named, table
+from dpfl_lightning.config.published import EPSILONS
+from experiments.papers.declarations import by_scale, named, table
 from experiments.papers.experiment import Comparison, Experiment, Tolerance
 
 _ACCOUNTANT = (
@@ -33,8 +34,26 @@ def _rows(methods: dict) -> list[dict]:
     ]
 
 
+#: Table 9, Fashion-MNIST: method -> learning rate for Dist1 ... Dist9, a neighbour's where the paper lists none
+_LEARNING_RATES = {
+    "weiavg": [0.005, 0.005, 0.005, 0.005, 0.002, 0.0005, 0.0005, 0.0005, 0.0005],
+    "pfa": [0.002, 0.002, 0.005, 0.005, 0.005, 0.005, 0.002, 0.001, 0.001],
+    "dpfedavg": [0.002, 0.001, 0.001, 0.001, 0.001, 0.0005, 0.0005, 0.0005, 0.0005],
+    "min_eps": [0.001, 0.0005, 0.0005, 0.0005, 0.0005, 0.0001, 0.0005, 0.0005, 0.0005],
+    "robust_hdp": [0.005, 0.005, 0.005, 0.005, 0.005, 0.001, 0.001, 0.001, 0.001],
+}
+
+
+def _rate(row: str, column: str, scale: str) -> float:
+    """The paper's choice for a method (ours: Robust-HDP's) and a distribution of budgets.
+
+    With a learning rate ~ 1 / rounds neither the path nor the noise of the whole run depends on the rounds.
+    """
+    rate = _LEARNING_RATES["robust_hdp" if row == "ours" else row][int(column.removeprefix("dist")) - 1]
+    return float(f"{rate * (200 / 60 if scale == 'small' else 1):.4g}")
+
+
 _DISTS = range(1, 10)
-_RATE = lazy("noise_aware.formulas:learning_rate")
 # DPFedAvg's first round: the updates do not depend on their weights.
 _WATCHED = {"config": "conf/fmnist_paper.yaml", "privacy.accountant": "paper_ma", "evaluation.every": 200}
 _NOISE = "noise variance of the sum, per parameter, divided by the squared learning rate"
@@ -196,7 +215,7 @@ _REPRODUCED = [
             "privacy.accountant": "rdp",
             "rounds": by_scale(small=60),
             "evaluation.every": 5,
-            "clients.learning_rate": _RATE,
+            "clients.learning_rate": _rate,
         },
         scales={
             "small": "60 rounds with noise calibrated for them and learning rates times 200 / 60, for nearly the "
@@ -231,7 +250,7 @@ _REPRODUCED = [
             {"name": f"dist{number}", "title": f"Dist{number}", "options": {"privacy.epsilon.name": f"dist{number}"}}
             for number in _DISTS
         ],
-        options={**_WATCHED, "clients.learning_rate": lambda row, column, scale: _RATE("robust_hdp", column, scale)},
+        options={**_WATCHED, "clients.learning_rate": lambda row, column, scale: _rate("robust_hdp", column, scale)},
         scales={"paper": "one round of training with the noise of 200"},
         paper={"rpca": [0.27, 0.47, 0.07, 0.64, 0.39, 7.62, 2.25, 13.86, 5.95]},
         comparison=Comparison(
@@ -412,7 +431,7 @@ _FURTHER = [
             {
                 "name": f"claim{claim}",
                 "title": f"claims {claim}",
-                "options": {"clients.reported_epsilon": lazy("noise_aware.formulas:claimed_budgets", claim=claim)},
+                "options": {"clients.reported_epsilon": [float(claim), *EPSILONS["dist5"][20][1:]]},
             }
             for claim in (0.95, 10, 100)
         ],
