@@ -66,9 +66,14 @@ def table(
     )
 
 
+def entry(name: str, title: str, options: Entry | None = None, **fields: Any) -> dict[str, Any]:
+    """A row or column, or a line of `with_lines`."""
+    return {"name": name, "title": title, **fields, **({} if options is None else {"options": options})}
+
+
 def named(titles: Mapping[str, str], **fields: Any) -> list[dict[str, Any]]:
     """Rows or columns of which only name and title differ."""
-    return [{"name": name, "title": title, **fields} for name, title in titles.items()]
+    return [entry(name, title, **fields) for name, title in titles.items()]
 
 
 def with_lines(rows: Iterable[Entry], lines: Iterable[Entry]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """An experiment of no paper: what a tight accountant gains, for the same budgets and seeds."""
 
-from experiments.papers.declarations import table, with_lines
+from experiments.papers.declarations import entry, table, with_lines
 
 TABLES = [
     table(
@@ -8,28 +8,28 @@ TABLES = [
         title="The same budgets with two accountants, Fashion-MNIST",
         shows="accuracy, %; mean noise multiplier of the clients",
         rows=with_lines(
-            [{"name": name, "title": name, "options": {"privacy.accountant": name}} for name in ("pld", "rdp")],
+            [entry(name, name, {"privacy.accountant": name}) for name in ("pld", "rdp")],
             [
-                {"name": "accuracy", "title": ": accuracy", "value": "accuracy"},
-                {"name": "noise", "title": ": noise multiplier", "value": "noise_multiplier"},
+                entry("accuracy", ": accuracy", value="accuracy"),
+                entry("noise", ": noise multiplier", value="noise_multiplier"),
             ],
         ),
         columns=[
-            {
-                "name": "main",
-                "title": "main job, learning rate 0.2",
-                "options": {"config": "conf/fmnist.yaml", "clients.learning_rate": 0.2, "evaluation.every": 30},
-            },
-            {
-                "name": "clustered",
-                "title": "clustered, 10 rounds",
-                "options": {"config": "conf/clustered.yaml", "rounds": 10, "evaluation.every": 10},
-            },
-            {
-                "name": "selection",
-                "title": "biased selection, 60 rounds",
-                "options": {"config": "conf/biased_selection.yaml", "rounds": 60, "evaluation.every": 60},
-            },
+            entry(
+                "main",
+                "main job, learning rate 0.2",
+                {"config": "conf/fmnist.yaml", "clients.learning_rate": 0.2, "evaluation.every": 30},
+            ),
+            entry(
+                "clustered",
+                "clustered, 10 rounds",
+                {"config": "conf/clustered.yaml", "rounds": 10, "evaluation.every": 10},
+            ),
+            entry(
+                "selection",
+                "biased selection, 60 rounds",
+                {"config": "conf/biased_selection.yaml", "rounds": 60, "evaluation.every": 60},
+            ),
         ],
         recorder="recorder:NoiseRecorder",
         scales={"small": "main job with 30 rounds, others with fewer rounds"},

@@ -5,7 +5,7 @@ Federated Learning"; and of what they leave out.
 
 import math
 
-from experiments.papers.declarations import by_scale, lazy, named, table, with_lines
+from experiments.papers.declarations import by_scale, entry, lazy, named, table, with_lines
 from experiments.papers.experiment import Comparison, Reference, Tolerance
 
 _RATES = (
@@ -54,20 +54,13 @@ _WITH_ARGMIN = _METHODS | {
 
 
 def _rows(methods: dict) -> list[dict]:
-    return [
-        {"name": name, "title": title, "options": {"strategies": strategies}}
-        for name, (title, strategies) in methods.items()
-    ]
+    return [entry(name, title, {"strategies": strategies}) for name, (title, strategies) in methods.items()]
 
 
 _BUDGETS = [
-    {
-        "name": f"eps{epsilon}",
-        "title": f"epsilon {epsilon}",
-        "x": epsilon,
-        "options": {"privacy.epsilon": epsilon},
-        "arguments": {"epsilon": epsilon},
-    }
+    entry(
+        f"eps{epsilon}", f"epsilon {epsilon}", {"privacy.epsilon": epsilon}, x=epsilon, arguments={"epsilon": epsilon}
+    )
     for epsilon in (10, 5, 4, 3, 2)
 ]
 
@@ -103,13 +96,13 @@ _ROTATED = {
 }
 _FASHION = {**_ROTATED, **_RUN}
 
-_ALL = {"name": "all", "title": ": all", "value": "accuracy"}
-_MAJORITY = {"name": "majority", "title": ": majority", "value": "accuracy_majority"}
-_MINORITY = {"name": "minority", "title": ": minority", "value": "accuracy_minority"}
-_WORST = {"name": "worst", "title": ": worst", "value": "accuracy_worst"}
-_RIGHT_CLUSTER = {"name": "right_cluster", "title": ": right cluster", "value": "clustering_accuracy"}
-_F_ACC = {"name": "f_acc", "title": ": F_acc", "value": "fairness_gap_accuracy"}
-_GAP = {"name": "gap", "title": ": best - worst", "value": "accuracy_gap"}
+_ALL = entry("all", ": all", value="accuracy")
+_MAJORITY = entry("majority", ": majority", value="accuracy_majority")
+_MINORITY = entry("minority", ": minority", value="accuracy_minority")
+_WORST = entry("worst", ": worst", value="accuracy_worst")
+_RIGHT_CLUSTER = entry("right_cluster", ": right cluster", value="clustering_accuracy")
+_F_ACC = entry("f_acc", ": F_acc", value="fairness_gap_accuracy")
+_GAP = entry("gap", ": best - worst", value="accuracy_gap")
 
 _SCALES = {
     "small": "60 rounds with noise calibrated for them, and disjoint records; in the paper 200, and overlapping ones",
@@ -120,8 +113,7 @@ _SEEDS = {"small": [0, 1, 2], "paper": [0, 1, 2]}
 _REFERENCE = Reference("clustered.reference", "reference", "fashion_mnist", lazy("clustered.recorder:fairness"))
 _LATER = (16, 32, 64, 128, 256, 512, 1024, 2048, 6600)
 _FIRST_BATCHES = [
-    {"name": f"b{size}", "title": f"first batch {size:,}", "x": size, "arguments": {"first": size}}
-    for size in (32, 128, 660, 2048, 6600)
+    entry(f"b{size}", f"first batch {size:,}", x=size, arguments={"first": size}) for size in (32, 128, 660, 2048, 6600)
 ]
 _COMPUTED = {"scales": {"paper": "computed for 6,600 records, batch 32, 200 rounds, delta 1e-4"}}
 _SURFACE = {"paper": "computed for epsilon 5, 6,600 records, 200 rounds, delta 1e-4"}
@@ -177,7 +169,7 @@ _REPRODUCED = [
                 _rows(_WITH_ARGMIN),
                 [
                     _F_ACC,
-                    {"name": "f_loss", "title": ": F_loss, held-out records", "value": "fairness_gap_test_loss"},
+                    entry("f_loss", ": F_loss, held-out records", value="fairness_gap_test_loss"),
                     {**_WORST, "title": ": worst client"},
                     _GAP,
                 ],
@@ -227,20 +219,14 @@ _REPRODUCED = [
         title="Reference models: one net for each true group, trained without privacy on the records of its clients",
         shows="accuracy on each client's test records, %",
         rows=[
-            {"name": "all", "title": "all clients", "cell": "reference"},
+            entry("all", "all clients", cell="reference"),
             *(
-                {"name": f"group{group}", "title": f"group {group}", "value": f"accuracy_{group}", "cell": "reference"}
+                entry(f"group{group}", f"group {group}", value=f"accuracy_{group}", cell="reference")
                 for group in range(4)
             ),
-            {"name": "worst", "title": "worst client", "value": "accuracy_worst", "cell": "reference"},
+            entry("worst", "worst client", value="accuracy_worst", cell="reference"),
         ],
-        columns=[
-            {
-                "name": "fashion_mnist",
-                "title": "Fashion-MNIST, turned images",
-                "options": {**_ROTATED, "clients.learning_rate": 0.05},
-            }
-        ],
+        columns=[entry("fashion_mnist", "Fashion-MNIST, turned images", {**_ROTATED, "clients.learning_rate": 0.05})],
         options={**_RUN, "privacy": None, "strategies": {"oracle_clusters": {}}},
         recorder="clustered.recorder:GroupRecorder",
         scales=_SCALES,
@@ -286,7 +272,7 @@ _FIRST_ROUND = [
         study="clustered.first_updates:found",
         arguments={"epsilons": [5, 2], "methods": ["ours", "paper", "paper_auto"], "odd": True},
         rows=[
-            {"name": name, "title": title, "value": name, "cell": "all"}
+            entry(name, title, value=name, cell="all")
             for name, title in (
                 *(
                     (f"{method}_eps{epsilon}_perfect", f"{method}, epsilon {epsilon}")
@@ -307,7 +293,7 @@ _FIRST_ROUND = [
             )
         ],
         columns=[
-            {"name": f"n{count}", "title": f"{count:,}", "x": count, "options": {"data.records_per_client": count}}
+            entry(f"n{count}", f"{count:,}", {"data.records_per_client": count}, x=count)
             for count in (500, 1000, 1500, 2285)
         ],
         options=_FIRST_BATCH,
@@ -328,21 +314,15 @@ _FIRST_ROUND = [
         shows="mean over 25 draws of clients and initial models",
         study="clustered.first_updates:found",
         arguments={"epsilons": [5], "methods": ["ours"]},
-        rows=[
-            {"name": name, "title": name, "value": f"ours_eps5_{name}", "cell": "all"}
-            for name in ("groups", "probability")
-        ],
+        rows=[entry(name, name, value=f"ours_eps5_{name}", cell="all") for name in ("groups", "probability")],
         columns=[
-            {"name": "iid", "title": "alike", "options": {"data.records_per_client": 1142}},
+            entry("iid", "alike", {"data.records_per_client": 1142}),
             *(
-                {
-                    "name": f"dirichlet{alpha:g}",
-                    "title": f"Dirichlet {alpha:g}",
-                    "options": {
-                        "data.records_per_client": None,
-                        "data.partition": {"name": "dirichlet", "alpha": alpha},
-                    },
-                }
+                entry(
+                    f"dirichlet{alpha:g}",
+                    f"Dirichlet {alpha:g}",
+                    {"data.records_per_client": None, "data.partition": {"name": "dirichlet", "alpha": alpha}},
+                )
                 for alpha in (0.3, 1, 10)
             ),
         ],
@@ -422,7 +402,7 @@ _BY_FORMULA = [
         compute="clustered.formulas:noise_by_sample_rate",
         rows=named({f"eps{epsilon}": f"epsilon {epsilon}" for epsilon in (2, 5, 10)}, cell="formulas"),
         columns=[
-            {"name": f"q{rate:g}", "title": f"q {rate:g}", "x": rate, "arguments": {"rate": rate}}
+            entry(f"q{rate:g}", f"q {rate:g}", x=rate, arguments={"rate": rate})
             for rate in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
         ],
         scales={"paper": "computed for 200 epochs"},
@@ -481,7 +461,7 @@ _SIMULATED = [
         "six draws. Columns: true separation, and number of parameters",
         compute="clustered.simulation:methods_at",
         rows=[
-            {"name": name, "title": title, "cell": "all", **({"series": series} if series else {})}
+            entry(name, title, cell="all", **{"series": series} if series else {})
             for name, title, series in (
                 ("raw_ari", "mixture of updates as they are: Rand index", "mixture as it is"),
                 ("raw_separation", "its separation", ""),
@@ -495,12 +475,12 @@ _SIMULATED = [
             )
         ],
         columns=[
-            {
-                "name": f"p{size}_s{separation}",
-                "title": f"{separation} at {size:,}",
-                "x": separation,
-                "arguments": {"num_params": size, "separation": separation},
-            }
+            entry(
+                f"p{size}_s{separation}",
+                f"{separation} at {size:,}",
+                x=separation,
+                arguments={"num_params": size, "separation": separation},
+            )
             for size, separations in ((28938, (0, 6, 10, 12, 15, 20, 25, 50)), (2000, (0, 6, 10, 25)))
             for separation in separations
         ],
@@ -530,28 +510,21 @@ _SIMULATED = [
         rows=with_lines(
             [
                 *(
-                    {
-                        "name": f"ours_{size}",
-                        "title": f"{size:,} parameters, 21 clients",
-                        "arguments": {"num_params": size},
-                    }
+                    entry(f"ours_{size}", f"{size:,} parameters, 21 clients", arguments={"num_params": size})
                     for size in (2000, 28938, 11181642)
                 ),
-                {
-                    "name": "ours_28938_42",
-                    "title": "28,938 parameters, 42 clients",
-                    "arguments": {"num_params": 28938, "sizes": [6, 12, 12, 12]},
-                },
+                entry(
+                    "ours_28938_42",
+                    "28,938 parameters, 42 clients",
+                    arguments={"num_params": 28938, "sizes": [6, 12, 12, 12]},
+                ),
             ],
-            [
-                {"name": "found", "title": ": %", "value": "found"},
-                {"name": "ari", "title": ": Rand index", "value": "ari"},
-            ],
+            [entry("found", ": %", value="found"), entry("ari", ": Rand index", value="ari")],
         ),
         columns=[
-            {"name": "none", "title": "no groups", "arguments": {"ratio": 0.0}},
+            entry("none", "no groups", arguments={"ratio": 0.0}),
             *(
-                {"name": f"{kind}{ratio:g}", "title": f"{kind} {ratio:g}", "arguments": {"ratio": ratio, **nested}}
+                entry(f"{kind}{ratio:g}", f"{kind} {ratio:g}", arguments={"ratio": ratio, **nested})
                 for kind, nested in (("equal", {}), ("nested", {"nested": True}))
                 for ratio in (0.8, 1.0, 1.2, 1.5)
             ),
@@ -569,10 +542,7 @@ _SIMULATED = [
         rows=named(
             {"right": "right groups", "probability": "reported probability", "least": "least membership"}, cell="all"
         ),
-        columns=[
-            {"name": f"m{count}", "title": f"{count} groups", "x": count, "arguments": {"count": count}}
-            for count in range(2, 11)
-        ],
+        columns=[entry(f"m{count}", f"{count} groups", x=count, arguments={"count": count}) for count in range(2, 11)],
         scales=_NOISE_ALONE,
         notes=["Ten groups of 21 clients have two or three members each."],
     ),
@@ -595,10 +565,7 @@ _SIMULATED = [
             },
             cell="all",
         ),
-        columns=[
-            {"name": f"p{size}", "title": f"{size:,} parameters", "arguments": {"num_params": size}}
-            for size in (2000, 28938)
-        ],
+        columns=[entry(f"p{size}", f"{size:,} parameters", arguments={"num_params": size}) for size in (2000, 28938)],
         scales=_NOISE_ALONE,
         notes=[
             "Bins of the reported probability; its mean in %. right groups: share of draws in which all clients are in "
@@ -616,27 +583,23 @@ _FURTHER = [
         "its own",
         rows=[
             *(
-                {
-                    "name": f"{name}_{rate}",
-                    "title": f"{title}, {rate}",
-                    "options": {"strategies": strategies, "clients.learning_rate": rate},
-                }
+                entry(f"{name}_{rate}", f"{title}, {rate}", {"strategies": strategies, "clients.learning_rate": rate})
                 for name, (title, strategies) in _METHODS.items()
                 for rate in (0.04, 0.1, 0.25)
             ),
             *(
-                {
-                    "name": f"{name}_beyond",
-                    "title": f"{title}, beyond the end",
-                    "options": {
+                entry(
+                    f"{name}_beyond",
+                    f"{title}, beyond the end",
+                    {
                         "strategies": strategies,
                         "clients.learning_rate": lazy("leaderboard.tuning:beyond", table="clustered.tuning"),
                     },
-                }
+                )
                 for name, (title, strategies) in _METHODS.items()
             ),
         ],
-        columns=[{"name": "eps5", "title": "epsilon 5", "options": {"privacy.epsilon": 5}}],
+        columns=[entry("eps5", "epsilon 5", {"privacy.epsilon": 5})],
         options={
             **_FASHION,
             "data.use_public": True,
@@ -659,13 +622,11 @@ _FURTHER = [
             {**row, "reference": _REFERENCE}
             for row in with_lines(
                 [
-                    {
-                        "name": name,
-                        "title": title,
-                        "options": {
-                            "strategies": {"uniform": {}, "kmeans_clusters": {"num_clusters": 4, "merge": merge}}
-                        },
-                    }
+                    entry(
+                        name,
+                        title,
+                        {"strategies": {"uniform": {}, "kmeans_clusters": {"num_clusters": 4, "merge": merge}}},
+                    )
                     for name, title, merge in (
                         ("added", "added to own models", False),
                         ("merged", "merged models", True),
@@ -678,7 +639,7 @@ _FURTHER = [
                     _WORST,
                     _GAP,
                     _F_ACC,
-                    {"name": "rand", "title": ": Rand index", "value": "adjusted_rand_index"},
+                    entry("rand", ": Rand index", value="adjusted_rand_index"),
                 ],
             )
         ],
@@ -720,24 +681,19 @@ _FURTHER = [
         ),
         columns=[
             *(
-                {
-                    "name": f"n{count}",
-                    "title": f"{count:,} records a client",
-                    "x": count,
-                    "options": {"data.records_per_client": count},
-                }
+                entry(f"n{count}", f"{count:,} records a client", {"data.records_per_client": count}, x=count)
                 for count in (500, 1000, 1500)
             ),
             *(
-                {
-                    "name": f"dirichlet{alpha:g}",
-                    "title": f"Dirichlet {alpha:g}",
-                    "options": {
+                entry(
+                    f"dirichlet{alpha:g}",
+                    f"Dirichlet {alpha:g}",
+                    {
                         "data.records_per_client": None,
                         "data.test_per_client": 1000,
                         "data.partition": {"name": "dirichlet", "alpha": alpha},
                     },
-                }
+                )
                 for alpha in (0.3, 1)
             ),
         ],
@@ -763,11 +719,7 @@ _FURTHER = [
             )
             for line in with_lines(
                 [
-                    {
-                        "name": f"{name}_{weights}",
-                        "title": f"{title}, {words}",
-                        "options": {"strategies": {strategy: {}, **clusters}},
-                    }
+                    entry(f"{name}_{weights}", f"{title}, {words}", {"strategies": {strategy: {}, **clusters}})
                     for weights, words, strategy in (
                         ("size", "weights by size", "size_weighted"),
                         ("noise", "noise-aware weights", "noise_aware"),
@@ -777,11 +729,11 @@ _FURTHER = [
             )
         ],
         columns=[
-            {
-                "name": f"dist{number}",
-                "title": f"Dist{number} times 5",
-                "options": {"privacy.epsilon": {"name": f"dist{number}", "source": "sampled", "scale": 5}},
-            }
+            entry(
+                f"dist{number}",
+                f"Dist{number} times 5",
+                {"privacy.epsilon": {"name": f"dist{number}", "source": "sampled", "scale": 5}},
+            )
             for number in (1, 3, 5)
         ],
         options={

@@ -2,7 +2,7 @@
 what it leaves out.
 """
 
-from experiments.papers.declarations import by_column, by_scale, lazy, named, table, with_lines
+from experiments.papers.declarations import by_column, by_scale, entry, lazy, named, table, with_lines
 from experiments.papers.experiment import Comparison
 
 _TUNED_NOTE = "With tuned image steps clients hold 48,000 records: the 12,000 of distillation.tuning are set aside."
@@ -107,79 +107,60 @@ _SETS = [
         shows=_TEST,
         rows=_shown(
             [
-                {
-                    "name": "literal",
-                    "title": "DistDD as printed: one initialisation",
-                    "options": {
+                entry(
+                    "literal",
+                    "DistDD as printed: one initialisation",
+                    {
                         **_DISTILLED,
                         # dots in the name of a class are no levels
                         "strategies": {"experiments.papers.distillation.printed.AsPrinted": _STEPS_OF_PAPER},
                     },
-                },
-                {"name": "one_step", "title": "DistDD, new initialisations", "options": _DISTILLED},
-                {
-                    "name": "ten_steps",
-                    "title": "DistDD, ten image steps a release",
-                    "options": {**_DISTILLED, **_set(image_steps=10)},
-                },
-                {
-                    "name": "ten_steps_dsa",
-                    "title": "DistDD, ten steps and DSA",
-                    "options": {**_DISTILLED, **_set(image_steps=10), **_DSA},
-                },
-                {"name": "tuned", "title": "DistDD, 20 rounds, image steps tuned on public records", "options": _TUNED},
-                {
-                    "name": "centralised",
-                    "title": "centralised matching, the same rounds and image steps",
-                    "column": "alpha1",
-                    "options": {**_TUNED, **_OF_FIVE, **_ONE},
-                },
-                {
-                    "name": "local",
-                    "title": "local matching, the same rounds and image steps: mean of four clients",
-                    "study": "distillation.studies:local",
-                    "options": {**_TUNED, **_OF_FIVE},
-                },
-                {
-                    "name": "random",
-                    "title": "as many random real records",
-                    "column": "alpha1",
+                ),
+                entry("one_step", "DistDD, new initialisations", _DISTILLED),
+                entry("ten_steps", "DistDD, ten image steps a release", {**_DISTILLED, **_set(image_steps=10)}),
+                entry("ten_steps_dsa", "DistDD, ten steps and DSA", {**_DISTILLED, **_set(image_steps=10), **_DSA}),
+                entry("tuned", "DistDD, 20 rounds, image steps tuned on public records", _TUNED),
+                entry(
+                    "centralised",
+                    "centralised matching, the same rounds and image steps",
+                    {**_TUNED, **_OF_FIVE, **_ONE},
+                    column="alpha1",
+                ),
+                entry(
+                    "local",
+                    "local matching, the same rounds and image steps: mean of four clients",
+                    {**_TUNED, **_OF_FIVE},
+                    study="distillation.studies:local",
+                ),
+                entry("random", "as many random real records", _DISTILLED, column="alpha1", **_RANDOM),
+                entry(
+                    "random_dsa",
+                    "as many random real records, trained with DSA",
+                    {**_DISTILLED, **_DSA},
+                    column="alpha1",
                     **_RANDOM,
-                    "options": _DISTILLED,
-                },
-                {
-                    "name": "random_dsa",
-                    "title": "as many random real records, trained with DSA",
-                    "column": "alpha1",
-                    **_RANDOM,
-                    "options": {**_DISTILLED, **_DSA},
-                },
-                {
-                    "name": "noise",
-                    "title": "as many images of noise",
-                    "column": "alpha1",
-                    "study": "distillation.studies:noise",
-                    "options": _DISTILLED,
-                },
-                {
-                    "name": "public",
-                    "title": "a net trained on the 12,000 public records, 30 epochs",
-                    "column": "alpha1",
-                    "study": "distillation.studies:public_records",
-                    "options": {**_DISTILLED, **_SET_ASIDE},
-                },
-                {
-                    "name": "whole",
-                    "title": "all records, 30 epochs",
-                    "column": "alpha1",
-                    "study": "distillation.studies:all_records",
-                    "options": _DISTILLED,
-                },
+                ),
+                entry(
+                    "noise", "as many images of noise", _DISTILLED, column="alpha1", study="distillation.studies:noise"
+                ),
+                entry(
+                    "public",
+                    "a net trained on the 12,000 public records, 30 epochs",
+                    {**_DISTILLED, **_SET_ASIDE},
+                    column="alpha1",
+                    study="distillation.studies:public_records",
+                ),
+                entry(
+                    "whole",
+                    "all records, 30 epochs",
+                    _DISTILLED,
+                    column="alpha1",
+                    study="distillation.studies:all_records",
+                ),
             ]
         ),
         columns=[
-            {"name": f"alpha{alpha:g}", "title": f"Dirichlet {alpha:g}", "options": {"data.partition.alpha": alpha}}
-            for alpha in (1.0, 0.1)
+            entry(f"alpha{alpha:g}", f"Dirichlet {alpha:g}", {"data.partition.alpha": alpha}) for alpha in (1.0, 0.1)
         ],
         options={**_POPULATION, "clients.count": 10},
         **_TRAINED_SET,
@@ -203,11 +184,11 @@ _SETS = [
         shows="accuracy on 2,000 other public records, %, mean of three fresh nets trained on the set",
         rows=_shown(
             [
-                {
-                    "name": f"lr{rate:g}_steps{steps}",
-                    "title": f"learning rate {rate:g}, {steps} steps",
-                    "options": _set(image_learning_rate=rate, image_steps=steps),
-                }
+                entry(
+                    f"lr{rate:g}_steps{steps}",
+                    f"learning rate {rate:g}, {steps} steps",
+                    _set(image_learning_rate=rate, image_steps=steps),
+                )
                 for steps, rates in ((10, (10.6, 31.8, 106, 318, 1060)), (30, (106, 318, 1060, 3180)))
                 for rate in rates
             ]
@@ -233,18 +214,17 @@ _SETS = [
         shows=_TEST,
         rows=_shown(
             [
-                {
-                    "name": "tuned",
-                    "title": "DistDD, 20 rounds, image steps tuned on public records at ten images",
-                    "options": _SHORT,
-                    "elsewhere": {"ipc10": _AT_TEN},
-                },
-                {"name": "random", "title": "as many random real records", **_RANDOM, "elsewhere": {"ipc10": _AT_TEN}},
+                entry(
+                    "tuned",
+                    "DistDD, 20 rounds, image steps tuned on public records at ten images",
+                    _SHORT,
+                    elsewhere={"ipc10": _AT_TEN},
+                ),
+                entry("random", "as many random real records", **_RANDOM, elsewhere={"ipc10": _AT_TEN}),
             ]
         ),
         columns=[
-            {"name": f"ipc{count}", "title": f"{count} a class", "x": count, "options": _set(images_per_class=count)}
-            for count in (1, 10, 20, 50)
+            entry(f"ipc{count}", f"{count} a class", _set(images_per_class=count), x=count) for count in (1, 10, 20, 50)
         ],
         options={**_POPULATION, **_SET_ASIDE, **_DISTILLED, "clients.count": 10, **_set(reinit_every=10)},
         **_TRAINED_SET,
@@ -264,19 +244,16 @@ _SETS = [
         shows=_TEST,
         rows=_shown(
             [
-                {
-                    "name": "tuned",
-                    "title": "DistDD, 20 rounds, image steps tuned on public records at width 32",
-                    "options": _SHORT,
-                    "elsewhere": {"w32": _AT_TEN},
-                },
-                {"name": "random", "title": "as many random real records", **_RANDOM, "elsewhere": {"w32": _AT_TEN}},
+                entry(
+                    "tuned",
+                    "DistDD, 20 rounds, image steps tuned on public records at width 32",
+                    _SHORT,
+                    elsewhere={"w32": _AT_TEN},
+                ),
+                entry("random", "as many random real records", **_RANDOM, elsewhere={"w32": _AT_TEN}),
             ]
         ),
-        columns=[
-            {"name": f"w{width}", "title": f"width {width}", "x": width, "options": {"model.width": width}}
-            for width in (16, 32, 64, 128)
-        ],
+        columns=[entry(f"w{width}", f"width {width}", {"model.width": width}, x=width) for width in (16, 32, 64, 128)],
         options={**_POPULATION, **_SET_ASIDE, **_DISTILLED, "clients.count": 10, **_set(reinit_every=10)},
         **_TRAINED_SET,
         scales={"small": "at most 64 records a class and client, 10 images a class"},
@@ -294,32 +271,32 @@ _SETS = [
         rows=with_lines(
             [
                 *(
-                    {
-                        "name": f"records{count}",
-                        "title": f"{count:,} records, without noise",
-                        "options": {"data.records_per_client": count, "privacy": None},
-                    }
+                    entry(
+                        f"records{count}",
+                        f"{count:,} records, without noise",
+                        {"data.records_per_client": count, "privacy": None},
+                    )
                     for count in (10, 100, 1000)
                 ),
-                {
-                    "name": "records10_private",
-                    "title": "10 records, epsilon 8",
-                    "options": {
+                entry(
+                    "records10_private",
+                    "10 records, epsilon 8",
+                    {
                         "data.records_per_client": 10,
                         "privacy.epsilon": 8.0,
                         "privacy.delta": 1.0e-5,
                         "privacy.clip_norm": 1.0,
                     },
-                },
+                ),
             ],
             [
-                {"name": "own", "title": ": nearest record of the client", "value": "own"},
-                {"name": "strangers", "title": ": nearest of as many test records", "value": "strangers"},
+                entry("own", ": nearest record of the client", value="own"),
+                entry("strangers", ": nearest of as many test records", value="strangers"),
             ],
         ),
         columns=[
-            {"name": "logistic", "title": "logistic regression", "options": {"model": {"name": "logistic"}}},
-            {"name": "convnet", "title": "ConvNet", "options": _NET},
+            entry("logistic", "logistic regression", {"model": {"name": "logistic"}}),
+            entry("convnet", "ConvNet", _NET),
         ],
         options={
             "data.name": "fashion_mnist",
@@ -350,10 +327,10 @@ _SETS = [
         shows=_TEST,
         rows=_shown(
             [
-                {
-                    "name": name,
-                    "title": title,
-                    "options": {
+                entry(
+                    name,
+                    title,
+                    {
                         **_DISTILLED,
                         **_ONE,
                         "rounds": by_column({"ipc1": 1000, "ipc10": 10000, "ipc50": 50000}),
@@ -361,17 +338,17 @@ _SETS = [
                         **_set(image_learning_rate=by_column({"ipc1": 394, "ipc10": 39.4, "ipc50": 7.88})),
                         **augmentation,
                     },
-                }
+                )
                 for name, title, augmentation in (
                     ("dc", "gradient matching", {}),
                     ("dsa", "gradient matching with DSA", _DSA),
                 )
             ]
             + [
-                {
-                    "name": "tuned",
-                    "title": "gradient matching, 40 rounds, image steps tuned on public records",
-                    "options": {
+                entry(
+                    "tuned",
+                    "gradient matching, 40 rounds, image steps tuned on public records",
+                    {
                         **_SET_ASIDE,
                         **_DISTILLED,
                         **_ONE,
@@ -380,13 +357,10 @@ _SETS = [
                         "evaluation.every": 20,
                         **_set(reinit_every=10),
                     },
-                }
+                )
             ]
         ),
-        columns=[
-            {"name": f"ipc{count}", "title": f"{count} a class", "options": _set(images_per_class=count)}
-            for count in (1, 10, 50)
-        ],
+        columns=[entry(f"ipc{count}", f"{count} a class", _set(images_per_class=count)) for count in (1, 10, 50)],
         options=_POPULATION,
         **_TRAINED_SET,
         scales={"paper": "1,000 initialisations of 1, 10 or 50 rounds, ConvNet of width 128, 256 records a class"},
@@ -413,33 +387,30 @@ _PRIVATE = [
         shows="accuracy on 2,000 other public records, %; for a set the mean of three fresh nets trained on it",
         rows=_shown(
             [
-                {
-                    "name": f"distdd_rounds{rounds}_lr{rate}",
-                    "title": f"DistDD, {rounds} rounds, learning rate {rate}",
-                    "options": {
+                entry(
+                    f"distdd_rounds{rounds}_lr{rate}",
+                    f"DistDD, {rounds} rounds, learning rate {rate}",
+                    {
                         **_EVERYONE,
                         **_STEPS,
                         "rounds": rounds,
                         "evaluation.every": rounds,
                         **_set(row_weights="noise_aware", reinit_every=reinit, image_learning_rate=rate),
                     },
-                }
+                )
                 for rounds, reinit, rate in ((5, 1, 106), (5, 1, 318), (5, 1, 1060), (20, 5, 318))
             ]
             + [
-                {
-                    "name": f"dpfedavg_lr{rate}",
-                    "title": f"DP-FedAvg, 5 rounds, learning rate {rate}",
+                entry(
+                    f"dpfedavg_lr{rate}",
+                    f"DP-FedAvg, 5 rounds, learning rate {rate}",
+                    {**_DP_FEDAVG, "rounds": 5, "evaluation.every": 5, "clients.learning_rate": rate},
                     **_FEDERATED,
-                    "options": {**_DP_FEDAVG, "rounds": 5, "evaluation.every": 5, "clients.learning_rate": rate},
-                }
+                )
                 for rate in (0.05, 0.1, 0.25, 0.625)
             ]
         ),
-        columns=[
-            {"name": f"eps{epsilon}", "title": f"epsilon {epsilon}", "options": {"privacy.epsilon": epsilon}}
-            for epsilon in (1, 8)
-        ],
+        columns=[entry(f"eps{epsilon}", f"epsilon {epsilon}", {"privacy.epsilon": epsilon}) for epsilon in (1, 8)],
         options={
             **_BUDGET,
             "data.use_public": True,
@@ -462,57 +433,48 @@ _PRIVATE = [
         shows=_TEST,
         rows=_shown(
             [
-                {
-                    "name": "one_shot",
-                    "title": "one release of feature means, no public record",
-                    "options": {
-                        **_NET,
-                        "rounds": 1,
-                        "evaluation.every": 1,
-                        "strategies.feature_means.images_per_class": _BY_SIZE,
-                    },
-                },
-                {
-                    "name": "tuned",
-                    "title": "DistDD, rounds and image steps tuned on public records",
-                    "options": {**_PRIVATE_SET, **_set(images_per_class=_BY_SIZE)},
-                },
-                {
-                    "name": "dpfedavg",
-                    "title": "DP-FedAvg, 5 rounds, learning rate tuned on public records",
+                entry(
+                    "one_shot",
+                    "one release of feature means, no public record",
+                    {**_NET, "rounds": 1, "evaluation.every": 1, "strategies.feature_means.images_per_class": _BY_SIZE},
+                ),
+                entry(
+                    "tuned",
+                    "DistDD, rounds and image steps tuned on public records",
+                    {**_PRIVATE_SET, **_set(images_per_class=_BY_SIZE)},
+                ),
+                entry(
+                    "dpfedavg",
+                    "DP-FedAvg, 5 rounds, learning rate tuned on public records",
+                    _TUNED_FEDAVG,
                     **_FEDERATED,
-                    "options": _TUNED_FEDAVG,
-                    "elsewhere": {
+                    elsewhere={
                         "eps8_ipc1": _AT_EPS8,
                         "eps8_ipc50": _AT_EPS8,
                         "eps1_ipc1": _AT_EPS1,
                         "eps1_ipc50": _AT_EPS1,
                     },
-                },
-                {
-                    "name": "random",
-                    "title": "as many random real records, which nobody may hand out",
+                ),
+                entry(
+                    "random",
+                    "as many random real records, which nobody may hand out",
                     **_AT_TEN,
-                    "elsewhere": {
+                    elsewhere={
                         "eps1_ipc1": _ONE_RECORD,
                         "eps8_ipc1": _ONE_RECORD,
                         "eps1_ipc50": _FIFTY,
                         "eps8_ipc50": _FIFTY,
                     },
-                },
-                {
-                    "name": "public",
-                    "title": "a net trained on the 12,000 public records, 30 epochs, no client",
-                    **_AT_TEN,
-                },
+                ),
+                entry("public", "a net trained on the 12,000 public records, 30 epochs, no client", **_AT_TEN),
             ]
         ),
         columns=[
-            {
-                "name": f"eps{epsilon:g}_ipc{count}",
-                "title": f"epsilon {epsilon:g}, {count} {'image' if count == 1 else 'images'} a class",
-                "options": {"privacy.epsilon": epsilon},
-            }
+            entry(
+                f"eps{epsilon:g}_ipc{count}",
+                f"epsilon {epsilon:g}, {count} {'image' if count == 1 else 'images'} a class",
+                {"privacy.epsilon": epsilon},
+            )
             for epsilon, count in ((0.5, 10), (1, 10), (2, 10), (4, 10), (8, 10), (1, 1), (8, 1), (1, 50), (8, 50))
         ],
         options=_BUDGET,
@@ -536,36 +498,33 @@ _PRIVATE = [
         shows="accuracy of the final run on the official test set, %",
         rows=_shown(
             [
-                {
-                    "name": "set",
-                    "title": "private set of one release (half of epsilon), nets ranked on its held-out images, and "
-                    "final run",
-                    "study": "distillation.private_search:tuned_on_set",
-                },
-                {
-                    "name": "default",
-                    "title": "default net, whole budget",
-                    "cell": "dpfedavg",
-                    "experiment": "distillation.one_shot",
-                    "column": "eps2_ipc10",
-                    "elsewhere": {"eps8": _AT_EPS8},
-                },
-                {
-                    "name": "public",
-                    "title": "tuned on 12,000 public records, whole budget",
-                    "study": "distillation.private_search:tuned_on_public",
-                },
-                {
-                    "name": "trials",
-                    "title": "five private trials of two rounds (0.15 of epsilon each) and final run, scored on public "
-                    "records",
-                    "study": "distillation.private_search:private_trials",
-                },
+                entry(
+                    "set",
+                    "private set of one release (half of epsilon), nets ranked on its held-out images, and final run",
+                    study="distillation.private_search:tuned_on_set",
+                ),
+                entry(
+                    "default",
+                    "default net, whole budget",
+                    cell="dpfedavg",
+                    experiment="distillation.one_shot",
+                    column="eps2_ipc10",
+                    elsewhere={"eps8": _AT_EPS8},
+                ),
+                entry(
+                    "public",
+                    "tuned on 12,000 public records, whole budget",
+                    study="distillation.private_search:tuned_on_public",
+                ),
+                entry(
+                    "trials",
+                    "five private trials of two rounds (0.15 of epsilon each) and final run, scored on public records",
+                    study="distillation.private_search:private_trials",
+                ),
             ]
         ),
         columns=[
-            {"name": f"eps{epsilon:g}", "title": f"epsilon {epsilon:g}", "options": {"privacy.epsilon": epsilon}}
-            for epsilon in (2.0, 8.0)
+            entry(f"eps{epsilon:g}", f"epsilon {epsilon:g}", {"privacy.epsilon": epsilon}) for epsilon in (2.0, 8.0)
         ],
         options={**_BUDGET, **_TUNED_FEDAVG},
         scales={"small": "ConvNet of width 32; a set of 10 images a class from one release"},
@@ -600,12 +559,12 @@ _SCORERS = {
 }
 # width, depth, norm, pooling; random.Random(0).sample after the first
 _NETS = [
-    {
-        "name": f"net{number:02}",
-        "title": f"{width} wide, {depth} deep, norm {norm}, {pooling} pooling",
-        "value": "test_accuracy",
-        "options": {"model": {"name": "convnet", "width": width, "depth": depth, "norm": norm, "pooling": pooling}},
-    }
+    entry(
+        f"net{number:02}",
+        f"{width} wide, {depth} deep, norm {norm}, {pooling} pooling",
+        {"model": {"name": "convnet", "width": width, "depth": depth, "norm": norm, "pooling": pooling}},
+        value="test_accuracy",
+    )
     for number, (width, depth, norm, pooling) in enumerate(
         [
             (32, 3, "instance", "avg"),
@@ -641,7 +600,7 @@ _SEARCHES = [
         "distillation.search_set",
         title="The set that searches train on: Fashion-MNIST, 12,000 records of 10 clients, Dirichlet 1",
         shows="accuracy on the official test set, %; the mean of three fresh nets trained on it",
-        rows=_shown([{"name": "distdd", "title": "DistDD, 30 image steps, learning rate 318"}]),
+        rows=_shown([entry("distdd", "DistDD, 30 image steps, learning rate 318")]),
         columns=named({"set": "accuracy"}),
         options={**_FEW_RECORDS, **_DISTILLED, **_set(image_steps=30, image_learning_rate=318)},
         **_TRAINED_SET,
@@ -673,16 +632,12 @@ _SEARCHES = [
         "Dirichlet 1",
         shows=_ON_TEST,
         rows=[
-            {
-                "name": f"rate{number:02}",
-                "title": f"learning rate {rate:g}, batch {batch_size}, {epochs} epoch{'s' if epochs > 1 else ''}",
-                "value": "test_accuracy",
-                "options": {
-                    "clients.learning_rate": rate,
-                    "clients.batch_size": batch_size,
-                    "clients.local_epochs": epochs,
-                },
-            }
+            entry(
+                f"rate{number:02}",
+                f"learning rate {rate:g}, batch {batch_size}, {epochs} epoch{'s' if epochs > 1 else ''}",
+                {"clients.learning_rate": rate, "clients.batch_size": batch_size, "clients.local_epochs": epochs},
+                value="test_accuracy",
+            )
             for number, (rate, batch_size, epochs) in enumerate(_SETTINGS)
         ],
         columns=named(_SCORERS),

@@ -3,7 +3,7 @@
 One rule chooses the setting of every row on public records. All rows of a seed have the same data and initial model.
 """
 
-from experiments.papers.declarations import by_column, lazy, named, table
+from experiments.papers.declarations import by_column, entry, lazy, named, table
 
 _PLACES = {"dist1": "dist1", "dist3": "dist3", "dist5": "dist5", "dist7": "dist7", "dist9": "dist9"}
 TUNED = {"table": "leaderboard.tuning", "columns": {**_PLACES, "dirichlet": "groups", "groups": "groups"}}
@@ -50,59 +50,55 @@ _SEEDS = {"small": [0, 1, 2]}
 
 def _dist(number: int, **fields) -> dict:
     name = f"dist{number}"
-    return {"name": name, "title": f"Dist{number}", "options": {"privacy.epsilon.name": name}, **fields}
+    return entry(name, f"Dist{number}", {"privacy.epsilon.name": name}, **fields)
 
 
 def _row(name: str, **fields) -> dict:
     title, options, _ = _METHODS[name]
-    return {"name": name, "title": title, "options": {"clients.learning_rate": _tuned, **options}, **fields}
+    return entry(name, title, {"clients.learning_rate": _tuned, **options}, **fields)
 
 
 _ROWS = [
     _row("fedavg", elsewhere=_AS_FIRST),
     _row("dpfedavg"),
-    {
-        "name": "uniform",
-        "title": "uniform",
-        "options": {
+    entry(
+        "uniform",
+        "uniform",
+        {
             "strategies": {"uniform": {}},
             "clients.learning_rate": lambda row, column, scale: _tuned("dpfedavg", column, scale),
         },
-        "elsewhere": _SAME,
-    },
+        elsewhere=_SAME,
+    ),
     *map(_row, ("weiavg", "pfa", "robust_hdp")),
-    {"name": "fedadam", "title": "FedAdam", "options": {**_FEDADAM, "strategies.fedadam.learning_rate": _tuned}},
-    {"name": "mr_mtl", "title": "MR-MTL", "options": {**_MR_MTL, "strategies.mr_mtl.pull": _tuned}},
+    entry("fedadam", "FedAdam", {**_FEDADAM, "strategies.fedadam.learning_rate": _tuned}),
+    entry("mr_mtl", "MR-MTL", {**_MR_MTL, "strategies.mr_mtl.pull": _tuned}),
     *map(_row, ("dpfedavg_momentum", "local", "ours", "groups")),
 ]
 
 # Three settings a row, and one beyond the best of them if that is an end.
 _TUNING_ROWS = [
     *(
-        {
-            "name": f"{name}_{rate}",
-            "title": f"{title}, {rate}",
-            "options": {"clients.learning_rate": rate, **options},
-            "elsewhere": _AS_FIRST if name == "fedavg" else {},
-        }
+        entry(
+            f"{name}_{rate}",
+            f"{title}, {rate}",
+            {"clients.learning_rate": rate, **options},
+            elsewhere=_AS_FIRST if name == "fedavg" else {},
+        )
         for name, (title, options, rates) in _METHODS.items()
         for rate in rates
     ),
     *(
-        {
-            "name": f"{name}_beyond",
-            "title": f"{title}, beyond the end",
-            "options": {"clients.learning_rate": _beyond, **options},
-        }
+        entry(f"{name}_beyond", f"{title}, beyond the end", {"clients.learning_rate": _beyond, **options})
         for name, (title, options, _) in _METHODS.items()
         if name != "fedavg"
     ),
     *(
-        {
-            "name": f"{name}_{setting}",
-            "title": f"{title}, beyond the end" if setting == "beyond" else f"{title}, {quantity} {setting}",
-            "options": {**options, key: _beyond if setting == "beyond" else setting},
-        }
+        entry(
+            f"{name}_{setting}",
+            f"{title}, beyond the end" if setting == "beyond" else f"{title}, {quantity} {setting}",
+            {**options, key: _beyond if setting == "beyond" else setting},
+        )
         for name, title, quantity, options, key, settings in (
             ("fedadam", "FedAdam", "server's rate", _FEDADAM, "strategies.fedadam.learning_rate", (0.004, 0.01, 0.025)),
             ("mr_mtl", "MR-MTL", "pull", _MR_MTL, "strategies.mr_mtl.pull", (0.2, 0.5, 1.25)),
@@ -122,7 +118,7 @@ TABLES = [
             _dist(1, seeds=_SEEDS),
             _dist(5, seeds=_SEEDS),
             _dist(9),
-            {"name": "groups", "title": "four groups, Dist1", "options": _ROTATION, "seeds": _SEEDS},
+            entry("groups", "four groups, Dist1", _ROTATION, seeds=_SEEDS),
             _dist(3),
             _dist(7),
         ],
@@ -152,16 +148,12 @@ TABLES = [
         rows=_ROWS,
         columns=[
             *map(_dist, (1, 5, 9)),
-            {
-                "name": "dirichlet",
-                "title": "Dirichlet 0.3",
-                "options": {
-                    "data.records_per_client": None,
-                    "data.partition.name": "dirichlet",
-                    "data.partition.alpha": 0.3,
-                },
-            },
-            {"name": "groups", "title": "four groups", "options": _ROTATION},
+            entry(
+                "dirichlet",
+                "Dirichlet 0.3",
+                {"data.records_per_client": None, "data.partition.name": "dirichlet", "data.partition.alpha": 0.3},
+            ),
+            entry("groups", "four groups", _ROTATION),
             *map(_dist, (3, 7)),
         ],
         options={**_MAIN_JOB, "data.test_per_client": by_column({"dirichlet": 1000}, 10000)},

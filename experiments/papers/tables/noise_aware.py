@@ -3,7 +3,7 @@ Federated Learning", and of what it leaves out.
 """
 
 from dpfl_lightning.config.published import EPSILONS
-from experiments.papers.declarations import by_scale, named, table
+from experiments.papers.declarations import by_scale, entry, named, table
 from experiments.papers.experiment import Comparison, Experiment, Tolerance
 
 _ACCOUNTANT = (
@@ -28,10 +28,7 @@ _METHODS: dict = {
 
 
 def _rows(methods: dict) -> list[dict]:
-    return [
-        {"name": name, "title": title, "options": {"strategies": strategies}}
-        for name, (title, strategies) in methods.items()
-    ]
+    return [entry(name, title, {"strategies": strategies}) for name, (title, strategies) in methods.items()]
 
 
 #: Table 9, Fashion-MNIST: method -> learning rate for Dist1 ... Dist9, a neighbour's where the paper lists none
@@ -68,25 +65,25 @@ def _weights_of_60(name: str, title: str, batch_sizes: object, arguments: dict, 
         shows="best weights by formula; noise of the sum under Robust-HDP's weights of the first round, divided by the "
         "least possible",
         rows=[
-            {
-                "name": "client59",
-                "title": "best weight of client 59",
-                "value": "client59",
-                "cell": "formulas",
-                "compute": "noise_aware.formulas:best_weights_of_60",
-                "arguments": arguments,
-            },
-            {"name": "largest_six", "title": "the six largest together", "value": "largest_six", "cell": "formulas"},
-            {
-                "name": "excess",
-                "title": "Robust-HDP: noise / least",
-                "value": "rpca_excess",
-                "cell": "one_round",
-                "arguments": {"names": ["rpca"]},
-                "recorder": "noise_aware.first_round:FirstRound",
-            },
+            entry(
+                "client59",
+                "best weight of client 59",
+                value="client59",
+                cell="formulas",
+                compute="noise_aware.formulas:best_weights_of_60",
+                arguments=arguments,
+            ),
+            entry("largest_six", "the six largest together", value="largest_six", cell="formulas"),
+            entry(
+                "excess",
+                "Robust-HDP: noise / least",
+                value="rpca_excess",
+                cell="one_round",
+                arguments={"names": ["rpca"]},
+                recorder="noise_aware.first_round:FirstRound",
+            ),
         ],
-        columns=[{"name": "dist1", "title": "Dist1", "options": {"privacy.epsilon.name": "dist1"}}],
+        columns=[entry("dist1", "Dist1", {"privacy.epsilon.name": "dist1"})],
         options={
             **_WATCHED,
             "data.name": "mnist",
@@ -122,10 +119,7 @@ _REPRODUCED = [
             {"weiavg": "WeiAvg", "dpfedavg": "DPFedAvg", "min_eps": "minimum epsilon", "oracle": "oracle"},
             cell="formulas",
         ),
-        columns=[
-            {"name": f"dist{number}", "title": f"Dist{number}", "arguments": {"dist": f"dist{number}"}}
-            for number in _DISTS
-        ],
+        columns=[entry(f"dist{number}", f"Dist{number}", arguments={"dist": f"dist{number}"}) for number in _DISTS],
         paper={
             "weiavg": [1.02, 1.89, 0.92, 3.22, 4.58, 28.29, 9.85, 48.15, 34.91],
             "dpfedavg": [1.27, 16.94, 16.28, 26.87, 25.64, 70.71, 18.5, 85.7, 43.2],
@@ -161,9 +155,7 @@ _REPRODUCED = [
         rows=named(
             {f"eps{epsilon:g}": f"epsilon {epsilon:g}" for epsilon in (0.2, 0.3, 0.5, 1, 2, 3, 5)}, cell="formulas"
         ),
-        columns=[
-            {"name": f"b{size}", "title": f"batch {size}", "arguments": {"size": size}} for size in (16, 32, 64, 128)
-        ],
+        columns=[entry(f"b{size}", f"batch {size}", arguments={"size": size}) for size in (16, 32, 64, 128)],
         decimals=1,
         draw="noise_aware.figures:noise_by_batch_size",
         notes=["The paper does not say whose 20 clients it shows: with Dist8 six of them stand out, as in its figure."],
@@ -176,7 +168,7 @@ _REPRODUCED = [
         compute="noise_aware.formulas:noise_by_sample_rate",
         rows=named({f"eps{epsilon:g}": f"epsilon {epsilon:g}" for epsilon in (0.5, 1, 2, 5)}, cell="formulas"),
         columns=[
-            {"name": f"q{rate:g}", "title": f"q {rate:g}", "x": rate, "arguments": {"rate": rate}}
+            entry(f"q{rate:g}", f"q {rate:g}", x=rate, arguments={"rate": rate})
             for rate in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
         ],
         panels=[{"title": "Noise multiplier by sample rate", "x": "sample rate q", "y": "noise multiplier z"}],
@@ -189,11 +181,11 @@ _REPRODUCED = [
         shows="H(N) = N z(N)^2, to which an update's noise is proportional, and 1 / H(N) in millionths",
         compute="noise_aware.formulas:noise_by_data_size",
         rows=[
-            {"name": "h", "title": "H(N)", "cell": "formulas"},
-            {"name": "inverse", "title": "1 / H(N)", "series": "epsilon 3, batch 32", "cell": "formulas"},
+            entry("h", "H(N)", cell="formulas"),
+            entry("inverse", "1 / H(N)", series="epsilon 3, batch 32", cell="formulas"),
         ],
         columns=[
-            {"name": f"n{records}", "title": f"{records:,} records", "x": records, "arguments": {"records": records}}
+            entry(f"n{records}", f"{records:,} records", x=records, arguments={"records": records})
             for records in (500, 1000, 1500, 2000, 2500, 3000, 4000, 5000)
         ],
         decimals=1,
@@ -207,8 +199,7 @@ _REPRODUCED = [
         shows="mean accuracy of the clients on their held-out records, %",
         rows=_rows(_METHODS),
         columns=[
-            {"name": f"dist{number}", "title": f"Dist{number}", "options": {"privacy.epsilon.name": f"dist{number}"}}
-            for number in _DISTS
+            entry(f"dist{number}", f"Dist{number}", {"privacy.epsilon.name": f"dist{number}"}) for number in _DISTS
         ],
         options={
             "config": "conf/fmnist_paper.yaml",
@@ -240,15 +231,14 @@ _REPRODUCED = [
         recorder="noise_aware.first_round:FirstRound",
         arguments={"names": ["rpca", "hetero_pca", "raw_norm", "mean_residual"]},
         rows=[
-            {"name": name, "title": title, "value": f"{name}_noise", "cell": "one_round"}
+            entry(name, title, value=f"{name}_noise", cell="one_round")
             for name, title in (
                 ("rpca", "Robust-HDP (robust PCA)"),
                 *((name, name) for name in ("hetero_pca", "raw_norm", "mean_residual", "oracle")),
             )
         ],
         columns=[
-            {"name": f"dist{number}", "title": f"Dist{number}", "options": {"privacy.epsilon.name": f"dist{number}"}}
-            for number in _DISTS
+            entry(f"dist{number}", f"Dist{number}", {"privacy.epsilon.name": f"dist{number}"}) for number in _DISTS
         ],
         options={**_WATCHED, "clients.learning_rate": lambda row, column, scale: _rate("robust_hdp", column, scale)},
         scales={"paper": "one round of training with the noise of 200"},
@@ -299,12 +289,7 @@ _FURTHER = [
             cell="all",
         ),
         columns=[
-            {
-                "name": f"{signal}_{ratio:g}",
-                "title": f"{signal}, {ratio:g}",
-                "x": ratio,
-                "arguments": {"signal": signal, "ratio": ratio},
-            }
+            entry(f"{signal}_{ratio:g}", f"{signal}, {ratio:g}", x=ratio, arguments={"signal": signal, "ratio": ratio})
             for signal in _SIGNALS
             for ratio in (0.1, 0.3, 1, 3, 10, 30)
         ],
@@ -350,12 +335,12 @@ _FURTHER = [
             cell="all",
         ),
         columns=[
-            {
-                "name": f"k{models}_{signal}_{ratio:g}",
-                "title": f"{models}, {signal}, {ratio:g}",
-                "x": ratio,
-                "arguments": {"models": models, "signal": signal, "ratio": ratio},
-            }
+            entry(
+                f"k{models}_{signal}_{ratio:g}",
+                f"{models}, {signal}, {ratio:g}",
+                x=ratio,
+                arguments={"models": models, "signal": signal, "ratio": ratio},
+            )
             for models in (1, 4)
             for signal in _SIGNALS
             for ratio in (0.1, 0.3, 1, 3)
@@ -393,11 +378,11 @@ _FURTHER = [
             }
         ),
         columns=[
-            {
-                "name": f"alpha{alpha:g}_{name}",
-                "title": f"Dirichlet {alpha:g}, {title}",
-                "options": {"data.partition.alpha": alpha, "privacy.epsilon": [*budgets, *budgets]},
-            }
+            entry(
+                f"alpha{alpha:g}_{name}",
+                f"Dirichlet {alpha:g}, {title}",
+                {"data.partition.alpha": alpha, "privacy.epsilon": [*budgets, *budgets]},
+            )
             for alpha in (1.0, 0.3, 0.1)
             for name, title, budgets in (
                 ("high", "epsilon 8 to 64", [8, 16, 32, 32, 64]),
@@ -428,11 +413,11 @@ _FURTHER = [
             {**row, "value": "test_accuracy"} for row in _rows({name: _METHODS[name] for name in ("weiavg", "ours")})
         ],
         columns=[
-            {
-                "name": f"claim{claim}",
-                "title": f"claims {claim}",
-                "options": {"clients.reported_epsilon": [float(claim), *EPSILONS["dist5"][20][1:]]},
-            }
+            entry(
+                f"claim{claim}",
+                f"claims {claim}",
+                {"clients.reported_epsilon": [float(claim), *EPSILONS["dist5"][20][1:]]},
+            )
             for claim in (0.95, 10, 100)
         ],
         options={

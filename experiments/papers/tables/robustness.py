@@ -1,6 +1,6 @@
 """Strategies beside clients that send false updates. No paper has these tables."""
 
-from experiments.papers.declarations import table, with_lines
+from experiments.papers.declarations import entry, table, with_lines
 
 DIGITS = {
     "config": "conf/digits.yaml",
@@ -10,7 +10,7 @@ DIGITS = {
     "privacy.delta": 1.0e-3,
 }
 RULES = [
-    {"name": name, "title": title, "options": {"strategies": strategies}}
+    entry(name, title, {"strategies": strategies})
     for name, title, strategies in (
         ("size_weighted", "weights by data size", {"size_weighted": {}}),
         ("epsilon_weighted", "weights by budget", {"epsilon_weighted": {}}),
@@ -35,9 +35,9 @@ TABLES = [
         study="robustness.attacks:attacked",
         rows=RULES,
         columns=[
-            {"name": "none", "title": "none"},
+            entry("none", "none"),
             *(
-                {"name": f"{attack}_{share}", "title": f"{attack}, {share} %"}
+                entry(f"{attack}_{share}", f"{attack}, {share} %")
                 for attack in ("flip", "noise", "labels", "tiny", "collude", "push")
                 for share in (10, 20, 40)
             ),
@@ -61,18 +61,14 @@ TABLES = [
         shows="number of updates, mean over the seeds",
         recorder="robustness.attacks:FalseAlarms",
         rows=[
-            {"name": "updates", "title": "honest updates", "value": "updates", "cell": "all"},
-            {"name": "removed", "title": "left out", "value": "removed", "cell": "all"},
+            entry("updates", "honest updates", value="updates", cell="all"),
+            entry("removed", "left out", value="removed", cell="all"),
         ],
         columns=[
-            {"name": "usual", "title": "learning rate 0.5"},
-            {"name": "fast", "title": "learning rate 5", "options": {"clients.learning_rate": 5}},
-            {"name": "convnet", "title": "cnn_tiny", "options": {"model.name": "cnn_tiny"}},
-            {
-                "name": "laplace",
-                "title": "Laplace noise",
-                "options": {"privacy.mechanism": "laplace", "clients.batch_size": None},
-            },
+            entry("usual", "learning rate 0.5"),
+            entry("fast", "learning rate 5", {"clients.learning_rate": 5}),
+            entry("convnet", "cnn_tiny", {"model.name": "cnn_tiny"}),
+            entry("laplace", "Laplace noise", {"privacy.mechanism": "laplace", "clients.batch_size": None}),
         ],
         options={
             **DIGITS,
@@ -97,15 +93,9 @@ TABLES = [
                 for rule in RULES
                 if rule["name"] == name
             ],
-            [
-                {"name": "accuracy", "title": ": accuracy", "value": "test_accuracy"},
-                {"name": "epsilon", "title": ": epsilon", "value": "epsilon"},
-            ],
+            [entry("accuracy", ": accuracy", value="test_accuracy"), entry("epsilon", ": epsilon", value="epsilon")],
         ),
-        columns=[
-            {"name": f"lost{share:g}", "title": f"{share:.0%}", "options": {"network.dropout": share}}
-            for share in (0, 0.1, 0.3, 0.5)
-        ],
+        columns=[entry(f"lost{share:g}", f"{share:.0%}", {"network.dropout": share}) for share in (0, 0.1, 0.3, 0.5)],
         options=DIGITS,
         scales=SCALES,
         seeds={"small": [0, 1, 2]},

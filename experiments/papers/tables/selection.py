@@ -2,7 +2,7 @@
 with Heterogeneous Differential Privacy", and of what it leaves out.
 """
 
-from experiments.papers.declarations import by_scale, lazy, named, table, with_lines
+from experiments.papers.declarations import by_scale, entry, lazy, named, table, with_lines
 from experiments.papers.experiment import Comparison, Tolerance
 
 _SAME = (
@@ -48,13 +48,8 @@ _TEN = {"small": list(range(10)), "paper": [0, 1, 2]}  # seeds with Laplace nois
 
 def _columns(seeds_with_laplace: dict) -> list[dict]:
     return [
-        {"name": "fashion_mnist_gaussian", "title": "Fashion-MNIST, Gaussian", "options": _GAUSSIAN},
-        {
-            "name": "fashion_mnist_laplace",
-            "title": "Fashion-MNIST, Laplace",
-            "options": _LAPLACE,
-            "seeds": seeds_with_laplace,
-        },
+        entry("fashion_mnist_gaussian", "Fashion-MNIST, Gaussian", _GAUSSIAN),
+        entry("fashion_mnist_laplace", "Fashion-MNIST, Laplace", _LAPLACE, seeds=seeds_with_laplace),
     ]
 
 
@@ -113,15 +108,15 @@ def _elsewhere(name: str, setting: str = "") -> dict:
 def _rows(*names: str, **fields) -> list[dict]:
     tuned = {"clients.learning_rate": lazy("leaderboard.tuning:chosen", table="selection.tuning")}
     return [
-        {
-            "name": name,
-            "title": title,
-            "series": series,
-            "value": "test_accuracy",
-            "options": {**tuned, **options},
-            "elsewhere": _elsewhere(name),
+        entry(
+            name,
+            title,
+            {**tuned, **options},
+            series=series,
+            value="test_accuracy",
+            elsewhere=_elsewhere(name),
             **fields,
-        }
+        )
         for name, (title, series, options) in _METHODS.items()
         if not names or name in names
     ]
@@ -140,13 +135,13 @@ _TRAINED = [
         title="Learning rates of selection.methods, on public records alone",
         shows="accuracy on 2,000 public records, %, of clients that draw theirs from 10,000 other public records",
         rows=[
-            {
-                "name": f"{name}_{rate}",
-                "title": f"{title}, {rate}",
-                "value": "test_accuracy",
-                "options": {"clients.learning_rate": rate, **options},
-                "elsewhere": _elsewhere(name, f"_{rate}"),
-            }
+            entry(
+                f"{name}_{rate}",
+                f"{title}, {rate}",
+                {"clients.learning_rate": rate, **options},
+                value="test_accuracy",
+                elsewhere=_elsewhere(name, f"_{rate}"),
+            )
             for name, (title, _, options) in _METHODS.items()
             for rate in (0.0032, 0.008, 0.02, 0.05, 0.125)
         ],
@@ -192,10 +187,10 @@ _TRAINED = [
                 for row in _rows(name, experiment="selection.methods")
             ],
             [
-                {"name": "worst", "title": ": worst fifth of clients", "value": "accuracy_worst_fifth"},
-                {"name": "gap", "title": ": largest minus smallest budgets", "value": "budget_gap"},
-                {"name": "equality", "title": ": Jain's index of participation", "value": "equality"},
-                {"name": "never", "title": ": clients without participation, %", "value": "never"},
+                entry("worst", ": worst fifth of clients", value="accuracy_worst_fifth"),
+                entry("gap", ": largest minus smallest budgets", value="budget_gap"),
+                entry("equality", ": Jain's index of participation", value="equality"),
+                entry("never", ": clients without participation, %", value="never"),
             ],
         ),
         columns=_columns(_TEN),
@@ -229,13 +224,13 @@ _TRAINED = [
         shows=_SHOWS,
         rows=_rows("privatefl_two_stage"),
         columns=[
-            {"name": "fashion_mnist_gaussian", "title": "epsilon 0.5 to 4", "experiment": "selection.methods"},
+            entry("fashion_mnist_gaussian", "epsilon 0.5 to 4", experiment="selection.methods"),
             *(
-                {
-                    "name": f"fashion_mnist_gaussian_{times}",
-                    "title": f"epsilon {low} to {high}",
-                    "options": {**_GAUSSIAN, "privacy.epsilon.low": low, "privacy.epsilon.high": high},
-                }
+                entry(
+                    f"fashion_mnist_gaussian_{times}",
+                    f"epsilon {low} to {high}",
+                    {**_GAUSSIAN, "privacy.epsilon.low": low, "privacy.epsilon.high": high},
+                )
                 for times, low, high in ((10, 5, 40), (100, 50, 400))
             ),
         ],
@@ -253,12 +248,12 @@ _TRAINED = [
 def _budgets(mechanism: str, alpha: float, *ranges: tuple[float, float]) -> list[dict]:
     """Columns of a simulated problem."""
     return [
-        {
-            "name": f"{mechanism}_a{alpha:g}_{low:g}",
-            "title": f"{mechanism}, alpha {alpha:g}, epsilon {low:g} to {high:g}",
-            "x": high,
-            "arguments": {"mechanism": mechanism, "alpha": alpha, "low": low, "high": high},
-        }
+        entry(
+            f"{mechanism}_a{alpha:g}_{low:g}",
+            f"{mechanism}, alpha {alpha:g}, epsilon {low:g} to {high:g}",
+            x=high,
+            arguments={"mechanism": mechanism, "alpha": alpha, "low": low, "high": high},
+        )
         for low, high in ranges
     ]
 
@@ -277,11 +272,11 @@ _VERIFIED = [
     *_budgets("gaussian", 0.5, *_FOUR),
     *_budgets("gaussian", 3.0, *_FOUR),
     *_budgets("laplace", 0.5, (0.5, 15), (5, 150)),
-    {
-        "name": "clip4",
-        "title": "gaussian, alpha 0.5, epsilon 4 to 120, clip norm 4 in place of 1",
-        "arguments": {"mechanism": "gaussian", "alpha": 0.5, "low": 4.0, "high": 120.0, "clip_norm": 4.0},
-    },
+    entry(
+        "clip4",
+        "gaussian, alpha 0.5, epsilon 4 to 120, clip norm 4 in place of 1",
+        arguments={"mechanism": "gaussian", "alpha": 0.5, "low": 4.0, "high": 120.0, "clip_norm": 4.0},
+    ),
 ]
 _NOISY = [*_budgets("gaussian", 0.5, (0.1, 3)), *_budgets("laplace", 0.5, (0.5, 15), (5, 150))]
 _RULES = {
@@ -440,11 +435,11 @@ _BY_FORMULA = [
             cell="formulas",
         ),
         columns=[
-            {
-                "name": f"{mechanism}_{low:g}",
-                "title": f"{mechanism}, epsilon {low:g} to {high:g}",
-                "arguments": {"mechanism": mechanism, "budgets": [low, high]},
-            }
+            entry(
+                f"{mechanism}_{low:g}",
+                f"{mechanism}, epsilon {low:g} to {high:g}",
+                arguments={"mechanism": mechanism, "budgets": [low, high]},
+            )
             for mechanism in ("gaussian", "laplace")
             for low, high in ((0.1, 3.0), (0.5, 4.0), (1.0, 6.0))
         ],
@@ -472,16 +467,11 @@ _BY_FORMULA = [
             cell="formulas",
         ),
         columns=[
-            {
-                "name": f"{mechanism}_{scale}",
-                "title": f"{mechanism}, {model}, {rounds} rounds",
-                "arguments": {
-                    "mechanism": mechanism,
-                    "budgets": [0.5, 4.0],
-                    "num_params": num_params,
-                    "rounds": rounds,
-                },
-            }
+            entry(
+                f"{mechanism}_{scale}",
+                f"{mechanism}, {model}, {rounds} rounds",
+                arguments={"mechanism": mechanism, "budgets": [0.5, 4.0], "num_params": num_params, "rounds": rounds},
+            )
             for mechanism in ("gaussian", "laplace")
             for scale, num_params, rounds, model in (
                 ("small", 4266, 100, "CNN of 4,266 parameters"),
@@ -508,7 +498,7 @@ _BY_FORMULA = [
             cell="formulas",
         ),
         columns=[
-            {"name": f"t{times}", "title": f"{times} times", "arguments": {"participations": times}}
+            entry(f"t{times}", f"{times} times", arguments={"participations": times})
             for times in (2, 5, 10, 20, 40, 80, 160)
         ],
         scales={"paper": "computed for full batches"},
@@ -534,11 +524,7 @@ _BY_FORMULA = [
             cell="fit",
         ),
         columns=[  # |w_0 - w*|^2, gamma, sigma^2, L, mu
-            {
-                "name": name,
-                "title": f"from {', '.join(f'{number:g}' for number in start)}",
-                "arguments": {"start": start},
-            }
+            entry(name, f"from {', '.join(f'{number:g}' for number in start)}", arguments={"start": start})
             for name, start in {
                 "usual": [1.0, 8.0, 1.0, 1.0, 0.1],
                 "far": [5.0, 20.0, 0.1, 4.0, 1.0],
@@ -568,11 +554,11 @@ _BY_FORMULA = [
             cell="formulas",
         ),
         columns=[
-            {
-                "name": f"{mechanism}_r{ratio}",
-                "title": f"{mechanism}, bias term {ratio}",
-                "arguments": {"ratio": ratio, "exponent": exponent},
-            }
+            entry(
+                f"{mechanism}_r{ratio}",
+                f"{mechanism}, bias term {ratio}",
+                arguments={"ratio": ratio, "exponent": exponent},
+            )
             for mechanism, exponent in (("gaussian", 1), ("laplace", 2))
             for ratio in (0, 2, 60)
         ],
