@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
-    from dpfl_lightning.federated.transport.sites import Channel
     from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
+    from dpfl_lightning.sites.server.clients import Channel
 
     Connect = Callable[[int, float], Sequence[Channel]]
 
@@ -87,8 +87,8 @@ def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | N
         require(bool(flags.plan), "--plan", "be given: the file that the sites have accepted", flags.plan)
         require(not flags.nodes, "--nodes", "be left out: Flower finds the nodes", flags.nodes)
     require(not flags.seeds, "--seeds", "be left out with --plan", flags.seeds, "A plan is for one run.")
-    from dpfl_lightning.deployment.server import remote_loop
-    from dpfl_lightning.federated.transport.sites import SocketChannel
+    from dpfl_lightning.sites.server.clients import SocketChannel
+    from dpfl_lightning.sites.server.deploy import remote_loop
 
     def channels(count: int) -> Sequence[Channel]:
         if connect is None:

@@ -21,7 +21,7 @@ from dpfl_lightning.runtime.text import at_most, shown
 from dpfl_lightning.runtime.text import columns as _columns
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.exchange import Site
+    from dpfl_lightning.sites.exchange import Site
 
 
 @command
@@ -116,8 +116,8 @@ def _plan_run(words: Sequence[str]) -> int:
 
     sites: list[Site] = []
     if flags.sites:
-        from dpfl_lightning.deployment.server import planning_loop
-        from dpfl_lightning.federated.node.state import read_site
+        from dpfl_lightning.sites.server.deploy import planning_loop
+        from dpfl_lightning.sites.terms import read_site
 
         sites = [read_site(Path(file)) for file in flags.sites]
         loop = planning_loop(options, sites)
@@ -125,8 +125,8 @@ def _plan_run(words: Sequence[str]) -> int:
         loop = build_loop(options)
     exported = None
     if flags.export is not None:
-        from dpfl_lightning.deployment.server import export
-        from dpfl_lightning.federated.messages.wire import digest
+        from dpfl_lightning.sites.server.deploy import export
+        from dpfl_lightning.sites.wire import digest
 
         exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
