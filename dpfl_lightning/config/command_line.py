@@ -32,6 +32,7 @@ class _Style(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         width = min(80, shutil.get_terminal_size().columns)
         super().__init__(prog, max_help_position=26, width=width)
+        self._action_max_length = 14  # argparse forgets that the names of commands are indented twice
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (one if "\n " in one else textwrap.fill(one, width) for one in text.split("\n\n"))
@@ -42,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     """Parser for the flags of a command. Mistakes raise UserError, including those raised by a flag's `type`."""
 
     def __init__(self, command: str, description: str, usage: str = "", examples: Sequence[str] = (), **more: Any):
-        name = f"dpfl {command}"
+        name = f"dpfl {command}".strip()
         shown = "\n".join(["examples:", *(f"  {name} {one}".rstrip() for one in examples)])
         about = "\n\n".join([description, *([shown] if examples else [])])
         usage = f"{name} {usage}" if usage else ""
@@ -67,8 +68,10 @@ def _sentence(message: str) -> str:
         return f"`{found[1]}` must be followed by a value."
     if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
         return f"`{found[1]}` must be {_KINDS[found[2]]}, got {found[3]}."
-    if found := re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
-        return f"`{found[1]}` must be one of {found[3]}, got {found[2]}."
+    if found := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+        names = found[3].replace("'", "")
+        near = nearest(found[2], names.split(", "))
+        return f"`{found[1]}` must be one of {names}, got {found[2]!r}. {near}".rstrip()
     if found := re.fullmatch(r"argument (\S+): ignored explicit argument (.*)", message):
         return f"`{found[1]}` must be given without a value, got {found[2]}."
     if found := re.fullmatch(r"the following arguments are required: (.*)", message):
