@@ -10,7 +10,20 @@ from pathlib import Path
 from dpfl_lightning.config.command_line import VERSION, CommandParser
 from dpfl_lightning.errors import command
 
-COMMANDS = ("init", "plan", "fit", "ledger", "evaluate", "report", "sync", "sweep", "audit", "node", "completion")
+COMMANDS = (
+    "init",
+    "plan",
+    "noise",
+    "fit",
+    "ledger",
+    "evaluate",
+    "report",
+    "sync",
+    "sweep",
+    "audit",
+    "node",
+    "completion",
+)
 _ABOUT = f"""{VERSION}: federated learning with a privacy budget for each client.
 
 Start with `dpfl fit --config digits`, or `dpfl init` for files of your own.

@@ -14,7 +14,7 @@ from dpfl_lightning.config.options import SECTIONS, Key, Options, all_keys
 from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, shortened
 
 #: keys that the short help shows
 COMMON_KEYS = (
@@ -52,6 +52,14 @@ class CommandParser(argparse.ArgumentParser):
         )
         self._optionals.title = "flags"
         self.add_argument("--version", action="version", version=VERSION, help="print the version and exit")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            known = nearest(word, self._option_string_actions) or "See --help."
+            raise UserError(f"`{shortened(word)}` must be a known flag. {known}")
+        return options
 
     def error(self, message: str) -> NoReturn:
         cause = getattr(sys.exc_info()[1], "__context__", None)
