@@ -174,12 +174,7 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
-    return "\n".join([*lines, "", schedule_text(client_plan), "", promise(client_plan)])
-
-
-def promise(client_plan: ClientPlan) -> str:
-    """Return the guarantee of a plan as sentences."""
-    return f"{client_plan.guarantee.words()}\nNot covered: {'; '.join(client_plan.guarantee.not_covered)}."
+    return "\n".join([*lines, "", schedule_text(client_plan), "", str(client_plan.guarantee)])
 
 
 def schedule_text(client_plan: ClientPlan) -> str:
@@ -216,7 +211,7 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."
-    parts = [_columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {promise(weakest)}"]
+    parts = [_columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {weakest.guarantee}"]
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{schedule_text(weakest)}")
     return "\n".join(parts)
