@@ -162,7 +162,7 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
     from dpfl_lightning.deployment.site import client_of, cost_of
     from dpfl_lightning.federated.messages.wire import digest
     from dpfl_lightning.federated.node.state import server_words
-    from dpfl_lightning.plan import promise, schedule_text
+    from dpfl_lightning.plan import schedule_text
 
     client, test = client_of(terms, state.settings()), state.settings().test_key is not None
     planned, plan = cost_of(terms, client), terms.plan
@@ -176,7 +176,7 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
         f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
         "the names of their purposes:",
         schedule_text(planned),
-        promise(planned),
+        str(planned.guarantee),
         *([f"Not for this node: it has a {_TEST}."] if test else []),
         "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
         *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),

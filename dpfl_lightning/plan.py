@@ -80,11 +80,6 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sites", metavar="FILE", nargs="+", default=[], help=text)
 
 
-def promise(client_plan: ClientPlan) -> str:
-    """Return the guarantee of a plan as sentences."""
-    return f"{client_plan.guarantee.words()}\nNot covered: {'; '.join(client_plan.guarantee.not_covered)}."
-
-
 def schedule_text(client_plan: ClientPlan) -> str:
     """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
@@ -119,7 +114,7 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."
-    parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {promise(weakest)}"]
+    parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {weakest.guarantee}"]
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{schedule_text(weakest)}")
     return "\n".join(parts)

@@ -20,6 +20,7 @@ from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials, without_secrets
 
@@ -204,6 +205,18 @@ def commit() -> str:
     return found if re.fullmatch("[0-9a-f]{40,64}", found) else ""
 
 
+def claim(guarantee: Guarantee) -> dict[str, str]:
+    """Return a guarantee as tags: the largest epsilon over the clients, its delta and unit, and what it covers."""
+    return {
+        "guarantee": guarantee.words(),
+        "epsilon": at_most(guarantee.epsilon),
+        "delta": at_most(guarantee.delta),
+        "unit": guarantee.unit,
+        "covered": "; ".join(guarantee.covers) or "nothing",
+        "not_covered": "; ".join(guarantee.not_covered),
+    }
+
+
 def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = None) -> str:
     """Return Markdown for the top of the run's page: the plan, and after the run how it ended and its results."""
     plan = [f"**Plan.** {' '.join(notes)}"] if notes else []
@@ -215,5 +228,7 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {counted(len(result.clients), 'client')}: mean {result.accuracy_mean:.2%}"
         scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
-    guarantee = f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`."
+    said = claim(result.guarantee)
+    guarantee = f"**Guarantee.** {said['guarantee']} Details: see the artifact `guarantee.html`."
+    guarantee += f"\n\n- Covered: {said['covered']}\n- Not covered: {said['not_covered']}"
     return "\n\n".join([*scores, guarantee, ended, *plan])

@@ -78,8 +78,8 @@ def _begun(folder: Path, store: Store, run: RunFiles, about: Mapping[str, Any], 
 def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[str, Any]) -> None:
     """Send the status, and the files of a run that has finished."""
     ended = about["ended"] or {"status": "KILLED", "reason": "abandoned: its process is gone", "seconds": 1.0}
-    result = None if run.result is None else _result(run.result)
-    guarantee = {} if result is None else {"guarantee": result.guarantee}
+    result = _result(run)
+    guarantee = {} if result is None else description.claim(result.guarantee)
     note = {"mlflow.note.content": description.markdown(about["notes"], ended["reason"], result)}
     store.tag(run_id, {**guarantee, **note, "status": ended["reason"]})
     store.end(run_id, ended["status"], None if about["exact_times"] and about["ended"] else ended["seconds"])
@@ -96,16 +96,18 @@ def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[
         send_models(store, run_id, folder, tags, of_model, result.rounds)
 
 
-def _result(content: Mapping[str, Any]) -> RunResult:
-    embedding = content.get("client_embedding")
-    return RunResult(**{**content, "client_embedding": embedding and ClientEmbedding(**embedding)})
+def _result(run: RunFiles) -> RunResult | None:
+    if run.result is None:
+        return None
+    embedding = run.result.get("client_embedding")
+    objects = {"guarantee": run.guarantee, "client_embedding": embedding and ClientEmbedding(**embedding)}
+    return RunResult(**{**run.result, **objects})
 
 
 def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
     """Return round -> curves; in the last one also the results under the names of the curves that end in them."""
     values = {one.round: dict(_values(one, per_client)) for one in run.rounds}
-    if run.result is not None:
-        result = _result(run.result)
+    if result := _result(run):
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
     return values
