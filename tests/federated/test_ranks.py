@@ -124,8 +124,7 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     alone.mkdir()
     ranked_runs.main(alone)
     ended = [_ended(process) for process in processes]
-    assert ended[0][0] == 0, ended
-    assert [one[1:] for one in ended] == [("", "")] * 2, "nobody prints"
+    assert ended == [(0, "", "")] * 2, "nobody prints"
     ours, theirs = (torch.load(folder / "results.pt", weights_only=True) for folder in (together, alone))
     broken = ours.pop("broken client")
     protected = [results.pop("protected")["models"] for results in (ours, theirs)]
@@ -143,7 +142,6 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
         for ranks_model in torch.load(together / f"trained_{rank}.pt", weights_only=True):
             torch.testing.assert_close(ranks_model, expected, rtol=0, atol=0, msg=f"rank {rank} has the trained model")
     assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]
-    assert ended[1][0] == 2, "such an error ends all ranks"
     assert len(read_ledger(together / "broken client" / "ledger.jsonl")) == 4, "it was charged before it began"
 
 
@@ -169,7 +167,7 @@ def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
     _wait_for_rounds(tmp_path / "run", 2, ranks[0])
     ranks[0].kill()
     status, out, err = _ended(ranks[1], seconds=10)
-    assert (status, out, err) == (1, "", "rank 1: rank 0 has stopped, so this rank stops, too\n")
+    assert (status, out, err) == (2, "", "")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -228,7 +226,7 @@ def test_ranks_with_other_data_are_refused(srun, tmp_path):
     )
     ended = [_ended(process) for process in srun(2, str(script), str(tmp_path / "run"))]
     assert [status for status, _, _ in ended] == [2, 2]
-    assert "`ranks` must all have the same data, got another one on rank 1" in ended[0][2]
+    assert "`ranks` must all have the same data, got 'another on rank 1'" in ended[0][2]
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=8), st.integers(1, 4))
