@@ -1,5 +1,6 @@
 """The processes of one run: their setup by Lightning Fabric, and the objects that they exchange."""
 
+import atexit
 import io
 import logging
 import os
@@ -52,12 +53,14 @@ class Ranks:
         self.rank, self.size, self.command = launch.rank, launch.size, launch.command
         self.fabric = _fabric(device, launch)
         self.cores = _cores_of_rank(self.size) if self.size > 1 else None
+        atexit.register(self.leave)  # a process that ends with open connections may abort
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank."""
         if self.size == 1:
             return value
-        packed = self._together(lambda: self.fabric.broadcast(_packed(value) if self.rank == 0 else b""))
+        ours = _packed(value) if self.rank == 0 else b""
+        packed = self._together(lambda: self.fabric.broadcast(ours))
         return value if self.rank == 0 else self._unpacked(packed)
 
     def gather(self, value: T) -> list[T]:
