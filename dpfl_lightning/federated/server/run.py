@@ -37,7 +37,7 @@ from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.optimizers import LocalOptimizer
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee, in_words
+from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, Guarantee, weakest
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.runtime.text import rounded_up_duration
 
@@ -389,7 +389,7 @@ class Run:
             records_per_second=totals.records / max(shown(self.snapshot["seconds"]), 1e-9),
             reason=reason,
             interrupted=interrupted,
-            guarantee=in_words(guarantees),
+            guarantee=weakest(guarantees),
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
             task=self.model.task_note,
