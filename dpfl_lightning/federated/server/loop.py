@@ -55,7 +55,6 @@ class ServerLoop(Run):
                         failed_write.add_note(note)
                         raise
                     if isinstance(error, LostClients):
-                        check_signals()  # one that ended the clients' processes, too
                         raise UserError(f"{error} The run was saved; {resume_with}") from None
                     error.add_note(note)
                     raise
