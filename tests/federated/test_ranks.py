@@ -149,7 +149,7 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
 STOPPED = {
     signal.SIGTERM: "stopped by SIGTERM",
     signal.SIGINT: "stopped by Ctrl-C",
-    signal.SIGKILL: "error: `ranks` must all run until the run ends, got the end of another rank. The run was saved; resume",
+    signal.SIGKILL: "error: `ranks` must all run until the run ends, got the end of another rank. The run was saved",
 }
 
 
