@@ -69,12 +69,12 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 
 
 def without_lost(
-    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts, dropped: frozenset[int]
+    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts
 ) -> tuple[RoundPlan, Tensor | None]:
     """The plan and the raw weights `[K, C]` without the lost clients; warns of those that sent no sound update."""
     if not updates.lost:
         return plan, raw_weights
-    if not_finite := [client for client in updates.lost if client not in dropped.union(updates.absent)]:
+    if not_finite := [client for client in updates.lost if client not in updates.absent]:
         names = ", ".join(map(facts.name_of, not_finite))
         why = "their updates are not finite, or above 1e6"
         warn_user(f"round {plan.round}: left out of this round, because {why}: clients {names}")
