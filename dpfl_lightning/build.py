@@ -29,9 +29,8 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import RunResult
-from dpfl_lightning.federated.server.run_config import RunConfig
 from dpfl_lightning.federated.server.session import RunSession
-from dpfl_lightning.federated.server.settings import client_settings, reported_epsilons
+from dpfl_lightning.federated.server.settings import RunConfig, client_settings, reported_epsilons
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
@@ -230,20 +229,15 @@ class FederatedLoop(RunSession):
         module.check_optimizer(rounds, [client.steps for client in settings])
 
     def run(self, resume: bool = False) -> RunResult:
-        result = super().run(resume)
+        try:
+            result = super().run(resume)
+        finally:
+            self.module.load(self.model.flat)
         if self._ranks.size == 1:
             return result
-        leads = self._ranks.rank == 0
         trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
-        if leads:
-            return result
         self.module.load(trained)
         return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
-
-    def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
-        result = super()._end(reason, finished, interrupted)
-        self.module.load(self.model.flat)
-        return result
 
     def client_model(self, client: int) -> nn.Module:
         """Return a copy of the net with the final model of a client after `run`, and its personal parameters if any.

@@ -232,7 +232,7 @@ def test_labels_follow_from_the_seed_and_what_scores_a_model_keeps_its_own():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"label_noise": ("records", {"share": 1.5})}, "`data.label_noise.share` must be in .0, 1., got 1.5"),
+        ({"label_noise": ("records", {"share": 1.5})}, "`data.label_noise.share` must be a number in .0, 1., got 1.5"),
         ({"label_noise": ("record", {"share": 0.5})}, "Did you mean `records`"),
         (
             {"label_noise": ("records", {"share": 0.5}), "partition": ("overlapping", {}), "records_per_client": 500},

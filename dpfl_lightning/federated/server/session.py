@@ -28,8 +28,7 @@ from dpfl_lightning.federated.server.callback import Callback, answer_of, notify
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.round import Diverged, Round
-from dpfl_lightning.federated.server.run_config import RunConfig
-from dpfl_lightning.federated.server.settings import default_schedule, solved
+from dpfl_lightning.federated.server.settings import RunConfig, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.traffic import Network, Traffic
@@ -139,9 +138,9 @@ class RunSession:
 
     def _new_model(self, seed: int) -> Tensor:
         build = self.config.new_net
-        advice = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
-        require(build is not None, "new_net", "be a function", None, advice)
-        assert build is not None  # for mypy
+        if build is None:
+            advice = "Give FederatedLoop what builds the net: a strategy begins with several models, or again."
+            raise UserError(f"`new_net` must be a function, got None. {advice}")
         with torch.random.fork_rng(devices=[]):
             model = Model(build(seed)).flat.to(self.clients.device)
         must = f"build a net of {self.model.num_params} parameters"
