@@ -27,7 +27,8 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
 
     def answer(strategy: Strategy, updates: ClientUpdates) -> Tensor | None:
         visible = answer_of(strategy, "needs_updates", plan, view)
-        factor = answer_of(strategy, "weigh", updates if visible else without_single(updates), view)
+        shown = updates if visible else dataclasses.replace(updates, deltas=None, total=None)
+        factor = answer_of(strategy, "weigh", shown, view)
         return None if factor is None else _checked(factor, strategy, num_models, num_clients)
 
     for strategy in strategies:
@@ -38,10 +39,6 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
         if strategy.role != "route" and (factor := answer(strategy, routed)) is not None:
             product = product * factor
     return product
-
-
-def without_single(updates: ClientUpdates) -> ClientUpdates:
-    return dataclasses.replace(updates, deltas=None, total=None)
 
 
 def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: int) -> Tensor:

@@ -227,11 +227,8 @@ class RunSession:
         self._remember(sole_answer(self.config.strategies, "initialise", state, self.view(state)) or state)
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        config, models, model_of, round = self.config, saved["models"], saved["model_of"].tolist(), saved["round"]
-        fits = models.shape[1:] == self._initial.shape and {*model_of} <= {*range(len(models))}
-        fits = fits and len(model_of) == config.facts.num_clients and 0 <= round <= config.rounds
-        require(fits, "resume", "have a checkpoint of this run", f"one of round {round}, models {list(models.shape)}")
-        self.state = ServerState(models, tuple(model_of), round)
+        round = saved["round"]
+        self.state = ServerState(saved["models"], tuple(saved["model_of"].tolist()), round)
         for name, part in self._named_parts():
             if name in saved["callbacks"]:
                 part.load_state_dict(saved["callbacks"][name])
@@ -239,7 +236,7 @@ class RunSession:
         self.totals = RunTotals.of(saved)
         self.snapshot, self._lost_before = dict(saved), frozenset(saved["lost"])
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(round + 1):
-            words, last = f"round {round + 1} was broken off", round + 1 == config.rounds
+            words, last = f"round {round + 1} was broken off", round + 1 == self.config.rounds
             if self.schedule.reserve or not last:
                 words += ": it is charged again, with fresh noise"
             if not self.schedule.reserve:
