@@ -34,7 +34,6 @@ from dpfl_lightning.federated.server.settings import RunConfig, client_settings,
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
-from dpfl_lightning.federated.transport.sites import RemoteClients, Sites
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
@@ -43,6 +42,9 @@ from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+
+#: makes clients from a population, a module, an engine and the privacy options, as `LocalClients` does
+Remote = Callable[..., LocalClients]
 
 ENGINES: dict[str, type[SerialEngine]] = {
     "fast": FastEngine,
@@ -126,7 +128,7 @@ class FederatedLoop(RunSession):
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
-        sites: the nodes that hold the records, if they are not in this process; see `deployment`.
+        remote: makes the clients, as `LocalClients` does, if their records are at sites; see `sites.server`.
 
     The other arguments are options of `config.options`.
 
@@ -163,7 +165,7 @@ class FederatedLoop(RunSession):
         exact_times: bool = False,
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
-        sites: Sites | None = None,
+        remote: Remote | None = None,
     ) -> None:
         require(isinstance(population, Population), "population", "be a Population", type(population).__name__)
         require(isinstance(module, nn.Module), "module", "be a ClientModule or another module", type(module).__name__)
@@ -192,13 +194,13 @@ class FederatedLoop(RunSession):
         population, module = population.checked().to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
-        require(sites is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
-        local = _clients(sides, ranks, sites)
+        require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
+        local = _clients(sides, ranks, remote)
         settings = client_settings(population.num_records, clients, privacy, seed, population.names)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
         _notice(module, clients)
-        at_nodes = "" if sites is None else " --plan PLAN --nodes SOCKET ..."
+        at_nodes = "" if remote is None else " --plan PLAN --nodes SOCKET ..."
         folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         caveats = [one for strategy in registered for one in strategy.caveats]
@@ -207,6 +209,7 @@ class FederatedLoop(RunSession):
                 population,
                 batch_size=tuple(client.batch_size for client in settings),
                 reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
+                at_sites=remote is not None,
             ),
             settings=settings,
             privacy=None if privacy is None else dataclasses.replace(privacy, noise_key=None),
@@ -251,9 +254,9 @@ class FederatedLoop(RunSession):
         return module.net
 
 
-def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, sites: Sites | None) -> LocalClients:
-    if sites is not None:
-        return RemoteClients(*sides, sites)
+def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | None) -> LocalClients:
+    if remote is not None:
+        return remote(*sides)
     return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
 
 
@@ -287,11 +290,11 @@ def build_loop(
     options: Options,
     more: Sequence[Strategy | Callback] = (),
     population: Population | None = None,
-    sites: Sites | None = None,
+    remote: Remote | None = None,
 ) -> FederatedLoop:
     """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
 
-    With `sites` the clients' records are in the nodes of these sites; see `deployment.remote_loop`.
+    `remote` makes clients whose records are at sites; see `sites.server.deploy.remote_loop`.
     """
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
@@ -312,7 +315,7 @@ def build_loop(
         exact_times=options.evaluation.exact_times,
         options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
-        sites=sites,
+        remote=remote,
     )
 
 

@@ -106,7 +106,7 @@ def test_a_run_that_was_never_tracked_is_sent_whole(folder, new_store, tmp_path)
     write_json(folder / "result.json", result.as_dict())
     assert "sent 3 rounds" in sync(folder, uri=uri) and "sent 0 rounds" in sync(folder, uri=uri)
     (run,) = runs_of(uri)
-    assert run.info.status == "FINISHED" and run.data.tags["guarantee"] == result.guarantee
+    assert run.info.status == "FINISHED" and run.data.tags["guarantee"] == result.guarantee.words()
     assert run.data.tags["ledger_head"] == json.dumps(result.ledger)
     assert run.data.metrics["test_accuracy"] == of_round(a_report(view, 3), view.facts).values["test_accuracy"]
     with pytest.raises(UserError, match=r"`tracking.uri` must be an MLflow server or store that answers"):

@@ -229,7 +229,7 @@ def test_what_the_epsilons_of_private_trials_do_not_cover_is_named(more, caveat,
     assert result["cost"]["guarantee"].count(caveat) == 1 and caveat in text
     for number in range(2):
         run = json.loads((tmp_path / "out" / "trials" / "mine" / str(number) / "result.json").read_text())
-        assert caveat in run["guarantee"]
+        assert caveat in str(run["guarantee"])
 
 
 @pytest.mark.e2e

@@ -209,5 +209,5 @@ def set_text(card: Mapping[str, Any]) -> str:
         f"The set cost its clients {cost}. Searching on it costs nothing more. A final run on the same clients adds "
         "its releases to this cost."
     )
-    promise = card.get("guarantee")  # with its caveats
-    return f"{words} The set's guarantee: {promise}" if promise else words
+    promise = card.get("guarantee")
+    return f"{words} The set's guarantee: {promise['words']}" if promise else words

@@ -296,4 +296,4 @@ def test_the_start_of_a_run_names_the_accountant_of_its_end(accountant, make_loo
     loop = federation(make_loop, strategy, watching, laplace=laplace)
     result = loop.run()
     assert strategy._quota[0] == 0 or accountant != "biased"
-    assert f"accounted by {watching.promise.accountant}." in result.guarantee
+    assert f"accounted by {watching.promise.accountant}." in str(result.guarantee)

@@ -36,7 +36,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, in_words
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, weakest
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.runtime.stopping import between_rounds
 from dpfl_lightning.runtime.text import counted, rounded_up_duration
@@ -436,7 +436,7 @@ class RunSession:
             records_per_second=totals.records / max(shown(self.snapshot["seconds"]), 1e-9),
             reason=reason,
             interrupted=interrupted,
-            guarantee=in_words(guarantees),
+            guarantee=weakest(guarantees),
             ledger=self.clients.ledger_head(),
             noise=info.noise,
             task=info.task,

@@ -189,7 +189,7 @@ class Tracking(Callback):
     def _send_status(self, view: View, result: RunResult) -> None:
         tags = {
             "status": result.reason,
-            "guarantee": result.guarantee,
+            "guarantee": result.guarantee.words(),
             "ledger_head": json.dumps(result.ledger),
             "mlflow.note.content": describe.description(view.run.strategy_notes, result),
         }

@@ -42,7 +42,7 @@ def sync(folder: Path, experiment: str | None = None, uri: str | None = None) ->
             for path in sorted(folder.glob(pattern)):
                 store.client.log_artifact(run_id, str(path))
         if run.result is not None:
-            tags = {"status": str(run.result["reason"]), "guarantee": str(run.result["guarantee"])}
+            tags = {"status": str(run.result["reason"]), "guarantee": run.guarantee.words() if run.guarantee else ""}
             store.tag(run_id, {**tags, "ledger_head": json.dumps(run.result.get("ledger"))})
         if run.result is None or store.status(run_id) != "FINISHED":
             seconds = 1.0 if run.result is None else float(run.result.get("wall_seconds") or 1.0)
