@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
-    planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
+    besides = loop.config.caveats, loop.clients.unprotected
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides)
     notes = loop.describe()
-    names = [loop.facts.name_of(client) for client in range(len(planned))]
+    names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     if flags.json:
         rows = [
             {

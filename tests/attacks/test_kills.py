@@ -33,7 +33,7 @@ def test_kills_never_overspend_and_never_repeat_a_noise(kills, rounds, tmp_path)
     noise = [client.main.noise_multiplier for client in loop.plan_schedule().clients]
     for round, first, second in found.again():
         for client in range(4):
-            std = RATE * noise[client] / loop.settings[client].num_records
+            std = RATE * noise[client] / loop.config.settings[client].num_records
             apart = noise_apart(first[client], second[client], std)
             assert independent(apart), f"round {round}: the noise of two releases differs by {apart:.2g}"
     lost_at_most_the_broken_round(found)

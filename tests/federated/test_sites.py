@@ -65,9 +65,9 @@ def compared(folder, **more):
     expected = read_ledger(folder / "simulated" / "ledger.jsonl")
     assert by_client(read_ledger(folder / "real" / "ledger.jsonl")) == by_client(expected), "the mirror"
     assert not (folder / "real" / "private.json").exists(), "the server has no private counts"
-    training, test = (description.dataset(loop.facts, loop.info, context) for context in ("training", "test"))
+    training, test = (description.dataset(loop.config.facts, loop.info, context) for context in ("training", "test"))
     assert (training["name"], test["name"]) == ("records of sites", "digits") and "digits" not in training["source"]
-    assert loop.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
+    assert loop.config.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
     for client, node in enumerate(nodes):
         assert charges(node.state, terms) == [one for one in expected if one.client == client]
         node.close()
