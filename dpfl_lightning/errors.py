@@ -21,6 +21,15 @@ from dpfl_lightning.runtime.stopping import ignore_signals, terminable, words_an
 
 #: the way out of a damaged run, for the end of an error's sentence
 NEW_RUN = "The ledger in the same folder records what was spent. Start a new run in another --output_dir."
+#: names that other tools use -> our names
+_ELSEWHERE = {
+    **dict.fromkeys(("auc", "roc_auc"), "auroc"),
+    **dict.fromkeys(("auprc", "pr_auc"), "average_precision"),
+    **dict.fromkeys(("fedavg", "dpfedavg"), "size_weighted"),
+    "train": "fit",
+    "test": "evaluate",
+    "gpu": "cuda",
+}
 _LONGEST = 200  # characters of a value in a message
 
 #: errors of disks, permissions and limits of the machine, which are no bugs
@@ -77,10 +86,12 @@ def shortened(text: str) -> str:
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a hint with the nearest of the `choices` for a misspelt name, or an empty string.
 
-    >>> nearest("rouns", ["rounds", "seed"])
-    'Did you mean `rounds`?'
+    >>> nearest("rouns", ["rounds", "seed"]), nearest("FedAvg", ["fedyogi", "size_weighted"])
+    ('Did you mean `rounds`?', 'Did you mean `size_weighted`?')
     """
     by_lower = {str(choice).lower(): choice for choice in choices}
+    if (ours := _ELSEWHERE.get(str(name).lower())) in by_lower:
+        return f"Did you mean `{ours}`?"
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return f"Did you mean `{by_lower[close[0]]}`?" if close else ""
 

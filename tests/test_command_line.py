@@ -86,7 +86,8 @@ def test_the_example_of_init_trains_and_is_evaluated(tmp_path, monkeypatch, caps
 )
 def test_bash_completes(shell, words, offered):
     line = f"dpfl {words}".split()
-    script = f"COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}; _dpfl; echo ${{COMPREPLY[@]}}"
+    script = f"COMP_WORDS=({' '.join(line)}); COMP_CWORD={len(line) - 1}; _shtab_dpfl; echo ${{COMPREPLY[@]}}"
+    script = f"shopt -s progcomp; compopt() {{ :; }}; {script}"
     assert shell(f'eval "$(dpfl completion bash)"; {script}').split() == offered
 
 

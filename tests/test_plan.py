@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.plan`: both directions, JSON, a whole run, and one sentence for every mistake."""
+"""`dpfl noise` and `dpfl plan`: both directions, JSON, a whole run, and one sentence for every mistake."""
 
 import json
 import math
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.plan import main, plan
+from dpfl_lightning.noise import main, plan
+from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 
@@ -168,12 +169,12 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("", "`epsilon` must be a number, got None. Give epsilon to find the noise"),
         ("--epsilon 1 --noise_multiplier 1", "`epsilon` must be left out if noise_multiplier is given, got 1.0"),
         ("--epsilon 0", "`epsilon` must be above 0 and finite, got 0.0"),
-        ("--epsilon x", "`epsilon` must be a finite number, got 'x'"),
+        ("--epsilon x", "`--epsilon` must be a number, got 'x'"),
         ("--epsilon 1e-4 --accountant rdp", "`epsilon` must be above 0.001251, the least that rdp can certify at"),
         ("--noise_multiplier -1", "`noise_multiplier` must be at least 0 and finite, got -1.0"),
         ("--epsilon 1 --delta 0", "`delta` must be in (0, 1), got 0.0. It is usually below 1 / num_records"),
         ("--epsilon 1 --batch_size 2401", "`batch_size` must be in 1..2400 (num_records), got 2401. A batch of 2400"),
-        ("--epsilon 1 --rounds 1.5", "`rounds` must be a whole number, got '1.5'"),
+        ("--epsilon 1 --rounds 1.5", "`--rounds` must be a whole number, got '1.5'"),
         ("--epsilon 1 --steps 5 --local_epochs 2", "`local_epochs` must be left out if steps is given, unless"),
         ("--epsilon 1 --participations 11", "`participations` must be in 1..10 (rounds), got 11"),
         ("--epsilon 1 --first_round half", "`first_round` must be full or left out, got 'half'"),
@@ -187,7 +188,7 @@ FULL = "--epsilon 1 --first_round full --first_round_noise_multiplier"
         ("--epsilon 1 --mechanism laplace", "`batch_size` must be 2400 (num_records) with Laplace noise, got 128"),
         ("--epsilon 1 --mechanism lapace", "`mechanism` must be gaussian or laplace, got 'lapace'. Did you mean"),
         ("--epsilon 1 --adjacency swap", "`adjacency` must be one of add_remove, replace_one, got 'swap'"),
-        ("--epsilon 1 --round 3", "`round` must be a known key. Did you mean `rounds`?"),
+        ("--epsilon 1 --round 3", "`--round` must be a known flag. Did you mean `--rounds`?"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(capsys, words, message):
@@ -197,7 +198,7 @@ def test_a_mistake_is_one_sentence(capsys, words, message):
     assert output.out == ""
 
 
-def test_a_plan_names_the_caveats_of_the_run(shown):
+def test_a_plan_names_the_caveats_of_the_run(capsys):
     conf = Path(__file__).parents[1] / "conf" / "digits.yaml"
-    text = shown("--config", str(conf), "--strategies", "{robust_hdp: {estimator: oracle}}")
-    assert "Caveat: a simulation: strategy robust_hdp (oracle)" in text
+    assert plan_command(["--config", str(conf), "--strategies", "{robust_hdp: {estimator: oracle}}"]) == 0
+    assert "Caveat: a simulation: strategy robust_hdp (oracle)" in capsys.readouterr().out

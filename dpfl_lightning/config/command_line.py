@@ -14,7 +14,7 @@ from dpfl_lightning.config.options import SECTIONS, Key, Options, all_keys
 from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, shortened
 
 #: keys that the short help shows
 COMMON_KEYS = (
@@ -32,6 +32,7 @@ class _Style(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         width = min(80, shutil.get_terminal_size().columns)
         super().__init__(prog, max_help_position=26, width=width)
+        self._action_max_length = 14  # argparse forgets that the names of commands are indented twice
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (one if "\n " in one else textwrap.fill(one, width) for one in text.split("\n\n"))
@@ -42,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     """Parser for the flags of a command. Mistakes raise UserError, including those raised by a flag's `type`."""
 
     def __init__(self, command: str, description: str, usage: str = "", examples: Sequence[str] = (), **more: Any):
-        name = f"dpfl {command}"
+        name = f"dpfl {command}".strip()
         shown = "\n".join(["examples:", *(f"  {name} {one}".rstrip() for one in examples)])
         about = "\n\n".join([description, *([shown] if examples else [])])
         usage = f"{name} {usage}" if usage else ""
@@ -51,6 +52,14 @@ class CommandParser(argparse.ArgumentParser):
         )
         self._optionals.title = "flags"
         self.add_argument("--version", action="version", version=VERSION, help="print the version and exit")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            known = nearest(word, self._option_string_actions) or "See --help."
+            raise UserError(f"`{shortened(word)}` must be a known flag. {known}")
+        return options
 
     def error(self, message: str) -> NoReturn:
         cause = getattr(sys.exc_info()[1], "__context__", None)
@@ -67,8 +76,10 @@ def _sentence(message: str) -> str:
         return f"`{found[1]}` must be followed by a value."
     if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
         return f"`{found[1]}` must be {_KINDS[found[2]]}, got {found[3]}."
-    if found := re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
-        return f"`{found[1]}` must be one of {found[3]}, got {found[2]}."
+    if found := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+        names = found[3].replace("'", "")
+        near = nearest(found[2], names.split(", "))
+        return f"`{found[1]}` must be one of {names}, got {found[2]!r}. {near}".rstrip()
     if found := re.fullmatch(r"argument (\S+): ignored explicit argument (.*)", message):
         return f"`{found[1]}` must be given without a value, got {found[2]}."
     if found := re.fullmatch(r"the following arguments are required: (.*)", message):
