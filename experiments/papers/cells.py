@@ -318,7 +318,7 @@ def code_version() -> str:
 
     if not (found := commit()):
         return ""
-    code = ["git", "status", "--porcelain", "--", "dpfl_lightning", "experiments/*.py", "experiments/*.yaml", "conf"]
+    code = ["git", "status", "--porcelain", "--", "dpfl_lightning", "experiments/*.py", "conf"]
     return found + "+" * bool(subprocess.run(code, capture_output=True, text=True, timeout=30).stdout)
 
 

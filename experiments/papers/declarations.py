@@ -46,7 +46,7 @@ def table(
         panels, draw: pictures, as the arguments of `figures.panel`, and a function that draws others.
         fields: the other fields of `Experiment`.
     """
-    common = {"options": options or {}, "arguments": arguments or {}}
+    common: dict[str, Any] = {"options": options or {}, "arguments": arguments or {}}
     common |= {key: path for key, path in zip(_MAKERS, (compute, study, recorder), strict=True) if path}
     lines = {row["name"]: Row(**({"value": row["name"]} if compute else {}) | _fields(row)) for row in rows}
     settings = {column["name"]: Column(**_fields(column)) for column in columns}

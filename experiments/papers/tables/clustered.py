@@ -115,9 +115,9 @@ _LATER = (16, 32, 64, 128, 256, 512, 1024, 2048, 6600)
 _FIRST_BATCHES = [
     entry(f"b{size}", f"first batch {size:,}", x=size, arguments={"first": size}) for size in (32, 128, 660, 2048, 6600)
 ]
-_COMPUTED = {"scales": {"paper": "computed for 6,600 records, batch 32, 200 rounds, delta 1e-4"}}
+_COMPUTED: dict = {"scales": {"paper": "computed for 6,600 records, batch 32, 200 rounds, delta 1e-4"}}
 _SURFACE = {"paper": "computed for epsilon 5, 6,600 records, 200 rounds, delta 1e-4"}
-_FORMULAS = {"takes": ["privacy.accountant"], "decimals": 3}
+_FORMULAS: dict = {"takes": ["privacy.accountant"], "decimals": 3}
 _NOISE_ALONE = {"paper": "noise alone beside the groups"}
 _FIRST_BATCH = {**_FASHION, "privacy.epsilon": 5, "privacy.delta": 1e-4, "strategies": {"clustered": {}}}
 
@@ -461,7 +461,7 @@ _SIMULATED = [
         "six draws. Columns: true separation, and number of parameters",
         compute="clustered.simulation:methods_at",
         rows=[
-            entry(name, title, cell="all", **{"series": series} if series else {})
+            entry(name, title, cell="all", series=series or None)
             for name, title, series in (
                 ("raw_ari", "mixture of updates as they are: Rand index", "mixture as it is"),
                 ("raw_separation", "its separation", ""),
@@ -713,7 +713,7 @@ _FURTHER = [
         rows=[
             line
             for name, title, clusters, lines in (
-                ("one", "one model", {}, [_ALL, _WORST]),
+                ("one", "one model", dict[str, dict](), [_ALL, _WORST]),
                 ("ours", "clustered", {"clustered": {}}, [_ALL, _WORST, _RIGHT_CLUSTER]),
                 ("oracle", "true groups known", {"oracle_clusters": {}}, [_ALL, _WORST, _RIGHT_CLUSTER]),
             )

@@ -56,9 +56,10 @@ _SET_ASIDE = {"data.public_records": 12000}  # the records that chose these step
 _SHORT = {**_STEPS, "rounds": 20, "evaluation.every": 20, **_set(reinit_every=2)}
 _TUNED = {**_SET_ASIDE, **_DISTILLED, **_SHORT}
 
-_FEDERATED, _RANDOM = {"study": "distillation.studies:federated"}, {"study": "distillation.studies:random_records"}
-_TRAINED_SET = {"study": "distillation.studies:distilled"}
-_AT_TEN = {"experiment": "distillation.baselines", "column": "alpha1"}
+_FEDERATED: dict = {"study": "distillation.studies:federated"}
+_RANDOM: dict = {"study": "distillation.studies:random_records"}
+_TRAINED_SET: dict = {"study": "distillation.studies:distilled"}
+_AT_TEN: dict = {"experiment": "distillation.baselines", "column": "alpha1"}
 _SEEDS = {"small": [0, 1, 2]}
 
 

@@ -10,9 +10,9 @@ TUNED = {"table": "leaderboard.tuning", "columns": {**_PLACES, "dirichlet": "gro
 _tuned = lazy("leaderboard.tuning:chosen", **TUNED)
 _beyond = lazy("leaderboard.tuning:beyond", table="leaderboard.tuning")
 
-_NO_PRIVACY = {"privacy": None, "strategies": {"size_weighted": {}}}
+_NO_PRIVACY: dict = {"privacy": None, "strategies": {"size_weighted": {}}}
 #: name -> title, options, and three settings of the learning rate in steps of 2.5 around a guess
-_METHODS = {
+_METHODS: dict = {
     "fedavg": ("FedAvg without privacy", _NO_PRIVACY, (0.04, 0.1, 0.25)),
     "dpfedavg": ("DPFedAvg", {"strategies": {"size_weighted": {}}}, (0.08, 0.2, 0.5)),
     "weiavg": ("WeiAvg", {"strategies": {"epsilon_weighted": {}}}, (0.08, 0.2, 0.5)),

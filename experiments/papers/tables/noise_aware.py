@@ -55,7 +55,7 @@ _DISTS = range(1, 10)
 _WATCHED = {"config": "conf/fmnist_paper.yaml", "privacy.accountant": "paper_ma", "evaluation.every": 200}
 _NOISE = "noise variance of the sum, per parameter, divided by the squared learning rate"
 _COMPUTED = {"paper": "computed for 200 rounds"}
-_FORMULAS = {"takes": ["privacy.accountant"], "scales": _COMPUTED}
+_FORMULAS: dict = {"takes": ["privacy.accountant"], "scales": _COMPUTED}
 
 
 def _weights_of_60(name: str, title: str, batch_sizes: object, arguments: dict, paper: dict) -> Experiment:
