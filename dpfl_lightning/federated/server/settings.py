@@ -190,7 +190,11 @@ class RunConfig:
         """The strategies that watch, and the callbacks."""
         return [part for part in (*self.strategies, *self.callbacks) if isinstance(part, Callback)]
 
+    @cached_property
+    def _learning_rate(self) -> tuple[float, ...]:
+        return tuple(client.learning_rate for client in self.settings)
+
     def learning_rates(self, round: int) -> tuple[float, ...]:
         """The learning rate of each client in a round."""
         factor = self.rates.factor(round, self.rounds)
-        return tuple(factor * client.learning_rate for client in self.settings)
+        return self._learning_rate if factor == 1 else tuple(factor * rate for rate in self._learning_rate)
