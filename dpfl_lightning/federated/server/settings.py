@@ -130,11 +130,6 @@ def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
     return dataclasses.replace(schedule, clients=tuple(clients))
 
 
-def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
-    """The accountant of the run; RDP for a run without privacy, where every epsilon is infinite."""
-    return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """What is fixed before the first round. Raises UserError if its parts do not fit together.
@@ -174,7 +169,9 @@ class RunConfig:
 
     @cached_property
     def accountant(self) -> Accountant:
-        return accountant_of(self.privacy)
+        """That of the options; RDP for a run without privacy, where every epsilon is infinite."""
+        privacy = self.privacy
+        return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)
 
     @cached_property
     def clip_norm(self) -> tuple[float, ...]:
