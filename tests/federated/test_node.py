@@ -366,7 +366,7 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monke
         (["init", tmp_path / "b", *site, "--privacy.clip_norm", 2], "`privacy.clip_norm` must be left out"),
         (["init", tmp_path / "b", *site, "--rounds", 3], "`--rounds` must be left out of this command"),
         (["init", tmp_path / "b", *site[:-2]], "`privacy.epsilon` must be a budget"),
-        (["init", tmp_path / "b", *site, "--privacy.epsilon", "[1, 2]"], "have 1 values"),
+        (["init", tmp_path / "b", *site, "--privacy.epsilon", "[1, 2, 3]"], "have 1 values"),
         (["accept", tmp_path / "site", plan, "--epsilon_limit", 0], "--epsilon_limit"),
     ):
         assert main([str(word) for word in words]) == 2, words
@@ -389,10 +389,10 @@ def test_a_site_reads_its_records_as_fit_does(tmp_path, monkeypatch):
     pandas.DataFrame({"age": range(20), "ill": [0, 1] * 10}).to_csv("records.csv", index=False)
     own = {"df": "records.csv", "label": "ill", "num_classes": 2}
 
-    def records_of(client=None, **init_args):
+    def records_of(whose=None, **init_args):
         data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": own | init_args}
         options = from_mapping({"data": data, "privacy": {"epsilon": 3}})
-        return site_population(settings_of(options, "rome", client))
+        return site_population(settings_of(options, "rome", whose))
 
     assert records_of(held_out=0)[0].num_records == (20,), "without a column of clients"
     population, client = records_of("7", client="age", held_out=0)

@@ -231,7 +231,10 @@ def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, caps
         assert plan_command([*plan, *test, "--export", "plan.json"]) == 0
     assert main(["accept", "rome", "plan.json"]) == 0
     assert plan_command([*plan, "--data.init_args.test", "a.csv", "--data.init_args.scale", "{age: [1, 2]}"]) == 2
-    assert "`test set` must have records like those of the sites, got 'another scale" in capsys.readouterr().err
+    assert (
+        "`test set` must have records like those of the sites, got 'more columns age (scaled)"
+        in capsys.readouterr().err
+    )
     assert plan_command([*plan, "--clients.count", "2"]) == 2
     assert "`--clients.count` must be 1 or left out" in capsys.readouterr().err
 
