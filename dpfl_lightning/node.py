@@ -159,7 +159,7 @@ def _left(state: StateFolder, limits: tuple[float, float]) -> str:
 
 def _meaning(state: StateFolder, terms: Terms) -> str:
     """Return in words what a plan means for this site. Texts of the server come last, each in quotation marks."""
-    from dpfl_lightning.plan import promise, schedule_text
+    from dpfl_lightning.plan import schedule_text
     from dpfl_lightning.sites.node.accept import client_of, cost_of
     from dpfl_lightning.sites.terms import server_words
     from dpfl_lightning.sites.wire import digest
@@ -176,7 +176,7 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
         f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
         "the names of their purposes:",
         schedule_text(planned),
-        promise(planned),
+        str(planned.guarantee),
         *([f"Not for this node: it has a {_TEST}."] if test else []),
         "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
         *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),

@@ -49,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
-    planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
+    besides = loop.config.caveats, loop.clients.unprotected
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides)
     notes = loop.describe()
-    names = [loop.facts.name_of(client) for client in range(len(planned))]
+    names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     if flags.json:
         rows = [
             {
@@ -79,11 +80,6 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", metavar="FILE", help=text)
     text = "files site.json of the sites that hold the records, one for each client"
     parser.add_argument("--sites", metavar="FILE", nargs="+", default=[], help=text)
-
-
-def promise(client_plan: ClientPlan) -> str:
-    """Return the guarantee of a plan as sentences."""
-    return f"{client_plan.guarantee.words()}\nNot covered: {'; '.join(client_plan.guarantee.not_covered)}."
 
 
 def schedule_text(client_plan: ClientPlan) -> str:
@@ -120,7 +116,7 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."
-    parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {promise(weakest)}"]
+    parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {weakest.guarantee}"]
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{schedule_text(weakest)}")
     return "\n".join(parts)

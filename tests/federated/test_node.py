@@ -386,8 +386,10 @@ def test_records_that_changed_after_the_first_release_halt_the_plan(tmp_path, te
 
 def test_a_site_reads_its_records_as_fit_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pandas.DataFrame({"age": range(20), "ill": [0, 1] * 10}).to_csv("records.csv", index=False)
-    own = {"df": "records.csv", "label": "ill", "num_classes": 2}
+    pandas.DataFrame({"age": range(20), "city": ["oslo", "rome"] * 10, "ill": [0, 1] * 10}).to_csv(
+        "records.csv", index=False
+    )
+    own = {"df": "records.csv", "label": "ill", "num_classes": 2, "features": ["age"]}
 
     def records_of(whose=None, **init_args):
         data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": own | init_args}
@@ -395,9 +397,11 @@ def test_a_site_reads_its_records_as_fit_does(tmp_path, monkeypatch):
         return site_population(settings_of(options, "rome", whose))
 
     assert records_of(held_out=0)[0].num_records == (20,), "without a column of clients"
-    population, client = records_of("7", client="age", held_out=0)
-    assert population.names[client] == "7", "or one of the clients of a table"
-    with pytest.raises(UserError, match=r"`label` must name columns of the table \(age, ill\).*Did you mean `ill`"):
+    population, client = records_of("oslo", client="city", held_out=0)
+    assert population.names[client] == "oslo", "or one of the clients of a table"
+    with pytest.raises(
+        UserError, match=r"`label` must name columns of the table \(age, city, ill\).*Did you mean `ill`"
+    ):
         records_of(label="il")
     options = from_mapping({"data": {"class_path": "x.y", "init_args": own}, "privacy": {"epsilon": 3}})
     settings = settings_of(options, "a")

@@ -18,8 +18,8 @@ from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.curves import read
-from dpfl_lightning.reporting.mlflow import describe
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node
@@ -65,9 +65,9 @@ def compared(folder, **more):
     expected = read_ledger(folder / "simulated" / "ledger.jsonl")
     assert by_client(read_ledger(folder / "real" / "ledger.jsonl")) == by_client(expected), "the mirror"
     assert not (folder / "real" / "private.json").exists(), "the server has no private counts"
-    training, test = (describe.dataset(loop.facts, loop.info, context) for context in ("training", "test"))
+    training, test = (description.dataset(loop.config.facts, loop.info, context) for context in ("training", "test"))
     assert (training["name"], test["name"]) == ("records of sites", "digits") and "digits" not in training["source"]
-    assert loop.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
+    assert loop.config.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
     for client, node in enumerate(nodes):
         assert charges(node.state, terms) == [one for one in expected if one.client == client]
         node.close()

@@ -146,7 +146,7 @@ def check_deployable(loop: FederatedLoop) -> None:
 
     A site accepts a plan that is complete before the run and in which every release is noised.
     """
-    options, privacy = loop.options, loop.privacy
+    options, privacy = loop.config.options, loop.config.privacy
     require(bool(options), "--config", "be the configuration of the run", None, "Nodes build the model from it.")
     require(privacy is not None, "privacy", "be given: sites release nothing without noise", None)
     assert privacy is not None  # for mypy
@@ -162,7 +162,7 @@ def check_deployable(loop: FederatedLoop) -> None:
     ):
         value = (options.get(section) or {}).get(key)
         require(value is None, f"{section}.{key}", f"be null: {why}", value)
-    for strategy in loop.strategies:
+    for strategy in loop.config.strategies:
         name = f"strategies: {type(strategy).__name__}"
         must = "keep its schedule during the run, as sites accept it beforehand"
         require(not overrides(strategy, "replan"), name, must, "a strategy with `replan`", "Choose another strategy.")
