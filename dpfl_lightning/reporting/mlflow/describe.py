@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
+from dpfl_lightning.federated.server.scores import in_words, remarks
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.reporting.mlflow.store import loggable
 from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials
@@ -152,8 +153,8 @@ def description(notes: Sequence[str], result: RunResult | None = None) -> str:
     plan = [f"**Plan.** {' '.join(notes)}"] if notes else []
     if result is None:
         return "\n\n".join(["**Running.**", *plan])
-    words = "Test accuracy" if result.test_set else "Mean accuracy over clients on held-out records"
-    scores = [] if result.test_accuracy is None else [f"**{words} {result.test_accuracy:.2%}**"]
+    words = in_words(vars(result))
+    scores = [*([f"**{words}**"] if words else []), *remarks([vars(result)])]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {counted(len(result.clients), 'client')}: mean {result.accuracy_mean:.2%}"
         scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
