@@ -126,6 +126,14 @@ def _guarantee(content: Mapping[str, Any], path: Path) -> RunGuarantee | None:
     return found
 
 
+def ledger_run(folder: Path) -> str:
+    """Return the random name of the run whose ledger lies in a folder; empty if none can be read."""
+    try:
+        return str(read_json(folder / "ledger.head").get("run", ""))
+    except UserError:
+        return ""
+
+
 def _require_keys(content: Mapping[str, Any], keys: Sequence[str], path: Path) -> None:
     for key in keys:
         require(key in content, str(path), f"be the result of a run with the key {key}", sorted(content))
