@@ -3,8 +3,10 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError, require, require_one_of
@@ -53,8 +55,8 @@ def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 def convnet(
     input_shape: Sequence[int],
     num_classes: int,
-    width: int = 128,
-    depth: int = 3,
+    width: Annotated[int, Interval(ge=1, le=100_000)] = 128,
+    depth: Annotated[int, Interval(ge=1, le=100)] = 3,
     activation: str = "relu",
     norm: str = "instance",
     pooling: str = "avg",
@@ -73,7 +75,6 @@ def convnet(
     Reference: Zhao, Mopuri and Bilen (2021), dataset condensation. Its fifth norm, batch, mixes records and is not
     possible with record-level privacy.
     """
-    require(width >= 1 and depth >= 1, "model.width, model.depth", "be at least 1", (width, depth))
     require_one_of(ACTIVATIONS, "model.activation", activation)
     require_one_of(NORMS, "model.norm", norm)
     require_one_of(POOLINGS, "model.pooling", pooling)

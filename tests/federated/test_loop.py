@@ -326,7 +326,10 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
         ({"evaluate_every": "a"}, "`evaluate_every` must be a whole number >= 1, got 'a'"),
         ({"callbacks": 3}, "`callbacks` must be a list of callbacks, got 3. Write callbacks="),
         ({"engine": 3}, "`engine` must be a name or an Engine, got 3"),
-        ({"privacy": PrivacyOptions(epsilon=1.0, clip_norm=float("inf"))}, "clip_norm` must be above 0 and finite"),
+        (
+            {"privacy": PrivacyOptions(epsilon=1.0, clip_norm=float("inf"))},
+            "clip_norm` must be a number > 0 and finite",
+        ),
         ({"module": torch.nn.Linear}, "must be a ClientModule or another module, got 'type'"),
     ):
         with pytest.raises(UserError, match=words):
@@ -339,8 +342,12 @@ def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
     [
         (ClientOptions, {"optimizer": "adam"}, "`clients.optimizer` must be a mapping, got 'adam'. Write {name: adam}"),
         (PrivacyOptions, {"mechanism": "Laplace"}, "must be one of gaussian, laplace, got 'Laplace'. Did you mean"),
-        (PrivacyOptions, {"reserve_rounds": -1}, "`privacy.reserve_rounds` must be >= 0, got -1."),
-        (PrivacyOptions, {"noise_key": "k"}, r"`privacy.noise_key` must be 32 hexadecimal digits, got"),
+        (
+            PrivacyOptions,
+            {"reserve_rounds": -1},
+            "`privacy.reserve_rounds` must be a whole number in \[0, 1e6\], got -1.",
+        ),
+        (PrivacyOptions, {"noise_key": "k"}, r"`privacy.noise_key` must be text of 32 hexadecimal digits or null, got"),
         (PrivacyOptions, {"diagnostics": "no"}, "`privacy.diagnostics` must be true or false, got 'no'."),
     ],
 )
