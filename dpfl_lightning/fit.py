@@ -1,4 +1,4 @@
-"""`dpfl fit --config fmnist`: train and report a run; `--resume DIR` resumes it."""
+"""`dpfl fit --config fmnist`: train and report a run; `--resume DIR` resumes it, `--resume auto` does either."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.errors import command, require
+from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
+
+_AUTO = "auto"  # value of --resume
+_MOST_COMBINATIONS = 300  # of clients that may be the same in several runs: a second for 60
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
-    from dpfl_lightning.federated.transport.sites import Channel
+    from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
     from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
+    from dpfl_lightning.sites.server.clients import Channel
 
     Connect = Callable[[int, float], Sequence[Channel]]
-
-_LARGEST = " The run with the largest epsilon: "
 
 
 @command
@@ -49,9 +51,11 @@ def run(argv: Sequence[str] | None = None, connect: Connect | None = None) -> in
         name="fit",
         description="Train a model by federated learning. Each client has its own privacy budget.",
         examples=("--config digits", "--config config.yaml --rounds 50 --privacy.epsilon 2", "--resume runs/digits"),
-        config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume else None,
+        config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume not in (None, _AUTO) else None,
     )
-    if flags.resume:
+    if flags.resume == _AUTO:
+        flags.resume = _has_begun(options, flags.quiet)
+    elif flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
     if flags.nodes or flags.plan or connect:
         _fit_sites(options, flags, connect)
@@ -62,6 +66,17 @@ def run(argv: Sequence[str] | None = None, connect: Connect | None = None) -> in
     else:
         fit(options, resume=bool(flags.resume), detail="quiet" if flags.quiet else "full")
     return 0
+
+
+def _has_begun(options: Options, quiet: bool) -> bool:
+    """Whether `--resume auto` resumes a run; says which. Raises UserError without a folder."""
+    advice = "For example --output_dir runs/mine."
+    require(options.output_dir is not None, "output_dir", "be given with --resume auto", None, advice)
+    folder = Path(str(options.output_dir))
+    begun = (folder / "options.yaml").is_file()
+    if launched().rank == 0 and not quiet:  # the other ranks serve it, and may come after it has begun
+        print(f"Resuming the run in {folder}." if begun else f"Beginning a run in {folder}: it contains none.")
+    return begun
 
 
 def fit(
@@ -87,8 +102,8 @@ def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | N
         require(bool(flags.plan), "--plan", "be given: the file that the sites have accepted", flags.plan)
         require(not flags.nodes, "--nodes", "be left out: Flower finds the nodes", flags.nodes)
     require(not flags.seeds, "--seeds", "be left out with --plan", flags.seeds, "A plan is for one run.")
-    from dpfl_lightning.deployment.server import remote_loop
-    from dpfl_lightning.federated.transport.sites import SocketChannel
+    from dpfl_lightning.sites.server.clients import SocketChannel
+    from dpfl_lightning.sites.server.deploy import remote_loop
 
     def channels(count: int) -> Sequence[Channel]:
         if connect is None:
@@ -145,16 +160,20 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
+    guarantee = composed_over_seeds(results)
+    summary["guarantee"] = guarantee.as_dict()
     if tracking is not None and parent_run is not None:
-        tracking.end(parent_run, [Path(folder) for folder in summary["runs"]], _description(summary, results))
+        tracking.end(
+            parent_run, [Path(folder) for folder in summary["runs"]], _description(summary, results, guarantee)
+        )
     write_text(parent / "result.json", json.dumps(summary, indent=2) + "\n")
     print(f"\n{seeds_table(summary, results)}\n")
-    promise, _, not_covered = summary["guarantee"].partition(" Not covered: ")
+    print(shown(f"Guarantee: {guarantee.words()}"))
     if detail == "quiet":
-        print(shown(f"Guarantee: {promise.partition(_LARGEST)[0]}\nOutput folder: {parent}"))
+        print(f"Output folder: {parent}")
         return summary
-    print(shown(f"Guarantee: {promise}"))
-    print(f"Not covered: {counted(len(not_covered.split('; ')), 'point')}, listed in guarantee.html of each run.")
+    points = counted(len(guarantee.not_covered), "point")
+    print(f"Not covered: {points}, listed in guarantee.html of each run.")
     print(f"{parent}/result.json: mean, standard deviation, and the folder of every run")
     print(f"{invocation('report')} {parent}: curves and tables of all seeds on one page")
     if tracking is not None:
@@ -223,31 +242,21 @@ def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -
     )
 
 
-def _description(summary: dict, results: Sequence[Mapping[str, Any]]) -> str:
+def _description(summary: dict, results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> str:
     """Describe the runs of all seeds in Markdown."""
     accuracy, spread = (_score("accuracy", summary[key]) for key in ("test_accuracy", "test_accuracy_std"))
     known = summary["test_accuracy"] is not None
     scored = [f"**{_scored_on(results)}: accuracy {accuracy} +- {spread}**"] if known else []
     seeds = f"Mean and standard deviation over seeds {', '.join(map(str, summary['seeds']))}."
-    return "\n\n".join([*scored, seeds, f"**Guarantee.** {summary['guarantee']}"])
+    return "\n\n".join([*scored, seeds, f"**Guarantee.** {guarantee}"])
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
-    """Return mean and spread of test scores over seeds, and a guarantee for all runs together."""
-    from dpfl_lightning.privacy.accounting.accountant import exact_sum
-
+    """Return mean and spread of test scores over seeds."""
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
     losses = [result["test_loss"] for result in results if result["test_loss"] is not None]
     metrics = [result["test_metrics"] for result in results]
     values = {name: [one[name] for one in metrics if one[name] is not None] for name in metrics[0]}
-    epsilons = list(map(_largest_epsilon, results))
-    delta = exact_sum(max(client["delta"] for client in result["clients"]) for result in results)
-    largest = results[epsilons.index(max(epsilons))]
-    together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
-        f"Every seed is a separate release. All {len(results)} runs together cost a record at most the sum of their "
-        f"epsilons, {at_most(exact_sum(epsilons))} at delta {at_most(delta)} (basic composition of each run's "
-        f"largest epsilon).{_LARGEST}{largest['guarantee']}"
-    )
     return {
         "seeds": list(seeds),
         "test_accuracy": fmean(accuracies) if accuracies else None,
@@ -258,12 +267,36 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
         "test_metrics": {name: fmean(known) if known else None for name, known in values.items()},
         "test_metrics_std": {name: stdev(known) if len(known) > 1 else 0.0 for name, known in values.items()},
         "runs": [result["output_dir"] for result in results],
-        "guarantee": together,
     }
 
 
+def composed_over_seeds(results: Sequence[Mapping[str, Any]]) -> RunGuarantee:
+    """Return the guarantee of all runs together, composed from their ledgers.
+
+    Clients without names may be another one in each run, so the worst combination counts. If there are too many, the
+    largest epsilons of the runs are added at equal parts of delta.
+    """
+    from dpfl_lightning.privacy.accounting.accountant import exact_sum
+    from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
+    from dpfl_lightning.privacy.ledger.verify import ledger_of, read
+
+    paths, rows = [ledger_of(one["output_dir"]) for one in results], [one["clients"] for one in results]
+    try:
+        worst = read(paths, most_combinations=_MOST_COMBINATIONS).weakest
+    except UserError:
+        delta = max(client["delta"] for clients in rows for client in clients)
+        each = [read([path], delta=delta / len(paths)).weakest for path in paths]
+        worst = max(each, key=lambda one: one.epsilon)
+        method = f"{worst.accountant}, with the largest epsilons of the runs added"
+        total = exact_sum(one.epsilon for one in each)
+        worst = dataclasses.replace(worst, epsilon=total, delta=delta, accountant=method)
+    unbounded = max(sum(client["epsilon_spent"] is None for client in clients) for clients in rows)
+    return RunGuarantee(**vars(worst), clients=len(rows[0]), unbounded=unbounded, runs=len(paths))
+
+
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", metavar="DIR", help="resume the run in DIR after its last complete round")
+    text = "resume the run in DIR after its last complete round; auto: begin or resume the run in --output_dir"
+    parser.add_argument("--resume", metavar="DIR | auto", help=text)
     text = "repeat the run for these seeds, such as 0,1,2, and report mean and standard deviation"
     parser.add_argument("--seeds", metavar="N,N,...", type=seed_list, help=text)
     parser.add_argument("--quiet", action="store_true", help="print only warnings, errors and the result")

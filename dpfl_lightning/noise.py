@@ -10,7 +10,7 @@ from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.config.registry import described
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import command
-from dpfl_lightning.plan import promise, schedule_text
+from dpfl_lightning.plan import schedule_text
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, plan
 from dpfl_lightning.runtime.text import at_most, shown
 
@@ -61,7 +61,7 @@ def _text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
-    return "\n".join([*lines, "", schedule_text(client_plan), "", promise(client_plan)])
+    return "\n".join([*lines, "", schedule_text(client_plan), "", str(client_plan.guarantee)])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, columns, shown
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.exchange import Site
+    from dpfl_lightning.sites.exchange import Site
 
 
 @command
@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sites: list[Site] = []
     if flags.sites:
-        from dpfl_lightning.deployment.server import planning_loop
-        from dpfl_lightning.federated.node.state import read_site
+        from dpfl_lightning.sites.server.deploy import planning_loop
+        from dpfl_lightning.sites.terms import read_site
 
         sites = [read_site(Path(file)) for file in flags.sites]
         loop = planning_loop(options, sites)
@@ -42,15 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         loop = build_loop(options)
     exported = None
     if flags.export is not None:
-        from dpfl_lightning.deployment.server import export
-        from dpfl_lightning.federated.messages.wire import digest
+        from dpfl_lightning.sites.server.deploy import export
+        from dpfl_lightning.sites.wire import digest
 
         exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
-    planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
+    besides = loop.config.caveats, loop.clients.unprotected
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides)
     notes = loop.describe()
-    names = [loop.facts.name_of(client) for client in range(len(planned))]
+    names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     if flags.json:
         rows = [
             {
@@ -78,11 +79,6 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", metavar="FILE", help=text)
     text = "files site.json of the sites that hold the records, one for each client"
     parser.add_argument("--sites", metavar="FILE", nargs="+", default=[], help=text)
-
-
-def promise(client_plan: ClientPlan) -> str:
-    """Return the guarantee of a plan as sentences."""
-    return f"{client_plan.guarantee.words()}\nNot covered: {'; '.join(client_plan.guarantee.not_covered)}."
 
 
 def schedule_text(client_plan: ClientPlan) -> str:
@@ -119,7 +115,7 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."
-    parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {promise(weakest)}"]
+    parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {weakest.guarantee}"]
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{schedule_text(weakest)}")
     return "\n".join(parts)

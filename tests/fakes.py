@@ -16,7 +16,7 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
@@ -99,7 +99,7 @@ def a_result(view: View, **changed) -> RunResult:
         "client_seconds": 50.0,
         "records_per_second": 2000.0,
         "reason": f"all {view.run.rounds} rounds are done",
-        "guarantee": "(3, 0.001)-differential privacy per record.",
+        "guarantee": RunGuarantee(epsilon=3.0, delta=1e-3, **FRAME, clients=len(clients), unbounded=0),
         "ledger": {"run": "ab" * 16, "lines": 31, "chain": "cd" * 16},
         "noise": view.run.noise,
         "clients": clients,

@@ -34,7 +34,7 @@ def test_clients_with_one_curve_share_its_label(tmp_path):
     result = a_result(a_view(tmp_path), clients=clients)
     (figure,) = figures(rounds, result).values()
     assert [text.get_text() for text in figure.axes[0].texts] == ["0, 1, 2, 3, 4 and 3 more", "north $8$"]
-    assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"
+    assert figure.get_supxlabel().replace("\n", " ") == str(result.guarantee), "an epsilon is shown with what it means"
 
 
 def drawn(view, **metrics):

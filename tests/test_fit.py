@@ -83,8 +83,8 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
     first, second = summary["test_accuracy_of"]
     assert summary["test_accuracy"] == pytest.approx((first + second) / 2)
     assert summary["test_accuracy_std"] == pytest.approx(abs(first - second) / 2**0.5)
-    for words in ("at most the sum", "per record (add or remove one record)", "Poisson", "PLD", "Not covered"):
-        assert words in summary["guarantee"], words
+    for words in ("All 2 runs are composed", "per record (add or remove one record)", "Poisson", "PLD"):
+        assert words in summary["guarantee"]["words"], words
     text = capsys.readouterr().out
     table = [line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 ", "mean", "std"))]
     assert [row[0] for row in table] == ["0", "1", "mean", "std"] and len(text.splitlines()) < 22
@@ -150,6 +150,14 @@ def test_a_run_with_groups_is_scored_on_what_each_client_sees(tmp_path, capsys):
     assert [client["accuracy"] for client in again["clients"]] == pytest.approx(accuracies)
     assert fit(["--resume", run, "--data.groups.sizes", "[2, 3]"]) == 2
     assert "`data.groups.sizes" in capsys.readouterr().err
+
+
+def test_resume_auto_begins_or_resumes_and_says_which(tmp_path, refused, capsys):
+    auto, run = [*DIGITS, "--resume", "auto"], ["--output_dir", str(tmp_path / "run")]
+    assert "`output_dir` must be given" in refused(fit, *auto)
+    for said in ("Beginning a run", "Resuming the run"):
+        assert fit([*auto, *run]) == 0 and said in capsys.readouterr().out
+    assert "`rounds` must stay" in refused(fit, *auto, *run, "--rounds", "9")
 
 
 def test_resume_and_evaluate_refuse_other_options_and_folders(tmp_path, refused):

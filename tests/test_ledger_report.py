@@ -117,7 +117,7 @@ def test_recomputed_is_live(accountant, make_loop, report):
     head = {key: computed[key] for key in ("run", "lines", "chain")}
     assert head == result["ledger"] == whole["ledger"] and head["lines"] == 1 + 4 * 3 + 2 * 2
     assert computed["guarantee"] == max(guarantees, key=lambda row: row["epsilon"])
-    assert result["guarantee"].startswith(computed["guarantee"]["words"]) and "nobody is protected" in text
+    assert result["guarantee"]["words"].startswith(computed["guarantee"]["words"]) and "nobody is protected" in text
 
 
 def test_without_noise_there_is_no_guarantee(make_loop, report):
@@ -131,7 +131,7 @@ def test_without_noise_there_is_no_guarantee(make_loop, report):
 def test_shuffled_batches_are_named(make_loop, report):
     privacy = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY, sampling="shuffle")
     loop = make_loop(privacy=privacy, rounds=1)
-    words = loop.run().guarantee
+    words = loop.run().guarantee.words()
     _, computed = report(loop.output_dir)
     assert "NOT proven" in computed["guarantee"]["words"] and words.startswith(computed["guarantee"]["words"])
 

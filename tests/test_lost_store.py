@@ -15,14 +15,13 @@ import pytest
 from fakes import a_report, a_result, a_view
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from test_tracking import end_round, start
+from test_tracking import end, end_round, start
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.ledger.file import Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.reporting.curves import Curves, of_round
-from dpfl_lightning.reporting.mlflow import Tracking
-from dpfl_lightning.reporting.mlflow.sync import sync
+from dpfl_lightning.reporting.mlflow import Store, Tracking, sync
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.sync import main as sync_command
 
@@ -43,7 +42,7 @@ def folder(tmp_path):
     run = tmp_path / "run1"
     run.mkdir()
     begin_ledger(run)
-    write_text(run / "options.yaml", "rounds: 10\ntracking: {experiment: lost}\nstrategies: {size_weighted: {}}\n")
+    write_text(run / "options.yaml", "rounds: 10\nstrategies: {size_weighted: {}}\n")
     return run
 
 
@@ -59,6 +58,13 @@ def steps(uri: str, name: str = "train_participants") -> list[int]:
 
 def broken(*args, **options):
     raise ConnectionError("gone")
+
+
+def untracked(view, rounds):
+    """A run without MLflow."""
+    Curves().on_fit_start(view)
+    for round in range(1, rounds + 1):
+        Curves().on_round_end(view, a_report(view, round))
 
 
 def play(tracking, view, rounds, dead, patch):
@@ -80,13 +86,12 @@ def test_rounds_without_a_store_are_sent_later(by, dead, folder, new_store, tmp_
     """Killed, so that nothing in memory is left: on resume, or by the command, and only once."""
     uri, view = new_store(tmp_path / "store"), a_view(folder)
     with monkeypatch.context() as patch:
-        play(first := Tracking("lost", uri=uri), view, range(1, ROUNDS + 1), dead, patch)
+        play(Tracking("lost", uri=uri), view, range(1, ROUNDS + 1), dead, patch)
     assert len(steps(uri)) == dead - 1
     if by == "resume":
         second, again = Tracking("lost", uri=uri), dataclasses.replace(view, round=ROUNDS + 1)
-        second.load_state_dict(first.state_dict())
         start(second, again)
-        second.on_fit_end(again, a_result(again, rounds=ROUNDS))
+        end(second, again, a_result(again, rounds=ROUNDS))
         assert runs_of(uri)[0].info.status == "FINISHED"
     else:
         for expected in (ROUNDS - dead + 1, 0):
@@ -97,20 +102,21 @@ def test_rounds_without_a_store_are_sent_later(by, dead, folder, new_store, tmp_
         assert steps(uri, curve) == list(range(1, ROUNDS + 1))
 
 
-def test_a_run_that_was_never_tracked_is_sent_whole(folder, new_store, tmp_path):
+def test_a_run_that_was_never_tracked_is_sent_whole(folder, new_store, tmp_path, capsys):
     uri, view = new_store(tmp_path / "store"), a_view(folder)
-    Curves().on_fit_start(view)
-    for round in range(1, 4):
-        Curves().on_round_end(view, a_report(view, round))
-    result = a_result(view, output_dir=str(folder))
+    untracked(view, 3)
+    result = a_result(view, rounds=3)
     write_json(folder / "result.json", result.as_dict())
-    assert "sent 3 rounds" in sync(folder, uri=uri) and "sent 0 rounds" in sync(folder, uri=uri)
+    Curves().on_fit_end(view, result)
+    for sent in (3, 0):
+        assert sync_command([str(folder), "--uri", uri]) == 0 and f"sent {sent} rounds" in capsys.readouterr().out
     (run,) = runs_of(uri)
-    assert run.info.status == "FINISHED" and run.data.tags["guarantee"] == result.guarantee
-    assert run.data.tags["ledger_head"] == json.dumps(result.ledger)
+    assert run.info.status == "FINISHED" and run.data.tags["guarantee"] == result.guarantee.words()
+    assert run.data.tags["ledger_head"] == json.dumps(result.ledger) and run.data.params["num_params"] == "1234"
     assert run.data.metrics["test_accuracy"] == of_round(a_report(view, 3), view.facts).values["test_accuracy"]
-    with pytest.raises(UserError, match=r"`tracking.uri` must be an MLflow server or store that answers"):
-        sync(folder, uri="http://127.0.0.1:9")
+    assert MlflowClient(uri).list_artifacts(run.info.run_id, "figures") and len(run.inputs.dataset_inputs) == 2
+    assert sync_command([str(folder), "--uri", "http://127.0.0.1:9"]) == 2
+    assert "`tracking.uri` must be an MLflow server or store that answers" in capsys.readouterr().err
 
 
 def test_another_run_in_the_same_place_keeps_its_curves(folder, new_store, tmp_path):
@@ -121,15 +127,14 @@ def test_another_run_in_the_same_place_keeps_its_curves(folder, new_store, tmp_p
     for file in folder.glob("ledger.*"):
         file.unlink()
     begin_ledger(folder)
-    Curves().on_fit_start(view)
-    for round in (1, 2):
-        Curves().on_round_end(view, a_report(view, round))
-    assert "sent 2 rounds" in sync(folder, uri=uri)
+    untracked(view, 2)
+    assert sync(folder, Store("lost", uri)) == 2
     histories = [MlflowClient(uri).get_metric_history(run.info.run_id, "train_participants") for run in runs_of(uri)]
     assert sorted([point.step for point in history] for history in histories) == [[1], [1, 2]]
 
 
 def test_a_changed_ledger_and_what_is_no_run_are_not_sent(folder, tmp_path, capsys):
+    Curves().on_fit_start(a_view(folder))
     ledger = folder / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace("rdp", "pld"))
     (tmp_path / "seeds" / "seed_0").mkdir(parents=True)
@@ -142,7 +147,7 @@ def test_a_changed_ledger_and_what_is_no_run_are_not_sent(folder, tmp_path, caps
     assert not (tmp_path / "new.db").exists()
 
 
-def test_runs_whose_process_is_gone_are_marked(folder, new_store, tmp_path):
+def test_runs_whose_process_is_gone_are_marked(folder, new_store, tmp_path, capsys):
     uri, view = new_store(tmp_path / "store"), a_view(folder)
     start(Tracking("lost", uri=uri), view)  # and its process dies
     other = tmp_path / "run2"
@@ -151,8 +156,8 @@ def test_runs_whose_process_is_gone_are_marked(folder, new_store, tmp_path):
         fcntl.flock(ledger, fcntl.LOCK_EX)  # it is still alive
         start(Tracking("lost", uri=uri), a_view(other))
         assert {run.info.status for run in runs_of(uri)} == {"RUNNING"}
-        with pytest.raises(UserError, match="`RUN` must be a run that has ended"):
-            sync(folder, uri=uri)
+        assert sync_command([str(folder), "--uri", uri]) == 2
+        assert "`RUN` must be a run that has ended" in capsys.readouterr().err
     start(Tracking("lost", uri=uri), a_view(other))
     status = {run.data.tags["output_dir"]: run.info.status for run in runs_of(uri)}
     assert status[str(folder)] == "KILLED" and status[str(other)] == "RUNNING"

@@ -5,17 +5,19 @@ import json
 import re
 
 import pytest
-from fakes import a_report, a_result, a_view
+from fakes import FRAME, a_report, a_result, a_view
 
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.fit import fit_seeds, seeds_table, summarise
+from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.report import main, report
 from dpfl_lightning.reporting import curves, report_page
 from dpfl_lightning.reporting.run_files import RunGroup, read, read_run
 
 EVIL = "<script>alert(1)</script>"
+SEEDS = {"epsilon": 4.0, "delta": 1e-3, **FRAME, "clients": 3, "unbounded": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +81,13 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
 def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     for seed, accuracy in ((0, 0.5), (1, 0.7)):
         a_folder(tmp_path / "seeds" / f"seed_{seed}", test_accuracy=accuracy, options={"seed": seed})
-    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1], "guarantee": "Every seed counts."}))
+    summary = {"seeds": [0, 1], "guarantee": RunGuarantee(**SEEDS, runs=2).as_dict()}
+    (tmp_path / "seeds" / "result.json").write_text(json.dumps(summary))
     other = a_folder(tmp_path / "other", options={"rounds": 9}, test_accuracy=None, names=("berlin", "paris", "rome"))
     page = report([tmp_path / "seeds", other])
     text = words(page)
     assert "60.00% \N{PLUS-MINUS SIGN} 14.14%" in text and "2 of 2 seeds finished" in text
-    assert "Every seed counts." in text and "(3, 0.001)-differential privacy per record." in text
+    assert "All 2 runs are composed." in text and "(3, 0.001)-differential privacy per record (" in text
     assert "Options that differ option seeds other rounds 4 9" in text, "seeds are not a difference"
     assert "paris" in text and "2.97 at delta 0.001" in text and "ledger not verified" in text
     assert [chart["title"] for chart in charts(page)][:2] == [
@@ -105,7 +108,7 @@ def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
 
 
 def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
-    run = a_folder(tmp_path / "run", names=(EVIL, "b", "c"), guarantee=EVIL)
+    run = a_folder(tmp_path / "run", names=(EVIL, "b", "c"), guarantee=RunGuarantee(**{**SEEDS, "accountant": EVIL}))
     page = report([run])
     assert EVIL not in page and "&lt;script&gt;alert(1)" in page and "PLOTLY<\\/script>" in page
     points = charts(page)[-1]["data"][0]
@@ -179,7 +182,7 @@ def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
     scored = a_folder(tmp_path / "scored", test_accuracy=None, test_metrics={"mae": 0.25})
     for seed in (0, 2):
         a_folder(tmp_path / "seeds" / f"seed_{seed}")
-    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1, 2], "guarantee": "All seeds."}))
+    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1, 2]}))
     stopped = a_folder(tmp_path / "stopped", rounds=2, finished=False)
     page = report([plain, scored, tmp_path / "seeds", stopped])
     cells = table(page, "Results")

@@ -19,6 +19,7 @@ from fakes import a_report, a_result, a_view
 from mlflow.tracking import MlflowClient
 from torch.utils._pytree import tree_map
 
+from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
@@ -27,8 +28,10 @@ from dpfl_lightning.fit import main as fit_command
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves, read
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri
-from dpfl_lightning.reporting.mlflow.store import loggable
+from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.runtime.text import without_secrets
 from dpfl_lightning.sets.distilled_set import DistilledSet
+from dpfl_lightning.sync import main as sync_command
 
 SECRET = "0123456789abcdef0123456789abcdef"
 LEDGER = {"ledger.jsonl", "ledger.head"}
@@ -47,8 +50,9 @@ def folder(tmp_path):
     """A finished run's folder, with everything that must not leave it."""
     run = tmp_path / "run1"
     run.mkdir()
-    for name in (*SENT - {"metrics.jsonl"}, "checkpoint.pt"):
+    for name in ("ledger.jsonl", "guarantees.json", "guarantee.html", "checkpoint.pt"):
         (run / name).write_text(name)
+    write_json(run / "ledger.head", {"run": "ab" * 16})
     (run / "data_key").write_text(SECRET)
     return run
 
@@ -91,7 +95,8 @@ class OnlyRun:
 
 
 def start(tracking, view):
-    """A run begins: its curves are a file in its folder before MLflow gets them."""
+    """A run begins: its options and its curves are files in its folder before MLflow gets them."""
+    write_text(view.run.output_dir / "options.yaml", dump(view.run.options))
     Curves().on_fit_start(view)
     tracking.on_fit_start(view)
 
@@ -101,11 +106,20 @@ def end_round(tracking, view, report):
     tracking.on_round_end(view, report)
 
 
+def end(tracking, view, result=None):
+    """A run ends: its result is a file in its folder if it has finished."""
+    result = a_result(view) if result is None else result
+    if result.finished:
+        write_json(view.run.output_dir / "result.json", result.as_dict())
+    Curves().on_fit_end(view, result)
+    tracking.on_fit_end(view, result)
+
+
 def play(tracking, view, rounds, result=None):
     start(tracking, view)
     for round in rounds:
         end_round(tracking, view, a_report(view, round))
-    tracking.on_fit_end(view, a_result(view) if result is None else result)
+    end(tracking, view, result)
 
 
 def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, only_run, folder):
@@ -231,7 +245,7 @@ def test_groups_of_a_simulation_have_curves_and_pictures(new_tracking, only_run,
     start(tracking, view)
     for round in (1, 2):
         end_round(tracking, view, a_report(view, round, metrics={"clustering_accuracy": 0.5 * round}))
-    tracking.on_fit_end(view, result)
+    end(tracking, view, result)
     run = only_run()
     for name, value in (("group_0", 0.1), ("group_1", 0.1015), ("majority", 0.1015), ("minority", 0.1)):
         curve = MlflowClient(store).get_metric_history(run.info.run_id, f"val_accuracy_{name}")
@@ -251,7 +265,7 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
     plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
     assert tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
     end_round(tracking, view, a_report(view, 1))
-    tracking.on_fit_end(view, a_result(view))
+    end(tracking, view)
     run = only_run()
     note = run.tags["mlflow.note.content"]
     assert note.startswith("**Test accuracy 50.00%**\n\n**Guarantee.** ") and note.endswith(f"are done.\n\n{plan}")
@@ -261,11 +275,10 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
 
 def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking, only_run, folder):
     view = a_view(folder)
-    tracking = new_tracking()
-    tracking.on_fit_start(view)
-    tracking.on_round_end(view, a_report(view, 1, test_accuracy=None, test_loss=None, client_accuracy=None))
+    start(tracking := new_tracking(), view)
+    end_round(tracking, view, a_report(view, 1, test_accuracy=None, test_loss=None, client_accuracy=None))
     tracking._send_at = 0.0
-    tracking.on_round_end(view, a_report(view, 2, test_accuracy=None, client_accuracy=(None, None, None)))
+    end_round(tracking, view, a_report(view, 2, test_accuracy=None, client_accuracy=(None, None, None)))
     run = only_run()
     assert run.steps("test_loss") == [2] and "test_accuracy" not in run.metrics
     assert not [name for name in run.metrics if name.startswith("val_accuracy")]
@@ -301,7 +314,8 @@ def tracking_of_net(new_tracking, view, net, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         play(tracking := new_tracking(), dataclasses.replace(view, module=ClientModule(net)), [1])
-    return tracking._run_id
+    (latest,) = tracking.store.client.search_runs([tracking.store.experiment_id], max_results=1)
+    return latest.info.run_id
 
 
 @pytest.mark.e2e
@@ -357,8 +371,10 @@ HOUR = 3_600_000
 def test_private_runs_begin_at_a_full_hour_and_last_a_power_of_two_seconds(new_tracking, store, folder):
     """Also a run that was stopped. A millisecond tells runs of one hour apart, so that MLflow sorts them."""
     view, tracking, start = a_view(folder, exact_times=False), new_tracking(), int(1000 * time.time())
-    for result in (a_result(view, wall_seconds=64.0), a_result(view, wall_seconds=2.0, finished=False)):
-        play(tracking, view, [1], result)
+    play(tracking, view, [1], a_result(view, wall_seconds=64.0))
+    (folder / "result.json").unlink()
+    write_json(folder / "ledger.head", {"run": "cd" * 16})  # another run in the same place
+    play(tracking, view, [1], a_result(view, wall_seconds=2.0, finished=False))
     query = "SELECT start_time, end_time, status FROM runs WHERE experiment_id = ? ORDER BY start_time"
     points = "SELECT timestamp FROM metrics JOIN runs USING (run_uuid) WHERE experiment_id = ?"
     with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as database:
@@ -406,13 +422,12 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
     assert run.info.status == status and run.tags["status"] == reason
     assert run.files() == LEDGER and "train_wall_seconds" not in run.metrics and not run.models
 
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round
-    second.on_fit_start(resumed)
+    start(second, dataclasses.replace(resumed, round=3))
     assert only_run().info.status == "RUNNING"
     for round in range(3, 11):
         end_round(second, resumed, a_report(resumed, round))
-    second.on_fit_end(resumed, a_result(resumed))
+    end(second, resumed)
     assert only_run().info.status == "FINISHED" and only_run().steps("test_accuracy") == list(range(1, 11))
 
 
@@ -421,35 +436,28 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is_in_mlflow(new_tracking, o
     view, first, second = a_view(folder), new_tracking(), new_tracking()
     play(first, view, [9, 10])
     before = only_run()
-    second.load_state_dict(first.state_dict())
-    play(second, a_view(folder, first_round=11), [])
+    play(second, dataclasses.replace(a_view(folder, first_round=11), round=11), [])
     after = only_run()
     assert after.info.end_time == before.info.end_time and after.tags == before.tags
-    play(second, a_view(folder, first_round=10), [10])
-    assert only_run().info.end_time > before.info.end_time, "a restored backup repeats a round"
+    charged_again = a_result(view, ledger={"run": "ab" * 16, "lines": 34, "chain": "ef" * 16})
+    play(second, dataclasses.replace(a_view(folder, first_round=10), round=10), [10], charged_again)
+    assert json.loads(only_run().tags["ledger_head"])["lines"] == 34, "a restored backup repeats a round"
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_a_run_killed_before_its_id_was_saved_is_recognised_by_its_folder(new_tracking, only_run, folder):
-    view, first, second = a_view(folder), new_tracking(), new_tracking()
-    before = first.state_dict()
-    first.on_fit_start(view)
-    second.load_state_dict(before)
-    play(second, view, [1])
+def test_a_run_that_was_killed_at_once_is_recognised_by_its_ledger(new_tracking, only_run, folder):
+    view = a_view(folder)
+    start(new_tracking(), view)
+    play(new_tracking(), view, [1])
     only_run()
 
 
-@pytest.mark.e2e
+@pytest.mark.usefixtures("blank_figures")
 def test_a_run_that_the_store_does_not_have_begins_anew(new_tracking, only_run, store, folder):
-    first = new_tracking()
-    first.on_fit_start(a_view(folder))
-    deleted = first.state_dict()["run_id"]
-    for run_id in (deleted, "0" * 32):
-        MlflowClient(store).delete_run(only_run().info.run_id)
-        tracking = new_tracking()
-        tracking.load_state_dict({"run_id": run_id})
-        play(tracking, a_view(folder, first_round=4), [4, 5])
-        assert only_run().steps("train_participants") == [4, 5] and only_run().info.status == "FINISHED"
+    start(new_tracking(), a_view(folder))
+    MlflowClient(store).delete_run(only_run().info.run_id)
+    play(new_tracking(), a_view(folder), [1, 2])
+    assert only_run().steps("train_participants") == [1, 2] and only_run().info.status == "FINISHED"
 
 
 # ---- stores that do not answer
@@ -492,7 +500,7 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
     new_tracking, only_run, folder, monkeypatch
 ):
     tracking, view = new_tracking(), a_view(folder)
-    tracking.on_fit_start(view)
+    start(tracking, view)
     tries = []
 
     def broken(*args, **options):
@@ -504,36 +512,34 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
         patch.setattr(tracking.store.client, "log_batch", broken)
         with pytest.warns(UserWarning, match="training continues.*gone") as warned:
             for round in (1, 2, 3):
-                tracking.on_round_end(view, a_report(view, round))
+                end_round(tracking, view, a_report(view, round))
     assert len(warned) == 1 and len(tries) == 1  # neither a warning nor a wait for every round
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         end_round(tracking, view, a_report(view, 4))
-        tracking.on_fit_end(view, a_result(view))  # the store answers again
+        end(tracking, view)  # the store answers again
     run = only_run()
     assert run.steps("train_participants") == [1, 2, 3, 4] and run.info.status == "FINISHED"
 
 
-def test_metrics_and_files_that_were_not_sent_are_named_at_the_end(new_tracking, only_run, folder, monkeypatch):
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize("method", ["log_batch", "log_artifact", "log_figure", "create_logged_model"])
+def test_what_was_not_sent_is_sent_by_the_command(new_tracking, only_run, store, folder, method, monkeypatch, capsys):
     tracking, view = new_tracking(), a_view(folder)
-    tracking.on_fit_start(view)
-    tracking.on_round_end(view, a_report(view, 1))
+    (folder / "ledger.jsonl").unlink()  # not one that the command reads
+    torch.save(view.module.net.state_dict(), folder / "model.pt")
+    start(tracking, view)
     with monkeypatch.context() as patch, pytest.warns(UserWarning) as warned:
-        patch.setattr(tracking.store.client, "log_batch", lambda *args, **options: 1 / 0)
-        tracking.on_round_end(view, a_report(view, 2))
-        tracking.on_fit_end(view, a_result(view))
-    assert len(warned) == 2 and "tried again" in str(warned[0].message)
-    assert "did not get: metrics of rounds 2 to 10, files and figures" in str(warned[1].message)
-    assert str(folder) in str(warned[1].message)
-
-
-def test_files_that_cannot_be_sent_leave_the_status(new_tracking, only_run, folder, monkeypatch):
-    tracking = new_tracking()
-    monkeypatch.setattr(tracking.store.client, "log_artifact", lambda *args: 1 / 0)
-    with pytest.warns(UserWarning) as warned:
-        play(tracking, a_view(folder), [1])
-    assert "did not get: some files and figures" in str(warned[-1].message)
-    assert only_run().info.status == "FINISHED"
+        patch.setattr(tracking.store.client, method, lambda *args, **options: 1 / 0)
+        end_round(tracking, view, a_report(view, 1))
+        end(tracking, view)
+    assert "does not have the whole run" in str(warned[-1].message) and f"sync {folder} sends" in str(
+        warned[-1].message
+    )
+    assert sync_command([str(folder)]) == 0
+    run = only_run()
+    assert run.info.status == "FINISHED" and len(run.models) == 1 and run.steps("train_participants") == [1]
+    assert {"result.json", "figures"} < run.files()
 
 
 def test_the_store_is_the_given_one_or_that_of_the_environment(monkeypatch, tmp_path):
@@ -558,4 +564,4 @@ def test_an_address_with_credentials_is_refused_before_it_is_written(uri, tmp_pa
         assert "`tracking.uri` must have no user name, password or token" in printed.err
         assert "hunter2" not in printed.out + printed.err and "MLFLOW_TRACKING_URI" in printed.err
     assert {path.name for path in tmp_path.iterdir()} == {"c.yaml"}
-    assert "hunter2" not in how_to_open(uri) and "hunter2" not in str(loggable({"a": [{"b": uri}]}))
+    assert "hunter2" not in how_to_open(uri) and "hunter2" not in str(without_secrets({"a": [{"b": uri}]}))

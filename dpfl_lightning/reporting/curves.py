@@ -16,10 +16,11 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import HISTORY
-from dpfl_lightning.federated.server.results import RoundReport
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.runtime.files import write_text
+from dpfl_lightning.reporting import description
+from dpfl_lightning.runtime.files import write_json, write_text
 
 FILE = HISTORY
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
@@ -44,6 +45,8 @@ class Round:
 class Curves(Callback):
     """Appends each round to `metrics.jsonl` in the folder of the run. A resumed run removes rounds that it repeats.
 
+    `run.json` beside it describes the run, and says how it ended.
+
     **Privacy** Contains accuracies on test and held-out records, which no guarantee covers, and released values.
     """
 
@@ -51,6 +54,7 @@ class Curves(Callback):
         path = view.run.output_dir / HISTORY
         kept = [one for one in read(path) if one.round < view.round]
         write_text(path, "".join(map(_line, kept)))
+        write_json(view.run.output_dir / description.FILE, description.about(view))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         path = view.run.output_dir / HISTORY
@@ -60,6 +64,13 @@ class Curves(Callback):
         except OSError as error:
             error.filename = str(path)  # a full disk does not say which file it was
             raise
+
+    def on_fit_end(self, view: View, result: RunResult) -> None:
+        if not (view.run.output_dir / description.FILE).is_file():
+            return  # the run was refused before it began
+        status = "FINISHED" if result.finished else "KILLED" if result.interrupted else "FAILED"
+        ended = {"status": status, "reason": result.reason, "seconds": result.wall_seconds}
+        description.change(view.run.output_dir, ended=ended)
 
 
 def of_round(report: RoundReport, facts: Facts) -> Round:

@@ -35,7 +35,7 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
     for name in {"epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"} & drawn.keys():
         # figures are shared without context, so they carry the guarantee
         width = round(20 * drawn[name].get_figwidth())  # characters of this size in a line
-        drawn[name].supxlabel(textwrap.fill(result.guarantee, width), fontsize=6, color="gray")
+        drawn[name].supxlabel(textwrap.fill(str(result.guarantee), width), fontsize=6, color="gray")
     return drawn
 
 

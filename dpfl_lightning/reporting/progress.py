@@ -134,10 +134,9 @@ class Progress(Callback):
             return
         for line in filter(None, (_sent(result), _groups(result)) if self.detail == "full" else ()):
             self._print(line)
-        promise, _, not_covered = result.guarantee.partition(" Not covered: ")
-        self._print(f"Guarantee: {promise if _private(result) or _noised(view) else _NO_PRIVACY}")
-        if not_covered:
-            self._print(f"Not covered: {counted(len(not_covered.split('; ')), 'point')}, listed in guarantee.html.")
+        words = result.guarantee.words() if _private(result) or _noised(view) else _NO_PRIVACY
+        self._print(f"Guarantee: {words}")
+        self._print(f"Not covered: {counted(len(result.guarantee.not_covered), 'point')}, listed in guarantee.html.")
         if self.detail == "quiet":
             self._print(f"Output folder: {result.output_dir}")
             return

@@ -308,6 +308,7 @@ def _figures(run: RunFiles) -> dict[str, str]:
     known = {field.name for field in dataclasses.fields(RunResult)}
     fields = {key: value for key, value in run.result.items() if key in known}
     embedding = fields.get("client_embedding")
+    fields["guarantee"] = run.guarantee
     fields["client_embedding"] = None if embedding is None else ClientEmbedding(**embedding)
     drawn: dict[str, str] = {}
     for name, figure in figures(run.rounds, RunResult(**fields)).items():

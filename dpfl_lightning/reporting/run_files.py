@@ -9,6 +9,7 @@ from dpfl_lightning.config.reading import read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
+from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.curves import Round
 
@@ -25,18 +26,19 @@ class RunFiles:
     options: Mapping[str, Any]
     rounds: list[Round]
     result: Mapping[str, Any] | None
+    guarantee: RunGuarantee | None
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """One run, or the same run for several seeds. `guarantee` is that of all seeds together.
+    """One run, or the same run for several seeds. `guarantee` is that of all seeds together, None while unfinished.
 
     `missing` is the number of seeds whose folders are gone.
     """
 
     name: str
     runs: tuple[RunFiles, ...]
-    guarantee: str
+    guarantee: RunGuarantee | None
     missing: int = 0
 
 
@@ -69,7 +71,7 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
         return [Table(str(table.get("name", path.stem)), table) for table in tables]
     if (path / "options.yaml").is_file():
         run = read_run(path)
-        return [RunGroup(path.resolve().name, (run,), str((run.result or {}).get("guarantee", "")))]
+        return [RunGroup(path.resolve().name, (run,), run.guarantee)]
     summary = read_json(path / "result.json") if (path / "result.json").is_file() else {}
     if "trials" in summary:
         return [Search(str(summary.get("study", path.name)), summary)]
@@ -77,7 +79,7 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
     if seeds:
         runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
         missing = max(0, len(summary.get("seeds", ())) - len(runs))
-        return [RunGroup(path.resolve().name, runs, str(summary.get("guarantee", "")), missing)]
+        return [RunGroup(path.resolve().name, runs, _guarantee(summary, path / "result.json"), missing)]
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
 
@@ -98,7 +100,28 @@ def read_run(folder: Path) -> RunFiles:
             _require_keys(row, _KEYS_OF_CLIENT, path)
         if result.get("client_embedding") is not None:
             _require_keys(result["client_embedding"], [one.name for one in fields(ClientEmbedding)], path)
-    return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
+    return RunFiles(folder, options, curves.read(folder / curves.FILE), result, _guarantee(result or {}, path))
+
+
+def _guarantee(content: Mapping[str, Any], path: Path) -> RunGuarantee | None:
+    """Return the guarantee in a result. Raises UserError if it is damaged."""
+    if "guarantee" not in content:
+        return None
+    try:
+        found = RunGuarantee.of(content["guarantee"])
+        found.words()
+    except (TypeError, ValueError, KeyError, AttributeError):
+        must = "hold the guarantee of a run"
+        raise UserError(f"`{path}` must {must}, got {content.get('guarantee')!r}. Restore it.") from None
+    return found
+
+
+def ledger_run(folder: Path) -> str:
+    """Return the random name of the run whose ledger lies in a folder; empty if none can be read."""
+    try:
+        return str(read_json(folder / "ledger.head").get("run", ""))
+    except UserError:
+        return ""
 
 
 def _require_keys(content: Mapping[str, Any], keys: Sequence[str], path: Path) -> None:

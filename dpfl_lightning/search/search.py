@@ -334,7 +334,7 @@ class Search:
         on = "the test set" if result["test_set"] else "held-out records (mean over clients)"
         caution = self.objective.caution or None
         on += "" if caution is None else f": {caution}"
-        print(shown(f"Final {', '.join(of_run) or 'run'} on {on}. {result['guarantee']}"))
+        print(shown(f"Final {', '.join(of_run) or 'run'} on {on}. {result['guarantee']['words']}"))
         chosen = self._changes_releases
         of_set = with_the_set(self._source, self.objective.card, final, chosen)
         of_trials = with_the_trials(self.study.begun(), self._in_trials({}), final, chosen)

@@ -23,7 +23,6 @@ _OF_CLIENTS = ("name", "num_records", "epsilon_spent", "delta")
 def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
     """Return the card for programs: `what` the set is, the `options` and `sampling` that made it, and its cost."""
     facts, run = view.facts, view.run.options
-    largest = max(view.guarantees(), key=lambda promise: promise.epsilon)
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
         "what": f"a distilled set: {what}",
@@ -40,9 +39,8 @@ def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], s
         "rounds": result.rounds,
         "clients": facts.num_clients,
         "records": sum(facts.num_records),
-        "guarantee": result.guarantee,
+        "guarantee": result.guarantee.as_dict(),
         "privacy": {
-            **{name: getattr(largest, name) for name in ("unit", "adjacency", "sampling", "accountant")},
             "noise": view.run.noise,
             "clients": [{name: client[name] for name in _OF_CLIENTS} for client in result.clients],
         },
@@ -145,20 +143,19 @@ def _public(section: Any) -> Any:
 
 
 def _privacy(card: Mapping[str, Any]) -> tuple[str, ...]:
-    privacy, most = card["privacy"], card["epsilon_max"]
-    promise, _, not_covered = card["guarantee"].partition(" Not covered: ")
-    points = "\n".join(f"- {point.rstrip('.')}" for point in not_covered.split("; ")) if not_covered else ""
-    rest = f"Not covered:\n\n{points}" if points else ""
+    privacy, most, guarantee = card["privacy"], card["epsilon_max"], card["guarantee"]
+    promise, points = guarantee["words"], "\n".join(f"- {point}" for point in guarantee["not_covered"])
+    rest = f"Not covered:\n\n{points}"
     if most is None:
         warning = "**This set has no guarantee.** Images of classes with few records can be close to these records."
-        return (warning, promise, *filter(None, [rest]))
+        return (warning, promise, rest)
     facts = [
         ["largest epsilon of a client", at_most(most)],
         ["largest delta", at_most(card["delta_max"])],
-        ["unit of privacy", privacy["unit"]],
-        ["neighbouring data sets", privacy["adjacency"]],
-        ["sampling", privacy["sampling"]],
-        ["accountant", privacy["accountant"]],
+        ["unit of privacy", guarantee["unit"]],
+        ["neighbouring data sets", guarantee["adjacency"]],
+        ["sampling", guarantee["sampling"]],
+        ["accountant", guarantee["accountant"]],
         ["noise", privacy["noise"]],
         ["ledger", f"run {card['ledger']['run']}, {card['ledger']['lines']} lines"],
     ]
@@ -167,7 +164,7 @@ def _privacy(card: Mapping[str, Any]) -> tuple[str, ...]:
         for one in privacy["clients"]
     ]
     table = markdown(["client", "records", "epsilon", "delta"], clients)
-    return (promise, markdown(["", ""], facts), table, *filter(None, [rest]))
+    return (promise, markdown(["", ""], facts), table, rest)
 
 
 def _number(epsilon: float | None) -> float:

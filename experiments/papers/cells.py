@@ -232,7 +232,7 @@ def package_digest() -> str:
 
 def code_version() -> str:
     """The commit of the working directory, with `+` if code differs from it; empty without git or a repository."""
-    from dpfl_lightning.reporting.mlflow.describe import commit
+    from dpfl_lightning.reporting.description import commit
 
     if not (found := commit()):
         return ""

@@ -86,7 +86,7 @@ def guarantee_of(result: RunResult) -> dict[str, Any]:
     """The largest epsilon of a run's clients, its guarantee in words and its rounds, as cells store them."""
     spent = [client["epsilon_spent"] for client in result.clients]
     epsilon = None if None in spent else max(spent)
-    return {"epsilon_max": epsilon, "guarantee": result.guarantee, "rounds": result.rounds}
+    return {"epsilon_max": epsilon, "guarantee": str(result.guarantee), "rounds": result.rounds}
 
 
 def numbers_of(result: RunResult) -> dict[str, float]:

@@ -52,9 +52,9 @@ def with_broken_records() -> Population:
 def expected(loop) -> list[dict]:
     """From the run's own draws, one broken record after the other."""
     rows = []
-    for client, settings in enumerate(loop.settings):
+    for client, settings in enumerate(loop.config.settings):
         drawn = broken = 0
-        for round in range(1, loop.rounds + 1):
+        for round in range(1, loop.config.rounds + 1):
             generator = loop.clients.engine.streams.generator("sampling", round, client)
             for _ in range(settings.steps):
                 batch = poisson_rows(settings.num_records, settings.sample_rate, generator)
@@ -206,7 +206,9 @@ def test_with_diagnostics_no_epsilon_is_claimed_anywhere(make_loop):
     loop, result, watcher = watched(make_loop, privacy=SHOWING)
     assert watcher._before == [math.inf] * 4, "before anything is shown, too"
     assert all(report.epsilon_spent == (math.inf,) * 4 for report in watcher._reports)
-    assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.startswith(WORDS)
+    assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.words().startswith(
+        WORDS
+    )
     saved = guarantee_of_each(json.loads((loop.output_dir / "guarantees.json").read_text()))
     assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
     report = ledger_report.read([loop.clients.folder.ledger_file])  # from the file alone
@@ -224,7 +226,7 @@ def test_a_resumed_run_with_diagnostics_charges_them_once(key, make_loop):
     result = make_loop(privacy=privacy, output_dir=loop.output_dir, parts=[watcher]).run(resume=True)
     purposes = [charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file)]
     assert purposes.count("shown") == 4 and purposes.count("train") == 4 * (3 if key else 4)
-    assert result.guarantee.startswith(WORDS) and result.rounds == 3
+    assert result.guarantee.words().startswith(WORDS) and result.rounds == 3
     assert [report.round for report in watcher._reports] == [2, 3]
     assert all(fraction is not None for report in watcher._reports for fraction in report.diagnostics.clip_fraction)
 

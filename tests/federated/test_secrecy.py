@@ -105,8 +105,8 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
 
     tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
     personal = ClientModule(small_net(), personal=["0.bias"])
-    loop = make_loop(privacy=PROTECTED, module=personal, parts=[tracking])
-    loop.options = {"rounds": 3, "privacy": {"delta": 1e-3}}
+    options = {"rounds": 3, "privacy": {"delta": 1e-3}}
+    loop = make_loop(privacy=PROTECTED, module=personal, parts=[tracking], options=options)
     keys, data_key = [], ClientFolder.data_key
     monkeypatch.setattr(ClientFolder, "data_key", lambda *args: keys.append(data_key(*args)) or keys[-1])
     assert loop.run().finished
@@ -154,7 +154,11 @@ def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop
         again = make_loop(privacy=privacy, rounds=1, output_dir=loop.output_dir).run(resume=True)
         guarantees = json.loads((loop.output_dir / "guarantees.json").read_text())
         page = (loop.output_dir / "guarantee.html").read_text()
-        words = [result.guarantee, again.guarantee, *(one.words() for one in loop.clients.budgets.guarantees())]
+        words = [
+            result.guarantee.words(),
+            again.guarantee.words(),
+            *(one.words() for one in loop.clients.budgets.guarantees()),
+        ]
         assert all(("nobody is protected" in one) == simulated for one in [*words, page, json.dumps(guarantees)])
         assert result.simulated == json.loads((loop.output_dir / "result.json").read_text())["simulated"] == simulated
         assert result.noise.startswith("simulated" if simulated else "AES-256")

@@ -119,5 +119,5 @@ def test_the_headline_holds_for_every_client():
 def test_the_cost_of_a_set_is_named_with_its_guarantee():
     assert "an epsilon without a bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
     guarantee = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
-    text = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": guarantee})
+    text = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": {"words": guarantee}})
     assert "at most epsilon 8 at delta" in text and text.endswith(f"The set's guarantee: {guarantee}")

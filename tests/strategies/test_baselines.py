@@ -157,7 +157,9 @@ def test_true_groups_are_the_base_rule_in_each(make_loop):
         alone.run()
         assert torch.equal(loop.state.models[group], alone.state.models[0])
     assert result.metrics["group"] == [0.0, 1.0, 0.0, 1.0]
-    assert all("a simulation" in words for words in (result.guarantee, loop.clients.budgets.guarantees()[3].words()))
+    assert all(
+        "a simulation" in words for words in (result.guarantee.words(), loop.clients.budgets.guarantees()[3].words())
+    )
 
 
 # ---- clients on their own

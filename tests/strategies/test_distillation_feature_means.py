@@ -122,7 +122,7 @@ def test_a_run_costs_one_exact_gaussian_release_of_every_client(make_loop):
         assert loop.clients.budgets.ledger.events(client) == [GaussianEvent(1.0, noise[client], 1)]
         assert 0.999 * budget < result.clients[client]["epsilon_spent"] <= budget
     assert {charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file)} == {PURPOSE}
-    assert EXACT in result.guarantee and result.rounds == 1 and result.finished
+    assert EXACT in result.guarantee.accountant and result.rounds == 1 and result.finished
     numbers = 1 + 64 + 2 * 16  # of a class: a constant, pixels, and four channels of 2 x 2 in each net
     assert result.metrics["floats_up"] == 4 * CLASSES * numbers
     assert result.metrics["floats_down"] == 4 * 2 * loop.module.num_params
@@ -244,7 +244,7 @@ def test_the_accountant_is_the_same_before_and_after_a_run(make_loop):
 
     watching = Watching()
     result = few(make_loop, FeatureMeans(**QUICK), watching, rounds=1, privacy=private()).run()
-    assert watching.promise.accountant == EXACT and EXACT in result.guarantee
+    assert watching.promise.accountant == EXACT and EXACT in result.guarantee.accountant
 
 
 def test_a_net_may_have_frozen_parameters():

@@ -34,7 +34,7 @@ def test_a_resumed_run_equals_the_unbroken_one(privacy, make_loop):
             broken.run(resume=round > 2)
         broken = again(output_dir=broken.output_dir)
     broken.run(resume=True)
-    ours, theirs = (loop.strategies[0].state_dict() for loop in (broken, unbroken))
+    ours, theirs = (loop.config.strategies[0].state_dict() for loop in (broken, unbroken))
     assert torch.equal(ours["images"], theirs["images"]) and torch.equal(ours["velocity"], theirs["velocity"])
     assert torch.equal(broken.state.models, unbroken.state.models) and ours["age"] == theirs["age"]
 
@@ -48,7 +48,9 @@ def test_a_run_leaves_its_set_and_a_card(make_loop):
     assert torch.equal(left.x, images_of(strategy).flatten(0, 1)) and left.y.tolist() == [0, 0, 1, 1, 2, 2]
     card = left.card
     assert 0.98 * 8 < card["epsilon_max"] <= 8 and card["delta_max"] == 1e-3
-    assert card["guarantee"].startswith("Simulated, nobody is protected: (8, 0.001)-differential privacy per record")
+    assert card["guarantee"]["words"].startswith(
+        "Simulated, nobody is protected: (8, 0.001)-differential privacy per record"
+    )
     assert (card["clients"], card["records"], card["rounds"]) == (4, 61, 2)
     assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.clients.budgets.ledger.head.as_dict()
     text = " ".join((loop.output_dir / DATA_CARD).read_text().split())
@@ -56,7 +58,7 @@ def test_a_run_leaves_its_set_and_a_card(make_loop):
         "# Data card: 6 synthetic images made from records of the clients",
         "| largest delta | 0.001 |",
         "| neighbouring data sets | add or remove one record |",
-        f"| 0 | {loop.facts.num_records[0]} | ",
+        f"| 0 | {loop.config.facts.num_records[0]} | ",
         "- other runs on the same records",
         "A further set, model or run",
         "built in Python",
@@ -65,7 +67,7 @@ def test_a_run_leaves_its_set_and_a_card(make_loop):
     without = distilled(make_loop, rounds=1)[0].output_dir
     assert "**This set has no guarantee.**" in (without / DATA_CARD).read_text()
     plain = load_distilled(without).card
-    assert plain["epsilon_max"] is None and plain["guarantee"].startswith("No differential privacy")
+    assert plain["epsilon_max"] is None and plain["guarantee"]["words"].startswith("No differential privacy")
 
 
 def test_batches_are_those_of_what_is_released(make_loop):

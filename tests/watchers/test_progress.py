@@ -124,7 +124,7 @@ def test_the_summary(show, tmp_path):
     for part in (
         "Test accuracy 50.00% after 10 rounds in 1 min 01 s, 1 min 00 s of it in rounds (2,000 records/s); all 10 "
         "rounds are done.",
-        "Guarantee: (3, 0.001)-differential privacy per record.",
+        "Guarantee: (3, 0.001)-differential privacy per record (add or remove one record), Poisson sampling",
         f"--sweep.distilled {tmp_path}: search on the set",
         f"python -m dpfl_lightning.evaluate {tmp_path}",
         "mlflow ui [here]",

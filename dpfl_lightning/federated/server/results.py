@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.folder import HISTORY
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
+from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class RunResult:
     client_seconds: float
     records_per_second: float
     reason: str
-    guarantee: str
+    guarantee: RunGuarantee
     ledger: dict[str, Any]
     noise: str
     clients: tuple[dict, ...]
@@ -188,11 +189,12 @@ class RunResult:
         accuracy = "" if self.test_accuracy is None else f", test accuracy {self.test_accuracy:.2%}"
         metrics = "".join(f", test {name} {one:.4g}" for name, one in self.test_metrics.items() if one is not None)
         ended = "finished" if self.finished else "not finished"
-        short = self.guarantee.partition(" Not covered: ")[0]
-        return f"RunResult({self.output_dir}: {ended} after {self.rounds} rounds{accuracy}{metrics}; {short})"
+        words = f"{ended} after {self.rounds} rounds{accuracy}{metrics}; {self.guarantee.words()}"
+        return f"RunResult({self.output_dir}: {words})"
 
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}
+        fields["guarantee"] = self.guarantee.as_dict()
         fields["test_loss"] = None if self.test_loss is None else finite_or_none(self.test_loss)
         embedding = self.client_embedding
         return {**fields, "client_embedding": None if embedding is None else dataclasses.asdict(embedding)}

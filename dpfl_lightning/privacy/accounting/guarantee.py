@@ -3,9 +3,9 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, Release
@@ -81,10 +81,45 @@ class Guarantee:
             sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
         return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
 
+    def __str__(self) -> str:
+        said = (*self.caveats, *self.unprotected)
+        return f"{self.words()} Not covered: {'; '.join(one for one in self.not_covered if one not in said)}."
+
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and `words` for JSON; an infinite epsilon is None."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """Return the guarantee that `as_dict` describes. Raises TypeError, ValueError or KeyError if it is none."""
+        fields: dict[str, Any] = {name: value for name, value in content.items() if name != "words"}
+        lists = {name: tuple(map(str, value)) for name, value in fields.items() if isinstance(value, list)}
+        epsilon = math.inf if fields["epsilon"] is None else float(fields["epsilon"])
+        return cls(**{**fields, **lists, "epsilon": epsilon, "delta": float(fields["delta"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGuarantee(Guarantee):
+    """The guarantee of the client with the largest epsilon, for a run or for several `runs` on the same records.
+
+    Of all `clients`, `unbounded` have an infinite epsilon.
+    """
+
+    clients: int
+    unbounded: int
+    runs: int = 1
+
+    def words(self) -> str:
+        """Return the guarantee of this client, and what holds for all clients."""
+        if self.unbounded:
+            whose = f"{self.unbounded} of {self.clients} clients" if self.clients > 1 else "the only client"
+            return f"{super().words()} So it is for {whose}."
+        whose = f"This is the largest epsilon; each of the {self.clients} clients has its own,"
+        if self.clients == 1:
+            whose = "This is the epsilon of the only client,"
+        together = f" All {self.runs} runs are composed." if self.runs > 1 else ""
+        return f"{super().words()} {whose} for its own records, against everyone who sees its updates.{together}"
 
 
 def guarantee(
@@ -118,16 +153,11 @@ def guarantee(
     )
 
 
-def in_words(guarantees: Sequence[Guarantee]) -> str:
-    """Return the guarantee of the weakest client, and what holds for all clients."""
-    weakest = max(guarantees, key=lambda guarantee: guarantee.epsilon)
-    count, bare = len(guarantees), sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
-    several = f"This is the largest epsilon; each of the {count} clients has its own, for its own records,"
-    one = "This is the epsilon of the only client, for its own records,"
-    whose = f"{several if count > 1 else one} against everyone who sees its updates."
-    if bare:
-        whose = f"So it is for {bare} of {count} clients." if count > 1 else "So it is for the only client."
-    return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
+def weakest(guarantees: Sequence[Guarantee]) -> RunGuarantee:
+    """Return the guarantee of the client with the largest epsilon, which is that of the run."""
+    one = max(guarantees, key=lambda guarantee: guarantee.epsilon)
+    unbounded = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
+    return RunGuarantee(**vars(one), clients=len(guarantees), unbounded=unbounded)
 
 
 def leaks_of(events: Iterable[Event]) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_fi
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 
 ANYBODY = "any client"
-_MOST_COMBINATIONS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,20 +99,24 @@ def ledger_of(folder: str | Path) -> Path:
 
 
 def read(
-    paths: Sequence[Path], accountant: str | None = None, delta: float | None = None, one_population: bool = False
+    paths: Sequence[Path],
+    accountant: str | None = None,
+    delta: float | None = None,
+    one_population: bool = False,
+    most_combinations: int = 10_000,
 ) -> Composed:
     """Verify ledgers and compose the events of each client in them. It only reads: a run may be writing one of them.
 
     Clients of several ledgers are the same if they have the same name. If not all ledgers name their clients, anybody
     may be in all of them under any number: one account then holds the worst combination, unless the caller knows that
-    all runs divided `one_population` in the same way. `accountant`
-    and `delta` (of every client, in (0, 1)) replace those of the headers; otherwise a client's largest delta counts.
+    all runs divided `one_population` in the same way; there may be `most_combinations`. `accountant` and `delta` (of
+    every client, in (0, 1)) replace those of the headers; otherwise a client's largest delta counts.
     Raises UserError if a ledger and its head disagree.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     ledgers = tuple(map(_verified, paths))
     header = _together([ledger.verified.header for ledger in ledgers], accountant)
-    matched, rows = _rows(ledgers, one_population)
+    matched, rows = _rows(ledgers, one_population, most_combinations)
     if delta is not None:
         rows = [dataclasses.replace(row, delta=delta) for row in rows]
     try:
@@ -153,7 +156,7 @@ def _verified(path: Path) -> VerifiedLedger:
     )
 
 
-def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool) -> tuple[str, list[_Row]]:
+def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool, most: int) -> tuple[str, list[_Row]]:
     """Return how clients were recognised, and a row for each; of unknown ones, a row for each combination."""
     each = [_rows_of(ledger) for ledger in ledgers]
     if len(ledgers) == 1:
@@ -164,7 +167,7 @@ def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool) -> tuple[str,
         return "name", _joined(each)
     different = [list({(row.events, row.delta): row for row in rows}.values()) for rows in each]
     count, advice = math.prod(map(len, different)), "Give the clients names in their data."
-    require(count <= _MOST_COMBINATIONS, "RUN", "be runs whose clients have names", f"{count} combinations", advice)
+    require(count <= most, "RUN", "be runs whose clients have names", f"{count} combinations", advice)
     rows = [sum(rest, start=first) for first, *rest in itertools.product(*different)]
     return "nothing", [dataclasses.replace(row, client=ANYBODY) for row in rows]
 

@@ -1,8 +1,18 @@
 """Tracking of runs, searches and tables in MLflow."""
 
 from dpfl_lightning.reporting.mlflow.run import Tracking
-from dpfl_lightning.reporting.mlflow.store import downloaded, how_to_open, store_uri
+from dpfl_lightning.reporting.mlflow.store import Store, downloaded, how_to_open, reported, store_uri
 from dpfl_lightning.reporting.mlflow.study import SeedsTracking, StudyTracking
 from dpfl_lightning.reporting.mlflow.sync import sync
 
-__all__ = ["SeedsTracking", "StudyTracking", "Tracking", "downloaded", "how_to_open", "store_uri", "sync"]
+__all__ = [
+    "SeedsTracking",
+    "Store",
+    "StudyTracking",
+    "Tracking",
+    "downloaded",
+    "how_to_open",
+    "reported",
+    "store_uri",
+    "sync",
+]

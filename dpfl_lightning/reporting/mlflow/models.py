@@ -1,47 +1,59 @@
-"""Logs trained nets as MLflow models, which can be loaded, used for prediction and served."""
+"""Trained nets as MLflow models, which can be loaded, used for prediction and served."""
 
 import contextlib
+import copy
 import logging
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 from mlflow.models import Model as ModelFile
 from mlflow.models import ModelSignature, infer_signature
 from mlflow.types import ColSpec, Schema
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from dpfl_lightning.errors import warn_user
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.reporting.mlflow.store import Store
 
+FOLDER = "mlflow"  # in the folder of the run
+_MOST_MODELS = 10  # more models, such as one for each client, are only files
 _LIBRARIES = ("mlflow", "torch", "numpy", "cloudpickle")
 _CHATTER = ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlflow.utils.requirements_utils")
 
 
-def log_model(
-    store: Store,
-    run_id: str,
-    name: str,
-    net: nn.Module,
-    example: Inputs,
-    scores: Sequence[Metric],
-    step: int,
-    features: Mapping[str, Any] | None = None,
-) -> None:
-    """Log a net as the model `runs:/<run_id>/<name>`, and its scores, which the run has already.
+def save_models(view: View, folder: Path) -> None:
+    """Write each final model to `folder` as an MLflow model, for `send_models`; a failure is a warning.
 
-    `example` is an input of the net that is made up: no record of a client may be in it. Loading needs the class of
-    the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc` predicts from one tensor, or
-    from a table whose columns are named by `features` (of `Facts`), to one tensor; other nets are logged without a
-    signature, for `mlflow.pytorch.load_model`.
+    Loading needs the class of the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc`
+    predicts from one tensor, or from a table whose columns are named by `Facts.features`, to one tensor; other nets
+    are written without a signature, for `mlflow.pytorch.load_model`.
     """
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    files = sorted(folder.glob("model*.pt"), key=lambda path: (len(path.name), path.name))
+    try:
+        for file in files if len(files) <= _MOST_MODELS else ():
+            net = copy.deepcopy(view.module.net).cpu()
+            net.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            _save(net, view.facts, folder / FOLDER / file.stem)
+    except Exception as error:  # a net may not be picklable
+        why = (str(error).splitlines() or [""])[0][:200].rstrip(".")
+        words = f"MLflow did not get the model ({type(error).__name__}: {why})"
+        warn_user(f"{words}; its parameters are in {folder}.")
+
+
+def _save(net: nn.Module, facts: Facts, path: Path) -> None:
     import mlflow.pytorch  # takes seconds
 
+    example = _example(facts)
     positional, named = arguments(example)
     with torch.no_grad():
         output = net.eval()(*positional, **named)
@@ -49,27 +61,49 @@ def log_model(
     if isinstance(example, Tensor) and isinstance(output, Tensor):
         signature = infer_signature(example.numpy(), output.numpy())
         usage = {"signature": signature, "input_example": example.numpy()}
-        if features is not None:
-            columns = Schema([ColSpec("double", column) for column in features["names"]])
-            usage = {"signature": ModelSignature(columns, signature.outputs), "metadata": {"features": dict(features)}}
-    model = store.client.create_logged_model(store.experiment_id, name, run_id)
-    store.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+        if facts.features is not None:
+            columns = Schema([ColSpec("double", column) for column in facts.features["names"]])
+            metadata = {"features": dict(facts.features)}
+            usage = {"signature": ModelSignature(columns, signature.outputs), "metadata": metadata}
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0, tzinfo=None)  # as the times of private runs
-    file = ModelFile(model.artifact_location, run_id, hour, model_uuid=model.model_id, model_id=model.model_id)
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        path = Path(folder) / "model"
+    with _quiet():
         mlflow.pytorch.save_model(
             net,
             path,
-            mlflow_model=file,
+            mlflow_model=ModelFile(utc_time_created=hour),
             **usage,
             pip_requirements=[f"{library}=={version(library)}" for library in _LIBRARIES],
             serialization_format="pickle",  # load_model then returns the net itself, for any size of a batch
         )
-        store.client.log_model_artifacts(model.model_id, str(path))
-    store.client.finalize_logged_model(model.model_id, "READY")
-    of_model = [Metric(one.key, one.value, one.timestamp, one.step, model_id=model.model_id) for one in scores]
-    store.log_metrics(run_id, of_model)
+
+
+def _example(facts: Facts) -> Inputs:
+    """Return two records of zeros, of the public shapes and dtypes of the clients' records."""
+    if facts.empty_x is None:
+        return torch.zeros(2, *facts.input_shape)
+    return tree_map(lambda part: torch.zeros(2, *part.shape[1:], dtype=part.dtype), facts.empty_x)
+
+
+def send_models(
+    store: Store, run_id: str, folder: Path, tags: dict[str, str], scores: Sequence[Metric], step: int
+) -> None:
+    """Log what `save_models` wrote as models `runs:/<run_id>/<name>`; the only model of a run gets its scores."""
+    paths = sorted((folder / FOLDER).glob("model*"), key=lambda path: (len(path.name), path.name))
+    outputs = store.client.get_run(run_id).outputs
+    sent = [store.client.get_logged_model(one.model_id) for one in (outputs.model_outputs if outputs else ())]
+    known = {(one.name, one.tags.get("ledger_head")) for one in sent if one.status == LoggedModelStatus.READY}
+    for path in paths:
+        if (path.name, tags["ledger_head"]) not in known:
+            model = store.client.create_logged_model(store.experiment_id, path.name, run_id, tags)
+            store.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+            file = ModelFile.load(path)
+            file.artifact_path, file.run_id = model.artifact_location, run_id
+            file.model_uuid = file.model_id = model.model_id
+            file.save(str(path / "MLmodel"))
+            store.client.log_model_artifacts(model.model_id, str(path))
+            store.client.finalize_logged_model(model.model_id, "READY")
+            of_model = [Metric(one.key, one.value, one.timestamp, one.step, model_id=model.model_id) for one in scores]
+            store.log_metrics(run_id, of_model if len(paths) == 1 else [])
 
 
 @contextlib.contextmanager

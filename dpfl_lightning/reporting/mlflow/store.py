@@ -20,12 +20,13 @@ import mlflow
 import mlflow.store.db.utils
 from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 from mlflow.entities import Metric as Metric
+from mlflow.entities import Run as Run
 from mlflow.tracking import MlflowClient
 
-from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.reporting.run_files import ledger_run
 from dpfl_lightning.runtime.files import is_locked
-from dpfl_lightning.runtime.text import rounded_up_duration, without_credentials
+from dpfl_lightning.runtime.text import rounded_up_duration, without_credentials, without_secrets
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
@@ -79,7 +80,7 @@ class Store:
         run_id = run.info.run_id
         self.client.log_batch(run_id, params=[Param(key, text) for key, text in (params or {}).items()])
         if options:
-            self.client.log_dict(run_id, loggable(options), file)
+            self.client.log_dict(run_id, without_secrets(options), file)
         return run_id
 
     def _first_free(self, hour: int) -> int:
@@ -117,24 +118,19 @@ class Store:
         except mlflow.MlflowException:  # another run was creating the same data set: now it is known
             self.client.log_inputs(run_id, inputs)
 
-    def status(self, run_id: str) -> str | None:
-        """Return the status of a run, such as FINISHED; None if it does not exist or was deleted."""
+    def resume(self, run_id: str) -> bool:
+        """Set the status of a run to running; return False if it does not exist or was deleted."""
         try:
-            info = self.client.get_run(run_id).info
+            active = self.client.get_run(run_id).info.lifecycle_stage == "active"
         except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return None
-        return info.status if info.lifecycle_stage == "active" else None
-
-    def resume(self, run_id: str) -> bool:
-        """Set the status of a run to running; return False if it does not exist or was deleted."""
-        exists = self.status(run_id) is not None
-        if exists:
+            return False
+        if active:
             self.client.update_run(run_id, status="RUNNING")
-        return exists
+        return active
 
-    def run_of(self, folder: Path) -> str | None:
+    def run_of(self, folder: Path) -> Run | None:
         """Return the latest run of a folder: that of its ledger, or of its place if it has no ledger.
 
         Another run that once was in the same place is not meant.
@@ -142,11 +138,11 @@ class Store:
         name = ledger_run(folder)
         return self.latest("ledger_run", name) if name else self.latest("output_dir", str(folder.resolve()))
 
-    def latest(self, tag: str, value: str) -> str | None:
+    def latest(self, tag: str, value: str) -> Run | None:
         mark = '"' if "'" in value else "'"
         same = f"tags.{tag} = {mark}{value}{mark}"
         runs = self.client.search_runs([self.experiment_id], same, max_results=1, order_by=["start_time DESC"])
-        return runs[0].info.run_id if runs else None
+        return runs[0] if runs else None
 
     def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
         """Send metrics, and remove those that have arrived from `pending`."""
@@ -162,10 +158,6 @@ class Store:
             params = [Param(name, run.data.params[name]) for name in names if name in run.data.params]
             self.client.log_batch(run_id, params=params)
 
-    def steps(self, run_id: str, names: Iterable[str]) -> set[tuple[str, int]]:
-        """Return the points that a run has of some metrics, each by its name and step."""
-        return {(name, point.step) for name in names for point in self.client.get_metric_history(run_id, name)}
-
     def end_abandoned(self) -> None:
         """Mark runs as KILLED whose folder is on this machine, and whose process is gone."""
         running = "attributes.status = 'RUNNING'"
@@ -179,7 +171,7 @@ class Store:
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])
 
-    def tried(self, action: Callable[[], None], unharmed: str) -> bool:
+    def tried(self, action: Callable[[], object], unharmed: str) -> bool:
         """Return whether `action` reached the store. The first failure warns, with the words what is `unharmed`."""
         try:
             with _patience():
@@ -190,6 +182,11 @@ class Store:
                 self._warned = True
                 warn_user(f"MLflow at {without_credentials(self.uri)} failed; {unharmed}: {_why(error, self.uri)}")
             return False
+
+
+def last_steps(run: Run) -> dict[str, int]:
+    """Return metric -> the last step that the store has of it."""
+    return {metric.key: metric.step for metric in run.data.to_proto().metrics}
 
 
 def metrics(values: Mapping[str, float | None], step: int, exact_times: bool = False) -> list[Metric]:
@@ -296,14 +293,6 @@ def _alone(uri: str) -> Iterator[None]:
         os.close(lock)
 
 
-def ledger_run(folder: Path) -> str:
-    """Return the random name of the run whose ledger lies in a folder; empty if none can be read."""
-    try:
-        return str(read_json(folder / "ledger.head").get("run", ""))
-    except UserError:
-        return ""
-
-
 @contextmanager
 def _patience(seconds: int = 30) -> Iterator[None]:
     """Limit how long MLflow waits for a server; its default is many minutes. Values that the user has set are kept."""
@@ -343,20 +332,3 @@ def _why(error: BaseException, uri: str) -> str:
         error = inner
     lines = str(error).replace(uri, without_credentials(uri)).strip().splitlines() or [""]
     return f"{type(error).__name__}: {without_credentials(lines[0])[:300]}"
-
-
-def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without the credentials of addresses, at any depth.
-
-    >>> loggable({"rounds": 3, "data": {"hosts": ["http://me:secret@host"]}})
-    {'rounds': 3, 'data': {'hosts': ['http://host']}}
-    """
-
-    def public(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: public(one) for name, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [public(one) for one in value]
-        return without_credentials(value) if isinstance(value, str) else value
-
-    return {name: public(value) for name, value in options.items()}

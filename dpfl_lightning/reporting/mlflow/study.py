@@ -6,8 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.reporting import curves
-from dpfl_lightning.reporting.mlflow import describe
+from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
 from dpfl_lightning.runtime.text import flattened, without_credentials
 
@@ -31,8 +30,8 @@ class StudyTracking:
             self.store.show({"metrics": sweep["scores"], "params": sweep["space"]})
             if run_id is not None and self.store.resume(run_id):
                 return run_id
-            params = describe.params({**options, "sweep": sweep}, {})
-            return self.store.begin(name, {**self._tags, **describe.program()}, params, options, "sweep.yaml")
+            params = description.params({**options, "sweep": sweep}, {})
+            return self.store.begin(name, {**self._tags, **description.program()}, params, options, "sweep.yaml")
 
     def trial(
         self,
@@ -93,16 +92,16 @@ class SeedsTracking:
     def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float] | None) -> str:
         """Start the parent run, or resume that of the same folder, and return its id."""
         place, private = str(folder.resolve()), budgets is not None
-        tags = {**self._tags, **describe.program(), "output_dir": place, "status": "running"}
+        tags = {**self._tags, **description.program(), "output_dir": place, "status": "running"}
         run, name = (
             {**options, "seed": None},
-            name or describe.run_name(options["strategies"], budgets or (), private, options),
+            name or description.run_name(options["strategies"], budgets or (), private, options),
         )
-        params = describe.params(run, {"epsilon": describe.epsilon_span(budgets or (), private)})
+        params = description.params(run, {"epsilon": description.epsilon_span(budgets or (), private)})
         with reported(self.store.uri):
             earlier = self.store.latest("output_dir", place)
-            if earlier is not None and self.store.resume(earlier):
-                return earlier
+            if earlier is not None and self.store.resume(earlier.info.run_id):
+                return earlier.info.run_id
             return self.store.begin(name, tags, params, options)
 
     def end(self, run_id: str, folders: Sequence[Path], text: str) -> None:

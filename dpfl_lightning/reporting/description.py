@@ -1,4 +1,4 @@
-"""What MLflow's pages show of a run before and after its curves: name, parameters, data set and description."""
+"""What a run is, for those who look at its curves: `run.json` with name, parameters, tags and data sets."""
 
 import contextlib
 import dataclasses
@@ -11,17 +11,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_map
-
+import dpfl_lightning
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
-from dpfl_lightning.privacy.clipping.inputs import Inputs
-from dpfl_lightning.reporting.mlflow.store import loggable
-from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials
+from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.runtime.files import write_json
+from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials, without_secrets
+
+FILE = "run.json"
 
 #: parameters of every run; others are shown where they differ from their defaults
 _ALWAYS = (
@@ -39,6 +42,68 @@ _ALWAYS = (
 _NEVER = ("strategies", "tracking", "output_dir", "privacy.epsilon")  # said by strategies and epsilon, or not compared
 _LONGEST = 250  # characters of a parameter
 _DEFAULTS = flattened(dataclasses.asdict(Options()))
+
+
+def change(folder: Path, **changed: Any) -> None:
+    """Replace entries of the `run.json` of a folder."""
+    write_json(folder / FILE, {**read_json(folder / FILE), **changed})
+
+
+def about(view: View) -> dict[str, Any]:
+    """Return the content of `run.json` at the start of a run. It has no secret and no private value."""
+    run, private = view.run, _private(view)
+    options = run.options or _options_of(view)
+    more = {
+        "epsilon": epsilon_span(run.budgets, private),
+        "clients.count": view.facts.num_clients,
+        "num_params": run.num_params,
+    }
+    return {
+        "name": run_name(run.strategies, run.budgets, private, options),
+        "params": params(options, more),
+        "tags": {**_frame(view), **program()},
+        "notes": run.strategy_notes,
+        "datasets": {context: dataset(view.facts, run, context) for context in _contexts(view.facts)},
+        "exact_times": run.exact_times,
+        "ended": None,
+    }
+
+
+def _contexts(facts: Facts) -> tuple[str, ...]:
+    return ("training", "test") if facts.test_set else ("training",)
+
+
+def _options_of(view: View) -> dict[str, Any]:
+    """Return the most important options of a run that was built in Python."""
+    optimizer = None if view.optimizer is None else type(view.optimizer).__name__.lower()
+    model = {"class_path": type(view.module.net).__qualname__}
+    seed_and_rounds = {"rounds": view.run.rounds, "seed": view.seed}
+    return {**seed_and_rounds, "model": model, "clients": {"optimizer": {"name": optimizer}}}
+
+
+def _private(view: View) -> bool:
+    """Return whether any planned release has noise."""
+    return any(one.noise_multiplier for schedule in view.schedule.clients for one in schedule.noised)
+
+
+def _frame(view: View) -> dict[str, str]:
+    """Return the assumptions behind every epsilon of the run, as tags."""
+    frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
+    frame["task"] = view.run.task
+    if not _private(view):
+        return {**frame, "guarantee": "no privacy"}
+    guarantee = view.expected_guarantee()
+    if guarantee.unprotected or guarantee.simulated:
+        frame["guarantee"] = guarantee.words()
+    return {
+        **frame,
+        "unit": guarantee.unit,
+        "adjacency": guarantee.adjacency,
+        "sampling": guarantee.sampling,
+        "noise": view.run.noise,
+        "accountant": guarantee.accountant,
+        "delta": span((schedule.delta for schedule in view.schedule.clients), at_most),
+    }
 
 
 def run_name(
@@ -77,7 +142,7 @@ def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str
     >>> params({"rounds": 10, "strategies": {"fedprox": {"pull": 0.1}}}, {"num_params": 650})
     {'strategies': 'fedprox', 'num_params': '650', 'rounds': '10', 'strategies.fedprox.pull': '0.1'}
     """
-    flat = flattened(loggable(options))
+    flat = flattened(without_secrets(options))
     chosen = {key: text for key, text in flat.items() if key not in more and (key in _ALWAYS or _changed(key, text))}
     head = {"strategies": _joined(options["strategies"])} if options.get("strategies") else {}
     given = {**head, **{key: str(value) for key, value in more.items()}, **chosen}
@@ -111,16 +176,9 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
         "name": name,
         "digest": hashlib.sha256(json.dumps(public, default=str).encode()).hexdigest()[:8],
         "source_type": "dpfl_lightning",
-        "source": json.dumps(loggable(data), default=str),
+        "source": json.dumps(without_secrets(data), default=str),
         "profile": json.dumps(profile),
     }
-
-
-def example(facts: Facts) -> Inputs:
-    """Return two records of zeros, of the public shapes and dtypes of the clients' records."""
-    if facts.empty_x is None:
-        return torch.zeros(2, *facts.input_shape)
-    return tree_map(lambda part: torch.zeros(2, *part.shape[1:], dtype=part.dtype), facts.empty_x)
 
 
 def program() -> dict[str, str]:
@@ -147,15 +205,30 @@ def commit() -> str:
     return found if re.fullmatch("[0-9a-f]{40,64}", found) else ""
 
 
-def description(notes: Sequence[str], result: RunResult | None = None) -> str:
-    """Return Markdown for the top of the run's page: the plan, and after the run its results."""
+def claim(guarantee: Guarantee) -> dict[str, str]:
+    """Return a guarantee as tags: the largest epsilon over the clients, its delta and unit, and what it covers."""
+    return {
+        "guarantee": guarantee.words(),
+        "epsilon": at_most(guarantee.epsilon),
+        "delta": at_most(guarantee.delta),
+        "unit": guarantee.unit,
+        "covered": "; ".join(guarantee.covers) or "nothing",
+        "not_covered": "; ".join(guarantee.not_covered),
+    }
+
+
+def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = None) -> str:
+    """Return Markdown for the top of the run's page: the plan, and after the run how it ended and its results."""
     plan = [f"**Plan.** {' '.join(notes)}"] if notes else []
+    ended = f"**Ended:** {reason}." if reason else "**Running.**"
     if result is None:
-        return "\n\n".join(["**Running.**", *plan])
+        return "\n\n".join([ended, *plan])
     words = "Test accuracy" if result.test_set else "Mean accuracy over clients on held-out records"
     scores = [] if result.test_accuracy is None else [f"**{words} {result.test_accuracy:.2%}**"]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {counted(len(result.clients), 'client')}: mean {result.accuracy_mean:.2%}"
         scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
-    guarantee = f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`."
-    return "\n\n".join([*scores, guarantee, f"**Ended:** {result.reason}.", *plan])
+    said = claim(result.guarantee)
+    guarantee = f"**Guarantee.** {said['guarantee']} Details: see the artifact `guarantee.html`."
+    guarantee += f"\n\n- Covered: {said['covered']}\n- Not covered: {said['not_covered']}"
+    return "\n\n".join([*scores, guarantee, ended, *plan])
