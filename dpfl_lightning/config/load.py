@@ -49,6 +49,7 @@ def load(
     config_of: Callable[[argparse.Namespace], str | None] | None = None,
     section: SectionKind = None,
     takes: Sequence[str] = (),
+    decided: Callable[[argparse.Namespace], Mapping[str, Any]] | None = None,
 ) -> tuple[Options, argparse.Namespace]:
     """Return the options of a command line, and the values of the command's flags (`config`: the list of files).
 
@@ -63,6 +64,7 @@ def load(
         config_of: returns the configuration file that the command's flags imply, if any; it replaces `--config`.
         section: a section that only this command has. Its value is returned as the flag of that name.
         takes: sections whose keys the command line may set; empty allows all keys.
+        decided: returns keys that the command's flags decide, whatever the files have.
 
     >>> options, flags = load(["--rounds", "5", "--privacy.epsilon=2", "--dry"],
     ...                       lambda parser: parser.add_argument("--dry", action="store_true"))
@@ -93,6 +95,10 @@ def load(
         values.merge(raw, path, f"in {path}")
     for key, text in overrides:
         values.put(key, parse_override(key, text, section), "on the command line")
+    for key, value in (decided(flags) if decided else {}).items():
+        given = dict(overrides).get(key, str(value))
+        require(given == str(value), f"--{key}", f"be {value} or left out: other flags decide it", given)
+        values.put(key, value, "by other flags")
     options, extra_options = values.typed()
     if section is not None:
         setattr(flags, section.section, extra_options)
