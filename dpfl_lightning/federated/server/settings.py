@@ -61,8 +61,7 @@ def client_settings(
     for key, value in given.items():
         name = key.partition(".")[2]
         if value is not None or name not in columns:
-            kind = int if name in ("batch_size", "local_epochs") else float
-            columns[name] = resolve(key, value, count, seed, kind, names)
+            columns[name] = resolve(key, value, count, seed, names)
     rows = list(zip(*columns.values(), strict=True))
     settings = tuple(once_each(lambda row: ClientSettings(**dict(zip(columns, row, strict=True))), rows))
     _check(settings, privacy, names or range(count))
@@ -190,7 +189,11 @@ class RunConfig:
         """The strategies that watch, and the callbacks."""
         return [part for part in (*self.strategies, *self.callbacks) if isinstance(part, Callback)]
 
+    @cached_property
+    def _learning_rate(self) -> tuple[float, ...]:
+        return tuple(client.learning_rate for client in self.settings)
+
     def learning_rates(self, round: int) -> tuple[float, ...]:
         """The learning rate of each client in a round."""
         factor = self.rates.factor(round, self.rounds)
-        return tuple(factor * client.learning_rate for client in self.settings)
+        return self._learning_rate if factor == 1 else tuple(factor * rate for rate in self._learning_rate)
