@@ -81,7 +81,8 @@ def _init(words: Sequence[str]) -> int:
     from dpfl_lightning.sites.node.records import settings_of
 
     path = Path(flags.state)
-    state, site = new_node(path, settings_of(options, flags.name or path.absolute().name, flags.client))
+    name = path.absolute().name if flags.name is None else flags.name
+    state, site = new_node(path, settings_of(options, name, flags.client))
     print(f"Site {site.name}: {site.num_records} records, {site.num_classes} classes. {_budget(state)}")
     print(f"Send {path / 'site.json'}, which holds public facts only, to the server's operator.")
     if state.settings().test_key:
