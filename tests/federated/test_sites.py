@@ -292,7 +292,7 @@ def test_a_site_that_leaves_is_left_out_and_the_others_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"key": FIXED_KEY}, "noise_key.*test_key"),
+        ({"key": FIXED_KEY}, "noise_key.*node init"),
         ({"privacy": {"diagnostics": True}}, "privacy.diagnostics"),
         ({"privacy": {"sampling": "shuffle"}}, "privacy.sampling"),
         ({"data": {"name": "digits", "groups": {"name": "rotation", "count": 2}}}, "data.groups.*true groups"),

@@ -61,8 +61,7 @@ def client_settings(
     for key, value in given.items():
         name = key.partition(".")[2]
         if value is not None or name not in columns:
-            kind = int if name in ("batch_size", "local_epochs") else float
-            columns[name] = resolve(key, value, count, seed, kind, names)
+            columns[name] = resolve(key, value, count, seed, names)
     rows = list(zip(*columns.values(), strict=True))
     settings = tuple(once_each(lambda row: ClientSettings(**dict(zip(columns, row, strict=True))), rows))
     _check(settings, privacy, names or range(count))
