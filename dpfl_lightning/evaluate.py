@@ -34,12 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.json:
         print(json.dumps(report))
         return 0
-    from dpfl_lightning.reporting.progress import print_table, score_columns, score_words
+    from dpfl_lightning.federated.server.scores import Column, in_words, remarks, score_columns
+    from dpfl_lightning.reporting.progress import print_table
 
-    print(score_words(report, held_out=not report["test_set"]) or "There is nothing to evaluate.")
-    if scores := score_columns(report["clients"]):
+    print("\n".join([in_words(report) or "There is nothing to evaluate.", *remarks([report])]))
+    if scores := score_columns([[row] for row in report["clients"]]):
         print("Held-out records of each client:")
-        print_table({"client": ([row["name"] for row in report["clients"]], ""), **scores})
+        print_table({"client": Column([row["name"] for row in report["clients"]]), **scores})
     return 0
 
 
@@ -61,7 +62,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     """
     import torch
 
-    from dpfl_lightning.build import build_module, build_population
+    from dpfl_lightning.build import build_module, build_population, build_test_set
     from dpfl_lightning.federated.client.dummy_data import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
@@ -85,12 +86,14 @@ def evaluate_run(options: Options, run: Path) -> dict:
     several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     files = several if several[0].is_file() and not single else [run / "model.pt"]
     try:
-        population = build_population(options)
+        population = build_test_set(options) if at_sites else build_population(options)
     except UserError as error:
         advice = "Paths are relative to the working directory in which the run was started."
         if options.data.class_path is None or "no such file" not in str(error).lower():
             raise
         raise UserError(f"{error} {advice}") from None
+    require(population is not None, "data.init_args.test", "be given to score models of a run over sites", None)
+    assert population is not None  # for mypy
     if at_sites:  # their held-out records are not here
         none = [held_out[:0] for held_out in population.held_out_of]
         population = dataclasses.replace(population, held_out_of=none)
@@ -130,7 +133,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     ]
     test = scores.test
     on_test = {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics}
-    return {"test_set": population.test is not None, **on_test, "personal": personal, "clients": rows}
+    more = {"baseline": dict(scores.baseline), "undefined": dict(test.undefined), "personal": personal}
+    return {"test_set": population.test is not None, **on_test, **more, "clients": rows}
 
 
 if __name__ == "__main__":

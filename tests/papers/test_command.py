@@ -33,7 +33,7 @@ example.digits --output_dir x | --output_dir, --runs
 example.digits --jobs 0 | --jobs, at least 1
 example.digits --colums x | --colums, Did you mean `--columns`?
 example.digits --clients.lerning_rate 1 | Did you mean `clients.learning_rate`?
-example.digits --clients.learning_rate -1 | clients.learning_rate, above 0, -1
+example.digits --clients.learning_rate -1 | clients.learning_rate, > 0, -1
 example.digits --no_table --json | --no_table
 example.digits --page README.md | --page, README.md, marks
 noise_aware.table3 --rounds 5 | --rounds, privacy.accountant, formulas

@@ -313,6 +313,8 @@ class RunSession:
                 return f"every client has spent its budget after {counted(self.state.round, 'round')}"
             seconds = time.perf_counter() - begun
             self.totals.training_seconds += seconds
+            stds = ClientUpdates.announced(plan).noise_std
+            self.totals.noise_std[list(plan.clients)] = torch.tensor(stds, dtype=torch.float64)
             view = self.view(after)
             sent = self.traffic.metrics(plan, self.totals.metrics)
             self.totals.metrics = summary.round_metrics(config.strategies, view, plan, weights, sent)
@@ -359,7 +361,6 @@ class RunSession:
             self.folder.save_checkpoint(self.snapshot, self._seal)
         updates = updates.without(dropped) if dropped else updates
         self.traffic.lost_updates = len(updates.lost)
-        self.totals.noise_std[list(updates.clients)] = torch.tensor(updates.noise_std, dtype=torch.float64)
         return updates
 
     # -- what it reports
@@ -447,6 +448,8 @@ class RunSession:
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
             model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
+            baseline={} if scores is None else dict(scores.baseline),
+            undefined={} if scores is None else dict(scores.test.undefined),
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
             **_on_test(scores),
@@ -478,6 +481,7 @@ class RunSession:
                 "accuracy": score.accuracy,
                 "loss": finite_or_none(score.loss),
                 "metrics": dict(score.metrics),
+                "undefined": dict(score.undefined),
                 "model": models.model_of[client],
                 "true_group": None if groups is None else groups[client],
             }
