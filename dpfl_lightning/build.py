@@ -68,6 +68,19 @@ def build_population(options: Options) -> Population:
     return Population.partitioned(dataset, num_clients=count, seed=options.seed, **values)
 
 
+def build_test_set(options: Options) -> Population | None:
+    """Return a population with the test set of a run over sites; None if a table has none. It needs no `df`."""
+    data = options.data
+    if data.class_path is None:
+        return build_population(options)
+    if data.class_path.endswith("Population.from_dataframe"):
+        if (test := data.init_args.get("test")) is None:
+            return None
+        data = dataclasses.replace(data, init_args={**data.init_args, "df": test, "client": None})
+    clients = dataclasses.replace(options.clients, count=None)
+    return build_population(dataclasses.replace(options, data=data, clients=clients))
+
+
 def build_module(options: Options, population: Population | Facts) -> ClientModule:
     """Return the module that clients train: the model of `build_net`, wrapped unless it is a ClientModule.
 
@@ -294,7 +307,7 @@ def build_loop(
 ) -> FederatedLoop:
     """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
 
-    `remote` makes clients whose records are at sites; see `sites.server.deploy.remote_loop`.
+    `remote` makes clients whose records are at sites; see `sites.server.deploy.loop_over`.
     """
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device

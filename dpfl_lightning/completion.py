@@ -9,6 +9,7 @@ from dpfl_lightning.__main__ import parsers
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.config.options import all_keys
 from dpfl_lightning.config.registry import REGISTRIES, names_of
+from dpfl_lightning.config.typed import alternatives
 from dpfl_lightning.config.yaml_text import presets
 from dpfl_lightning.errors import command
 
@@ -55,10 +56,11 @@ def _add_keys(parser: argparse.ArgumentParser, name: str, takes: Sequence[str]) 
             "preamble": {"bash": f'_dpfl_configurations() {{ compgen -W "{words}" -- $1 || compgen -f -- $1; }}'},
         }
     parser.add_argument("--print_config", action="store_true")
-    for key, known in all_keys(("sweep", SweepOptions) if name == "sweep" else None).items():
+    for key, known in all_keys(SweepOptions if name == "sweep" else None).items():
         if takes and key.partition(".")[0] not in takes:
             continue
-        literals = [one for one in (known.hint, *get_args(known.hint)) if get_origin(one) is Literal]
+        kinds = [kind for one in alternatives(known.hint) for kind in (one, *get_args(one))]
+        literals = [one for one in kinds if get_origin(one) is Literal]
         parser.add_argument(f"--{key}", choices=[word for one in literals for word in get_args(one)] or None)
         if key in REGISTRIES:
             parser.add_argument(f"--{key}.help", choices=names_of(key))

@@ -62,7 +62,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     """
     import torch
 
-    from dpfl_lightning.build import build_module, build_population
+    from dpfl_lightning.build import build_module, build_population, build_test_set
     from dpfl_lightning.federated.client.dummy_data import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
@@ -86,12 +86,14 @@ def evaluate_run(options: Options, run: Path) -> dict:
     several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     files = several if several[0].is_file() and not single else [run / "model.pt"]
     try:
-        population = build_population(options)
+        population = build_test_set(options) if at_sites else build_population(options)
     except UserError as error:
         advice = "Paths are relative to the working directory in which the run was started."
         if options.data.class_path is None or "no such file" not in str(error).lower():
             raise
         raise UserError(f"{error} {advice}") from None
+    require(population is not None, "data.init_args.test", "be given to score models of a run over sites", None)
+    assert population is not None  # for mypy
     if at_sites:  # their held-out records are not here
         none = [held_out[:0] for held_out in population.held_out_of]
         population = dataclasses.replace(population, held_out_of=none)

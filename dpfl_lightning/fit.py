@@ -52,6 +52,7 @@ def run(argv: Sequence[str] | None = None, connect: Connect | None = None) -> in
         description="Train a model by federated learning. Each client has its own privacy budget.",
         examples=("--config digits", "--config config.yaml --rounds 50 --privacy.epsilon 2", "--resume runs/digits"),
         config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume not in (None, _AUTO) else None,
+        decided=lambda flags: _of_sites(flags, connect) if flags.nodes or flags.plan or connect else {},
     )
     if flags.resume == _AUTO:
         flags.resume = _has_begun(options, flags.quiet)
@@ -94,24 +95,28 @@ def fit(
     return build_loop(options, callbacks).run(resume)
 
 
-def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | None) -> None:
-    """Train over the nodes of sites."""
+def _of_sites(flags: argparse.Namespace, connect: Connect | None) -> dict[str, Any]:
+    """Check the flags of a run over the nodes of sites, and return the keys that its plan decides."""
     if connect is None:
         require(bool(flags.nodes and flags.plan), "--nodes, --plan", "be given together", flags.plan or flags.nodes)
     else:
         require(bool(flags.plan), "--plan", "be given: the file that the sites have accepted", flags.plan)
         require(not flags.nodes, "--nodes", "be left out: Flower finds the nodes", flags.nodes)
     require(not flags.seeds, "--seeds", "be left out with --plan", flags.seeds, "A plan is for one run.")
-    from dpfl_lightning.sites.server.clients import SocketChannel
-    from dpfl_lightning.sites.server.deploy import remote_loop
+    from dpfl_lightning.sites.terms import read_terms
 
-    def channels(count: int) -> Sequence[Channel]:
-        if connect is None:
-            return [SocketChannel(path, flags.node_wait) for path in flags.nodes]
-        return connect(count, flags.node_wait)
+    return {"clients.count": len(read_terms(Path(flags.plan)).sites)}
 
-    callbacks = _callbacks(options, "quiet" if flags.quiet else "full")
-    remote_loop(options, flags.plan, channels, callbacks).run(bool(flags.resume))
+
+def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | None) -> None:
+    """Train over the nodes of sites."""
+    from dpfl_lightning.sites.server.clients import Sites, SocketChannel
+    from dpfl_lightning.sites.server.deploy import loop_over
+    from dpfl_lightning.sites.terms import read_terms
+
+    terms, channels = read_terms(Path(flags.plan)), [SocketChannel(path, flags.node_wait) for path in flags.nodes]
+    sites = Sites(terms, tuple(channels if connect is None else connect(len(terms.sites), flags.node_wait)))
+    loop_over(options, sites, _callbacks(options, "quiet" if flags.quiet else "full")).run(bool(flags.resume))
 
 
 def _callbacks(options: Options, detail: Detail) -> list[Callback]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpfl_lightning.config.command_line import CommandParser
-from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.runtime.spoken import SHORTEST, WORDS, digits_of, in_both_forms
 from dpfl_lightning.runtime.text import at_least, at_most, counted, shown
@@ -23,26 +23,28 @@ _ABOUT = (
     "server. status: plans and what is left of the budget. verify: check ledgers and plans. withdraw: leave a study. "
     "The node releases what its operator has accepted, and nothing else."
 )
+_INIT = ("node --config site.yaml", "node --config site.yaml --privacy.epsilon 2 --name berlin")
+_TAKES = ("data", "privacy", "model", "clients", "seed")
 _TEST = "test key: noise can be computed by everyone who knows the key, so that nobody is protected"
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `node` with command-line arguments, and return its exit status."""
-    examples = (
-        "init node --name berlin --data digits:0/3",
-        "accept node plan.json --epsilon_limit 2",
-        "serve node",
-    )
-    parser = CommandParser("node", _ABOUT, "VERB STATE_DIR [PLAN] [FLAGS]", examples)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["init"]:
+        return _init(words[1:])
+    examples = ("init node --config site.yaml", "accept node plan.json", "serve node")
+    about = f"{_ABOUT} See `dpfl node init --help` for the flags and keys of init."
+    parser = CommandParser("node", about, "VERB STATE_DIR [PLAN] [FLAGS]", examples)
     _flags(parser)
-    flags = parser.parse_args(argv)
+    flags = parser.parse_args(words)
     needs_plan = flags.verb in ("accept", "withdraw")
     what = "a file for accept, and the begin of a hash in `status` for withdraw"
     require(needs_plan == (flags.plan is not None), "PLAN", f"be {what}, and left out otherwise", flags.plan)
     from dpfl_lightning.sites.node.state import StateFolder
 
-    run = {"init": _init, "accept": _accept, "serve": _serve, "status": _status, "verify": _verify}
+    run = {"accept": _accept, "serve": _serve, "status": _status, "verify": _verify}
     run.get(flags.verb, _withdraw)(StateFolder(Path(flags.state)), flags)
     return 0
 
@@ -52,20 +54,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("verb", metavar="VERB", choices=verbs, help=", ".join(verbs))
     parser.add_argument("state", metavar="STATE_DIR", help="folder of the node")
     parser.add_argument("plan", metavar="PLAN", nargs="?", help="accept: file of a plan; withdraw: begin of its hash")
-    parser.add_argument("--name", help="init: name of the site, as in plans")
-    text = (
-        "init: a CSV or Parquet file, a folder with a folder of images for each class, module:function, or a share of "
-    )
-    parser.add_argument("--data", help=text + "a public data set, such as digits:0/3")
-    parser.add_argument(
-        "--data_args", metavar="YAML", default="{}", help="init: arguments, as {label: ill, num_classes: 2}"
-    )
-    text = "init: class of this installation that plans may name as model.class_path (default: none)"
-    parser.add_argument("--model", metavar="CLASS", help=text)
-    parser.add_argument("--test_key", metavar="HEX", help=f"init: {_TEST}")
-    text = "accept: greatest sum of epsilon over all plans ever accepted; given with the first one"
+    text = "accept: new limit on the sum of epsilon over all plans ever accepted, instead of privacy.epsilon of init"
     parser.add_argument("--epsilon_limit", metavar="E", type=float, help=text)
-    text = "accept: greatest sum of delta (default 1 / records)"
+    text = "accept: new limit on the sum of delta, instead of privacy.delta of init"
     parser.add_argument("--delta_limit", metavar="D", type=float, help=text)
     text = "accept: allow a limit above the one that was set before"
     parser.add_argument("--raise_limits", action="store_true", help=text)
@@ -77,21 +68,33 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slot", metavar="SECONDS", type=float, default=1.0, help=text)
 
 
-def _init(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.sites.node.accept import new_node
-    from dpfl_lightning.sites.node.state import Settings
+def _init(words: Sequence[str]) -> int:
+    from dpfl_lightning.config.load import load
 
-    for key in ("name", "data"):
-        require(getattr(flags, key) is not None, f"--{key}", "be given to init", None, "See --help.")
-    arguments = parse_yaml(flags.data_args, "--data_args")
-    require(isinstance(arguments, dict), "--data_args", "be a mapping, as {label: ill}", flags.data_args)
-    data = str(Path(flags.data).absolute()) if Path(flags.data).exists() else flags.data  # served from any folder
-    settings = Settings(flags.name, data, arguments, model=flags.model, test_key=flags.test_key)
-    _, site = new_node(state.path, settings)
-    print(f"Site {site.name}: {site.num_records} records, {site.num_classes} classes. Nothing is accepted yet.")
-    print(f"Send {state.path / 'site.json'}, which holds public facts only, to the server's operator.")
-    if flags.test_key:
+    about = (
+        "Name the records of a site, from its configuration: data as for fit, privacy.epsilon and privacy.delta as the "
+        "limits on the sum over all plans that it ever accepts (privacy.adjacency), and model.class_path as a class of "
+        f"this installation that plans may name. privacy.noise_key is a {_TEST}."
+    )
+    options, flags = load(words, _init_flags, name="node init", description=about, examples=_INIT, takes=_TAKES)
+    from dpfl_lightning.sites.node.accept import new_node
+    from dpfl_lightning.sites.node.records import settings_of
+
+    path = Path(flags.state)
+    name = path.absolute().name if flags.name is None else flags.name
+    state, site = new_node(path, settings_of(options, name, flags.client))
+    print(f"Site {site.name}: {site.num_records} records, {site.num_classes} classes. {_budget(state)}")
+    print(f"Send {path / 'site.json'}, which holds public facts only, to the server's operator.")
+    if state.settings().test_key:
         print(f"Warning: {_TEST}.")
+    return 0
+
+
+def _init_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state", metavar="STATE_DIR", help="new folder of the node")
+    parser.add_argument("--name", help="name of the site, as in plans (default: the name of the folder)")
+    text = "client of the data that is this site, if they have several (default: the name of the site)"
+    parser.add_argument("--client", help=text)
 
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
@@ -113,7 +116,7 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     print(f"\nAccepted as {plan}. {_budget(state)}")
     for name in ("epsilon", "delta"):
         one, other = (getattr(settings, f"{name}_limit") for settings in (before, after))
-        if one not in (None, other):
+        if one != other:
             print(f"The limit of {name} was {at_most(one)} and is now {at_most(other)}.")
 
 
@@ -138,9 +141,7 @@ def _comparison(
     except UserError as error:
         return f"It does not fit: {error}"
     words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
-    if epsilon_limit is None and state.settings().epsilon_limit is None:
-        return f"{words}. No limit is set: give --epsilon_limit."
-    limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
+    limits = limits_of(state.settings(), epsilon_limit, delta_limit, may_rise)
     words += f"; {_left(state, limits)} is left. It"
     try:
         state.check(terms, reservation, *limits)
@@ -187,8 +188,6 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
 def _budget(state: StateFolder) -> str:
     """Return in words what the accepted plans reserve, and what is left."""
     settings, plans = state.settings(), state.plans().values()
-    if settings.epsilon_limit is None or settings.delta_limit is None:
-        return "No plan was accepted, and no limit is set."
     withdrawn, (epsilon, delta) = sum(one.withdrawn for one in plans), state.reserved()
     left = _left(state, (settings.epsilon_limit, settings.delta_limit))
     accepted = counted(len(plans) - withdrawn, "accepted plan") + (f" and {withdrawn} withdrawn" if withdrawn else "")
@@ -220,7 +219,8 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.sites.receipt import public_key
 
     settings = state.settings()
-    print(f"Site {settings.name}, records from {settings.data}." + (f" {_TEST}." if settings.test_key else ""))
+    data, warning = settings.config["data"], f" {_TEST}." if settings.test_key else ""
+    print(f"Site {settings.name}, records from {data['class_path'] or data['name']}.{warning}")
     print(f"Its public key is {public_key(state.key())}.")
     for plan, reserved in state.plans().items():
         print(_line(state, plan, reserved))

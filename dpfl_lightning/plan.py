@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name="plan",
         description="Show noise, steps and epsilon of every client of a run before training.",
         examples=("--config digits", "--config digits --privacy.epsilon 2 --json"),
+        decided=lambda flags: {"clients.count": len(flags.sites)} if flags.sites else {},
     )
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.privacy.sampling import SAMPLERS

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Search the best values for keys of a run, on distilled, public or private records. The same "
         "command resumes a search that was stopped.",
         examples=("--config sweeps/nas_digits.yaml", "--config search.yaml --workers 4 --final"),
-        section=("sweep", SweepOptions),
+        section=SweepOptions,
     )
     require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
     for key in ("workers", "helping"):

@@ -134,8 +134,7 @@ class Checkout:
         """The plan, charges and epsilons of a federation of two nodes."""
         words, names = self.digits(*NODES, *UNTRACKED), ("berlin", "paris")
         for number, name in enumerate(names):
-            site = ["--name", name, "--data", f"digits:{number}/2", "--test_key", KEY]
-            self.run("init", name, *site, module="dpfl_lightning.node")
+            self.run("init", name, *self.site(number), module="dpfl_lightning.node")
         facts = [f"{name}/site.json" for name in names]
         self.run(*words, "--sites", *facts, "--export", "plan.json", module="dpfl_lightning.plan")
         with ExitStack() as nodes:
@@ -151,6 +150,13 @@ class Checkout:
             "charges": [charges_of(ledger) for ledger, _ in zip(ledgers, names, strict=True)],
             "epsilons": released(self.scratch / "sites")["epsilons"],
         }
+
+    def site(self, number: int) -> list[str]:
+        """The words with which `node init` gives half of the digits to a node."""
+        if (self.tree / "dpfl_lightning/deployment").exists():  # a tree before configurations of sites
+            return ["--name", ("berlin", "paris")[number], "--data", f"digits:{number}/2", "--test_key", KEY]
+        limits = ["--privacy.epsilon", "5", "--privacy.delta", "0.01", "--privacy.noise_key", KEY]
+        return ["--client", str(number), "--data.name", "digits", "--clients.count", "2", *limits]
 
     @contextmanager
     def serving(self, name: str) -> Iterator[None]:

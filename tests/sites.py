@@ -17,7 +17,7 @@ from dpfl_lightning.runtime.digests import memory_of
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Reply, Signed, Site, Terms, Train
 from dpfl_lightning.sites.node.accept import accept, open_study, site_of
-from dpfl_lightning.sites.node.records import site_population
+from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Listener, Node
 from dpfl_lightning.sites.node.state import Settings, StateFolder
 from dpfl_lightning.sites.server.clients import Sites
@@ -42,6 +42,13 @@ def configured(folder: Path, key: str | None = None, strategies=None, **more) ->
     return from_mapping({**usual, **more, "privacy": {**privacy, **more.get("privacy", {})}})
 
 
+def settings_for(client: int, sites: int = SITES, key: str | None = None) -> Settings:
+    """What the operator decides of a node with share `client` of the digits."""
+    privacy = {"epsilon": 100.0, "delta": 0.01, "noise_key": key}
+    options = {"data": {"name": "digits"}, "clients": {"count": sites}, "privacy": privacy}
+    return settings_of(from_mapping(options), str(client))
+
+
 def key_of(client: int) -> bytes:
     """The key with which the node of a client signs."""
     return bytes([client]) * 32
@@ -50,8 +57,8 @@ def key_of(client: int) -> bytes:
 @functools.cache
 def site(client: int, sites: int = SITES) -> Site:
     """What a site with share `client` of the digits tells the server."""
-    settings = Settings(str(client), f"digits:{client}/{sites}")
-    return site_of(settings, site_population(settings.data, {}, settings.name), key_of(client))
+    settings = settings_for(client, sites)
+    return site_of(settings, *site_population(settings), key_of(client))
 
 
 def planned(folder: Path, **more) -> Terms:
@@ -62,8 +69,8 @@ def planned(folder: Path, **more) -> Terms:
 
 def state_of(folder: Path, client: int, key: str | None = FIXED_KEY, sites: int = SITES) -> StateFolder:
     """The folder of a node with share `client` of the digits."""
-    settings = Settings(str(client), f"digits:{client}/{sites}", test_key=key)
-    return StateFolder.create(folder / f"site{client}", settings, site(client, sites), key_of(client))
+    state = folder / f"site{client}"
+    return StateFolder.create(state, settings_for(client, sites, key), site(client, sites), key_of(client))
 
 
 def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: float = 100.0) -> list[Node]:

@@ -65,7 +65,7 @@ def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine
         ("--confidence 1", "`--confidence` must be in (0, 1), got 1.0."),
         ("--releases 1", "`--releases` must be at least 2, got 1."),
         ("--for_client all", "`--for_client` must be a known key or flag. Did you mean `--for_clients`?"),
-        ("--rounds 0", "`rounds` must be >= 1, got 0."),
+        ("--rounds 0", "`rounds` must be a whole number in [1, 1e6], got 0."),
     ],
 )
 def test_a_mistake_is_one_sentence(words, message, capsys):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import dpfl_lightning
-from dpfl_lightning.config.load import from_mapping, load, to_yaml
+from dpfl_lightning.config.load import check, from_mapping, load, to_yaml
 from dpfl_lightning.config.options import (
     ClientOptions,
     Options,
@@ -20,7 +20,6 @@ from dpfl_lightning.config.options import (
     TrackingOptions,
     all_keys,
     changed_options,
-    check,
 )
 from dpfl_lightning.config.registry import REGISTRIES, help_text, names_of
 from dpfl_lightning.config.yaml_text import parse_yaml
@@ -297,28 +296,31 @@ FILE_MISTAKES = [
     ("rouns: 5", "`rouns` must be a known key.", "Did you mean `rounds`?"),
     ("clients: {batchsize: 3}", "`clients.batchsize`", "Did you mean `clients.batch_size`?"),
     ("epsilon: 3", "Did you mean `privacy.epsilon`?"),
-    ("rounds: many", "`rounds` must be a whole number, got 'many'"),
-    ("rounds: 2.5", "`rounds` must be a whole number, got 2.5"),
-    ("rounds:", "`rounds` must be a whole number, got None"),
-    ("rounds: 0", "`rounds` must be >= 1, got 0"),
+    ("rounds: many", "`rounds` must be a whole number in [1, 1e6], got 'many'"),
+    ("rounds: 2.5", "`rounds` must be a whole number in [1, 1e6], got 2.5"),
+    ("rounds:", "`rounds` must be a whole number in [1, 1e6], got None"),
+    ("rounds: 0", "`rounds` must be a whole number in [1, 1e6], got 0"),
     ("data: fashion_mnist", "`data` must be a mapping of keys", "Write data: {name: fashion_mnist}"),
     ("data: {name: null}", "`data.name` must be a data set if there is no data.class_path", "got None"),
-    ("data: {held_out_per_client: 1.5}", "a fraction below 1 or a whole number, got 1.5"),
+    ("data: {held_out_per_client: 1.5}", "a number in [0, 1) or a whole number in [1, 1e9], got 1.5"),
     (
         "data: {partition: iid}",
-        "`data.partition` must be a mapping, got 'iid'",
+        "`data.partition` must be a mapping with a `name`, got 'iid'",
         "Write {name: iid}, or --data.partition.name iid.",
     ),
-    ("data: {groups: rotation}", "`data.groups` must be a mapping or null", "Write {name: rotation}, or"),
-    ("model: {name: x, class_path: y.Z}", "`model` must have a `name` or a `class_path`"),
+    ("data: {groups: rotation}", "`data.groups` must be a mapping with a `name` or null", "Write {name: rotation}, or"),
+    ("model: {name: x, class_path: y.Z}", "`model` must be a mapping with a `name` or a `class_path`"),
     ("strategies: uniform", "`strategies` must be a mapping", "Write {uniform: {}}, or"),
-    ("strategies: {}", "`strategies` must name at least one"),
+    ("strategies: {}", "`strategies` must be a mapping of at least one strategy"),
     ("clients: {batch_size: [1, 2]}", "`clients.batch_size` must have 20 values", "got 2"),
-    ("clients: {batch_size: [1, x]}", "`clients.batch_size` must be a whole number or a list of whole numbers"),
-    ("privacy: {epsilon: 0}", "`privacy.epsilon` must be above 0, got 0"),
+    (
+        "clients: {batch_size: [1, x]}",
+        "`clients.batch_size` must be a whole number in [1, 1e9], got 'x'. It is value 2 of the list.",
+    ),
+    ("privacy: {epsilon: 0}", "`privacy.epsilon` must be a number > 0 (also one for each client) or null, got 0"),
     ("privacy: {epsilon: dist1}", "Write {name: dist1}, or"),
     ("privacy: {accountant: rpd}", "one of pld, rdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"),
-    ("privacy: {noise_key: '12'}", "`privacy.noise_key` must be 32 hexadecimal digits"),
+    ("privacy: {noise_key: '12'}", "`privacy.noise_key` must be text of 32 hexadecimal digits"),
     ("engine: {name: quick}", "`engine.name` must be one of ", "fast, serial", "got 'quick'"),
     ("tracking: {experiment: 5}", "`tracking.experiment` must be text, got 5"),
     ("rounds: [1", "must be valid YAML", "on line "),
@@ -356,7 +358,7 @@ COMMAND_MISTAKES = [
     ("--model cnn_small", "Write {name: cnn_small}, or --model.name cnn_small."),
     (
         "--strategies pfa",
-        "`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {}.",
+        "`strategies` must be a mapping of at least one strategy, got 'pfa'. Write {pfa: {}}, or --strategies.pfa {}.",
     ),
     ("", "`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"),
     ("--model mynet.Net", "Write {class_path: mynet.Net}, or --model.class_path mynet.Net."),
@@ -376,7 +378,7 @@ def test_the_file_of_a_search_is_refused_for_a_run_and_the_reverse():
     assert f"It configures a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
     message = r"a section sweep, got '.*'\. It configures a single run: .*fit --config .*digits.yaml"
     with pytest.raises(UserError, match=message):
-        load(["--config", run], section=("sweep", SweepOptions))
+        load(["--config", run], section=SweepOptions)
 
 
 def test_a_command_that_takes_some_keys_refuses_the_others(printed):

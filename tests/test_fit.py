@@ -29,7 +29,7 @@ def in_the_repository(monkeypatch, request):
 
 MISTAKES = [
     ("--rouns 3", "rouns", "Did you mean `--rounds`"),
-    ("--privacy.epsilon 0", "privacy.epsilon", "above 0", "0"),
+    ("--privacy.epsilon 0", "privacy.epsilon", "> 0", "0"),
     ("--clients.batch_size 1000", "clients.batch_size", "1000"),
     ("--data.name digit", "digit", "Did you mean `digits`"),
     ("--data.groups '{name: rotation, sizes: [2, 2]}'", "data.groups.sizes", "5, clients.count"),

@@ -35,7 +35,7 @@ def script_of(tls: bool) -> str:
     script = environment + nodes + (secure if tls else plain) + run + checks
     assert script.count("--config digits") == 2 and "examples/flower" in script
     script = script.replace("--config digits", "--config digits --rounds 2")
-    script = re.sub(r"(--data digits:\d/3)", rf"\1 --test_key {FIXED_KEY}", script)
+    script = re.sub("(dpfl node init .*)", rf"\1 --privacy.noise_key {FIXED_KEY}", script)
     for port, free in zip(("8000", "9091", "9092", "9093"), free_ports(4), strict=True):
         script = re.sub(rf"\b{port}\b", str(free), script)
     return script.replace("examples/flower", str(ROOT / "examples" / "flower"))

@@ -87,15 +87,17 @@ HOSTILE = {
     "rounds: " + "[" * 900 + "]" * 900: "too many levels|more than 50 levels",
     "rounds: " + "[" * 20_000: "too many levels",
     "a: 1\n" * 1_000_000: "must have at most 4,000,000 bytes",
-    PRIVATE + "clients: {count: 1000000000}": "`clients.count` must be at most 1,000,000, got 1000000000",
-    PRIVATE + "rounds: 1000000000000": "`rounds` must be at most 1,000,000",
-    PRIVATE + "model: {name: convnet, depth: 1000000000}": "`model.depth` must be at most 100, got",
-    PRIVATE + "engine: {workers: 100000}": "`engine.workers` must be at most 1,024",
-    "privacy: {epsilon: " + "9" * 400 + "}": "`privacy.epsilon` must be a number below 1e308",
-    PRIVATE + "strategies: {fedprox: {pull: .inf}}": "`strategies.fedprox.pull` must be finite, got inf",
-    PRIVATE + "strategies: {mr_mtl: {pull: .nan}}": "`strategies.mr_mtl.pull` must be finite, got nan",
-    PRIVATE + "strategies: {clustered: {data_floor: .inf}}": "`strategies.clustered.data_floor` must be finite",
-    PRIVATE + "data: {partition: {name: dirichlet, alpha: .inf}}": "`data.partition.alpha` must be finite",
+    PRIVATE
+    + "clients: {count: 1000000000}": "`clients.count` must be a whole number in .1, 1e6. or null, got 1000000000",
+    PRIVATE + "rounds: 1000000000000": "`rounds` must be a whole number in .1, 1e6., got",
+    PRIVATE + "model: {name: convnet, depth: 10000000000}": "`model.depth` must be a finite number of at most 1,000",
+    PRIVATE + "engine: {workers: 100000}": "`engine.workers` must be a whole number in .1, 1024. or null",
+    "privacy: {epsilon: " + "9" * 400 + "}": "`privacy.epsilon` must be a number > 0 .* got 99999",
+    PRIVATE + "strategies: {fedprox: {pull: .inf}}": "`strategies.fedprox.pull` must be a finite number .* got inf",
+    PRIVATE + "strategies: {mr_mtl: {pull: .nan}}": "`strategies.mr_mtl.pull` must be a finite number .* got nan",
+    PRIVATE
+    + "strategies: {clustered: {data_floor: .inf}}": "`strategies.clustered.data_floor` must be a finite number",
+    PRIVATE + "data: {partition: {name: dirichlet, alpha: .inf}}": "`data.partition.alpha` must be a finite number",
 }
 
 

@@ -72,7 +72,8 @@ def test_a_table_has_no_other_columns_and_categories(name):
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_node_is_not_set_up_under_another_name(name, tmp_path, capsys):
-    assert node(["init", str(tmp_path / "node"), f"--name={name}", "--data", "digits:0/3"]) == 2
+    words = ["--data.name", "digits", "--clients.count", "3", "--privacy.epsilon", "3"]
+    assert node(["init", str(tmp_path / "node"), f"--name={name}", *words]) == 2
     assert "`--name` must have 1 to 64 letters" in capsys.readouterr().err and not (tmp_path / "node").exists()
 
 

@@ -250,7 +250,7 @@ def test_options_by_name_of_client_in_yaml_and_on_the_command_line(place):
     assert fit_command(["--resume", "run", "--quiet"]) == 0
     merged, _ = load([*config, "--privacy.epsilon.rome", "7"])
     assert dict(merged.privacy.epsilon) == {"oslo": 8, "berlin": 4, "rome": 7}
-    with pytest.raises(UserError, match=r"be above 0, got -1. It is the value of client oslo"):
+    with pytest.raises(UserError, match=r"be a number > 0, got -1. It is the value of client oslo"):
         load([*config, "--privacy.epsilon", "{oslo: -1, rome: 1, berlin: 1}"])
     with pytest.raises(
         UserError, match=r"each client \(berlin, rome, oslo\), got the unknown paris and no value for oslo"

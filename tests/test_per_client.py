@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpfl_lightning.config.options import all_keys
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS, NORMAL_MIXTURES, UNIFORMS
+from dpfl_lightning.config.typed import of_one_client
 from dpfl_lightning.errors import UserError
 
 DISTS = [f"dist{i}" for i in range(1, 10)]
@@ -15,7 +17,7 @@ DISTS = [f"dist{i}" for i in range(1, 10)]
 
 def test_one_value_or_a_list_becomes_one_value_a_client():
     assert resolve("privacy.delta", 1e-4, 3, seed=0) == (1e-4, 1e-4, 1e-4)
-    assert resolve("clients.batch_size", 8, 2, seed=0, kind=int) == (8, 8)
+    assert resolve("clients.batch_size", 8, 2, seed=0) == (8, 8)
     assert isinstance(resolve("privacy.epsilon", 2, 1, seed=0)[0], float)
     assert resolve("privacy.epsilon", [3.0, 1.0, math.inf], 3, seed=0) == (3.0, 1.0, math.inf)
 
@@ -23,9 +25,9 @@ def test_one_value_or_a_list_becomes_one_value_a_client():
 @given(num_clients=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_every_named_distribution_stays_in_its_range(num_clients: int, seed: int):
     def drawn(key: str, kind: type = float, **options: object) -> tuple:
-        values = resolve(key, options, num_clients, seed, kind)
+        values = resolve(key, options, num_clients, seed)
         assert len(values) == num_clients
-        assert values == resolve(key, options, num_clients, seed, kind)
+        assert values == resolve(key, options, num_clients, seed)
         assert all(type(value) is kind for value in values)
         return values
 
@@ -92,7 +94,7 @@ def test_published_budgets_by_name_and_scale():
     assert resolve("privacy.epsilon", {"name": "dist7"}, 40, seed=9) == EPSILONS["dist7"][40]
     scaled = resolve("privacy.epsilon", {"name": "dist7", "scale": 10}, 20, seed=0)
     assert scaled == pytest.approx([10 * epsilon for epsilon in EPSILONS["dist7"][20]])
-    assert resolve("clients.batch_size", {"name": "published"}, 60, seed=0, kind=int) == BATCH_SIZES[60]
+    assert resolve("clients.batch_size", {"name": "published"}, 60, seed=0) == BATCH_SIZES[60]
 
 
 # ---- mistakes
@@ -100,25 +102,25 @@ def test_published_budgets_by_name_and_scale():
 
 MISTAKES = [
     ("privacy.epsilon", [1.0, 2.0], "`privacy.epsilon` must have 3 values", "got 2"),
-    ("privacy.epsilon", 0, "be above 0, got 0"),
-    ("privacy.epsilon", [1, 2, -1], "be above 0, got -1", "client 2"),
+    ("privacy.epsilon", 0, "be a number > 0, got 0"),
+    ("privacy.epsilon", [1, 2, -1], "be a number > 0, got -1", "client 2"),
     ("privacy.epsilon", math.nan, "be a number"),
-    ("privacy.delta", 1, "be in [0, 1), got 1"),
-    ("privacy.noise_multiplier", -0.1, "be >= 0"),
+    ("privacy.delta", 1, "be a number in [0, 1), got 1"),
+    ("privacy.noise_multiplier", -0.1, "be a number >= 0"),
     ("clients.learning_rate", math.inf, "finite"),
-    ("clients.batch_size", 2.5, "be a whole number, got 2.5"),
+    ("clients.batch_size", 2.5, "be a whole number in [1, 1e9], got 2.5"),
     ("privacy.epsilon", {"name": "dist11"}, "`privacy.epsilon.name`", "Did you mean `dist1`?"),
     ("privacy.epsilon", {"name": "dist1"}, "20, 40 or 60 clients", "got 3", "source: sampled"),
     ("privacy.epsilon", {"name": "dist1", "sorce": "sampled"}, "Did you mean `source`?"),
-    ("privacy.epsilon", {"name": "dist1", "source": "sampled", "scale": -1}, "be above 0"),
-    ("privacy.epsilon", {"name": "dist1", "source": "sampled", "floor": 0}, "epsilon.floor` must be above 0"),
+    ("privacy.epsilon", {"name": "dist1", "source": "sampled", "scale": -1}, "be a number > 0"),
+    ("privacy.epsilon", {"name": "dist1", "source": "sampled", "floor": 0}, "epsilon.floor` must be a number > 0"),
     ("clients.learning_rate", {"name": "dist1"}, "be one of"),
     ("clients.batch_size", {"name": "published"}, "20, 40 or 60 clients", "choice"),
     ("clients.batch_size", {"name": "choice", "values": 16}, "`clients.batch_size.values` must be a list"),
     ("clients.batch_size", {"name": "uniform", "low": 4, "high": 3}, "at most `high`"),
     ("privacy.epsilon", {"name": "uniform", "low": 1, "high": math.inf}, "finite"),
     ("privacy.epsilon", {"name": "uniform", "low": 1}, "`privacy.epsilon.high` must be given"),
-    ("privacy.epsilon", {"name": "normal", "mean": 1, "std": -1, "floor": 1}, ".std` must be >= 0"),
+    ("privacy.epsilon", {"name": "normal", "mean": 1, "std": -1, "floor": 1}, ".std` must be a number >= 0"),
     ("privacy.epsilon", {"name": "uniform", "low": 1, "high": 2, 3: 4}, "`privacy.epsilon.3`"),
 ]
 
@@ -126,10 +128,18 @@ MISTAKES = [
 @pytest.mark.parametrize(("key", "value", "words"), [(key, value, words) for key, value, *words in MISTAKES])
 def test_a_mistake_names_key_value_and_way_out(key: str, value: object, words: list[str]):
     with pytest.raises(UserError) as caught:
-        resolve(key, value, 3, seed=0, kind=int if key == "clients.batch_size" else float)
+        resolve(key, value, 3, seed=0)
     message = str(caught.value)
     assert message.startswith("`") and "\n" not in message
     assert not [word for word in words if word not in message], message
+
+
+def test_no_range_is_guessed():
+    """Every option with a value for each client declares its range, and an option that nobody declared has none."""
+    kinds = {key: of_one_client(known.hint) for key, known in all_keys().items()}
+    assert not [key for key, kind in kinds.items() if kind and not kind.__metadata__]
+    with pytest.raises(KeyError):
+        resolve("clients.weight_decay", 1.0, 3, seed=0)
 
 
 def test_floor_belongs_to_sampled_budgets():
@@ -142,7 +152,7 @@ NAMES = ("berlin", "oslo", "2")
 
 def test_values_by_name_go_to_the_client_of_that_name():
     assert resolve("privacy.epsilon", {2: 3, "oslo": 2, "berlin": 1}, 3, seed=0, names=NAMES) == (1.0, 2.0, 3.0)
-    assert resolve("clients.batch_size", {"2": 3, "oslo": 2, "berlin": 1}, 3, 0, int, NAMES) == (1, 2, 3)
+    assert resolve("clients.batch_size", {"2": 3, "oslo": 2, "berlin": 1}, 3, 0, NAMES) == (1, 2, 3)
     assert resolve("privacy.epsilon", [1, 2, 3], 3, seed=0, names=NAMES) == (1.0, 2.0, 3.0), "a list: in their order"
 
 
@@ -152,8 +162,8 @@ def test_values_by_name_go_to_the_client_of_that_name():
         ({"berlin": 1, "oslo": 2}, NAMES, "one value for each client (berlin, oslo, 2), got no value for 2."),
         ({"berlin": 1, "oslo": 2, "2": 1, "rome": 1}, NAMES, "got the unknown rome."),
         ({"berlin": 1, "osl": 2, "2": 1}, NAMES, "got the unknown osl and no value for oslo. Did you mean `oslo`?"),
-        ({"berlin": 1, "oslo": 2, "2": -1}, NAMES, "be above 0, got -1. It is the value of client 2."),
-        ({"berlin": "a", "oslo": 2, "2": 1}, NAMES, "be a number, got 'a'. It is the value of client berlin."),
+        ({"berlin": 1, "oslo": 2, "2": -1}, NAMES, "be a number > 0, got -1. It is the value of client 2."),
+        ({"berlin": "a", "oslo": 2, "2": 1}, NAMES, "be a number > 0, got 'a'. It is the value of client berlin."),
         ({"berlin": 1}, (), "be one value or a list for clients without names, got {'berlin': 1}. Give a list"),
         ({"2": 1, 2: 1, "berlin": 1, "oslo": 1}, NAMES, "name each client once"),
     ],

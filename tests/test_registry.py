@@ -25,7 +25,7 @@ def test_call_passes_arguments_and_options():
         ({"by": True}, "`thing.by` must be a number, got True"),
         ({"by": 3, "times": 1.0}, "`thing.times` must be a whole number, got 1.0"),
         ({"by": 3, "unit": 5}, "`thing.unit` must be text, got 5"),
-        ({"by": 3, "steps": [1, 2.5]}, r"`thing.steps` must be a list of whole numbers, got \[1, 2.5\]"),
+        ({"by": 3, "steps": [1, 2.5]}, "`thing.steps` must be a whole number, got 2.5. It is value 2 of the list."),
         ({"by": 3, "steps": "12"}, "`thing.steps` must be a list of whole numbers, got '12'"),
         ({"by": 3, "x": 1}, r"`thing.x` must be an option of scale \(by, times, unit, steps\), got 1"),
     ],

@@ -140,7 +140,7 @@ def test_the_best_is_trained_by_fit_and_nothing_is_trained_again(search, tmp_pat
     ("raw", "words"),
     [
         (changed(space={"model.widht": {"choices": [8]}}), ["sweep.space.model.widht", "it has none"]),
-        (changed(space={"clients.learning_rate": {"low": -1.0, "high": 1.0}}), ["clients.learning_rate", "above 0"]),
+        (changed(space={"clients.learning_rate": {"low": -1.0, "high": 1.0}}), ["clients.learning_rate", "> 0"]),
         (changed(distilled="runs/nowhere"), ["distilled", "runs/nowhere", "strategy distillation"]),
         (changed(trails=3), ["sweep.trails", "Did you mean `sweep.trials`"]),
         ({**SMALL, "data": {"name": "digits"}}, ["data.public_records", "--sweep.distilled"]),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from dpfl_lightning import __version__
-from dpfl_lightning.config.options import SECTIONS, Key, Options, all_keys
+from dpfl_lightning.config.options import SECTIONS, Key, Options, SectionKind, all_keys
 from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import inline
@@ -90,22 +90,20 @@ def _sentence(message: str) -> str:
 # ---- help of the keys of a configuration
 
 
-def add_common_keys(parser: argparse.ArgumentParser, extra: tuple[str, type] | None, takes: Sequence[str]) -> None:
+def add_common_keys(parser: argparse.ArgumentParser, extra: SectionKind, takes: Sequence[str]) -> None:
     """Show the keys of the `extra` section and the most used other keys, each with its first sentence."""
     keys = all_keys(extra)
-    sections = [name for name in [*([extra[0]] if extra else []), *SECTIONS] if not takes or name in takes]
+    sections = [name for name in [*([extra.section] if extra else []), *SECTIONS] if not takes or name in takes]
     more = f"--help all explains all {sum(_taken(key, takes) for key in keys)} keys, --SECTION.help those of a section "
     more += f"({', '.join(sections)}), and --KEY.help the names of a key, such as --data.partition.help."
     group = parser.add_argument_group("most used keys", more)
-    common = [key for key in keys if (extra and key.startswith(f"{extra[0]}.")) or key in COMMON_KEYS]
+    common = [key for key in keys if (extra and key.startswith(f"{extra.section}.")) or key in COMMON_KEYS]
     _add_keys(group, {key: keys[key] for key in common if _taken(key, takes)}, brief=True)
 
 
-def add_sections(
-    parser: argparse.ArgumentParser, extra: tuple[str, type] | None, sections: Iterable[str] | None = None
-) -> None:
+def add_sections(parser: argparse.ArgumentParser, extra: SectionKind, sections: Iterable[str] | None = None) -> None:
     """Show every key with its whole text, in a group for each section (default: all sections; "" is the top level)."""
-    kinds: dict[str, type] = {**dict([extra] if extra else []), "": Options, **SECTIONS}
+    kinds: dict[str, Any] = {one.section: one for one in (*([extra] if extra else []), Options, *SECTIONS.values())}
     for name in kinds if sections is None else sections:
         about = (inspect.getdoc(kinds[name]) or "").partition("\n\nArgs:")[0] if name else None
         group = parser.add_argument_group(f"section {name}" if name else "run", about)
@@ -126,19 +124,19 @@ def _taken(key: str, takes: Sequence[str]) -> bool:
     return not takes or key.partition(".")[0] in takes
 
 
-def sections_help(extra: tuple[str, type] | None, section: str) -> str:
+def sections_help(extra: SectionKind, section: str) -> str:
     """Return the help of all keys of a section."""
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, formatter_class=_Style)
     add_sections(parser, extra, [section])
     return parser.format_help().strip()
 
 
-def key_help(key: str, name: str | None, extra: tuple[str, type] | None) -> str:
+def key_help(key: str, name: str | None, extra: SectionKind) -> str:
     """Return the text of `--KEY.help [NAME]`, for a key, a section, or a name in a registry."""
     keys = all_keys(extra)
     if key in REGISTRIES:
         return help_text(key, name, keys[key].help)
-    sections = [*SECTIONS, *([extra[0]] if extra else [])]
+    sections = [*SECTIONS, *([extra.section] if extra else [])]
     known = [*sections, *keys]
     require(key in known, f"--{key}.help", "name a key or a section", key, nearest(key, known))
     require(name is None, f"--{key}.help", "be given without a value", name)

@@ -12,29 +12,27 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 from dpfl_lightning.config.command_line import CommandParser, add_common_keys, add_sections, key_help
 from dpfl_lightning.config.options import (
     MAY_BE_NULL,
     SECTIONS,
     Options,
+    SectionKind,
     all_keys,
-    check,
-    checked,
+    check_data,
     how_to_choose,
     nearest_key,
 )
+from dpfl_lightning.config.per_client import by_client, resolve
 from dpfl_lightning.config.registry import names_of
-from dpfl_lightning.config.typed import in_words
+from dpfl_lightning.config.typed import alternatives, of_one_client
 from dpfl_lightning.config.yaml_text import dump, parse_yaml, read_yaml
 from dpfl_lightning.errors import UserError, require, shortened
 from dpfl_lightning.runtime.launcher import invocation
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
-#: name and dataclass of a section that only one command has
-Section = tuple[str, type]
-
 #: name of the command that adds a section to the configuration, and of that section
 _SEARCH = "sweep"
 #: keys of mappings whose names are dotted keys of a run
@@ -49,8 +47,9 @@ def load(
     description: str = "",
     examples: Sequence[str] = (),
     config_of: Callable[[argparse.Namespace], str | None] | None = None,
-    section: Section | None = None,
+    section: SectionKind = None,
     takes: Sequence[str] = (),
+    decided: Callable[[argparse.Namespace], Mapping[str, Any]] | None = None,
 ) -> tuple[Options, argparse.Namespace]:
     """Return the options of a command line, and the values of the command's flags (`config`: the list of files).
 
@@ -65,6 +64,7 @@ def load(
         config_of: returns the configuration file that the command's flags imply, if any; it replaces `--config`.
         section: a section that only this command has. Its value is returned as the flag of that name.
         takes: sections whose keys the command line may set; empty allows all keys.
+        decided: returns keys that the command's flags decide, whatever the files have.
 
     >>> options, flags = load(["--rounds", "5", "--privacy.epsilon=2", "--dry"],
     ...                       lambda parser: parser.add_argument("--dry", action="store_true"))
@@ -73,7 +73,7 @@ def load(
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _show_key_help(words, section)
-    overrides, flag_words = split(words, () if section is None else section[:1])
+    overrides, flag_words = split(words, () if section is None else (section.section,))
     accepted = " and ".join(f"--{one}.*" for one in takes)
     advice = f"It accepts only {accepted}; all other options are those of the run."
     for key, text in overrides:
@@ -95,11 +95,15 @@ def load(
         values.merge(raw, path, f"in {path}")
     for key, text in overrides:
         values.put(key, parse_override(key, text, section), "on the command line")
+    for key, value in (decided(flags) if decided else {}).items():
+        given = dict(overrides).get(key, str(value))
+        require(given == str(value), f"--{key}", f"be {value} or left out: other flags decide it", given)
+        values.put(key, value, "by other flags")
     options, extra_options = values.typed()
     if section is not None:
-        setattr(flags, section[0], extra_options)
+        setattr(flags, section.section, extra_options)
     if flags.print_config:
-        more = "" if section is None else dump({section[0]: dataclasses.asdict(extra_options)})
+        more = "" if section is None else dump({section.section: dataclasses.asdict(extra_options)})
         print(to_yaml(options) + more, end="")
         raise SystemExit(0)
     return options, flags
@@ -151,17 +155,17 @@ def to_yaml(options: Options) -> str:
     return dump(dataclasses.asdict(options))
 
 
-def _check_kind_of_files(files: Mapping[str, Any], section: Section | None, overridden: Sequence[str]) -> None:
+def _check_kind_of_files(files: Mapping[str, Any], section: SectionKind, overridden: Sequence[str]) -> None:
     """Raise UserError if a search gets only files of a run, or a run that of a search. The section tells them apart."""
     for path, raw in files.items():
         advice = f"It configures a search: {invocation(_SEARCH)} --config {path}."
         known = section is not None or not isinstance(raw, Mapping) or _SEARCH not in raw
         require(known, "--config", f"be a file without a section {_SEARCH}", path, advice)
     mappings = [raw for raw in files.values() if isinstance(raw, Mapping)]
-    if section is not None and mappings and section[0] not in overridden:
-        known, paths = any(section[0] in raw for raw in mappings), ", ".join(files)
+    if section is not None and mappings and section.section not in overridden:
+        known, paths = any(section.section in raw for raw in mappings), ", ".join(files)
         advice = f"It configures a single run: {invocation('fit')} --config {paths}."
-        require(known, "--config", f"be a file with a section {section[0]}", paths, advice)
+        require(known, "--config", f"be a file with a section {section.section}", paths, advice)
 
 
 # ---- merging values
@@ -170,9 +174,9 @@ def _check_kind_of_files(files: Mapping[str, Any], section: Section | None, over
 class _Values:
     """The values that were set, by dotted key, and where each of them was set."""
 
-    def __init__(self, section: Section | None = None) -> None:
+    def __init__(self, section: SectionKind = None) -> None:
         self._section = section
-        self._sections = SECTIONS | ({} if section is None else {section[0]: section[1]})
+        self._sections = SECTIONS | ({} if section is None else {section.section: section})
         self._keys = all_keys(section)
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
@@ -221,7 +225,7 @@ class _Values:
                 self._drop_data_set_before(origin)
             self._values[key], self._origins[key] = value, origin
         else:
-            parents = (one for one, known in self._keys.items() if "mapping" in in_words(known.hint))
+            parents = (one for one, known in self._keys.items() if _takes_mapping(known.hint))
             parent = next((one for one in parents if key.startswith(f"{one}.")), None)
             if parent is None:
                 near = nearest_key(key, self._keys)
@@ -272,13 +276,15 @@ class _Values:
             fields: dict[str, dict[str, Any]] = {section: {} for section in ("", *self._sections)}
             for key, value in self._values.items():
                 section, _, name = key.rpartition(".")
-                fields[section][name] = self._checked(key, value)
+                if key in self._sections:
+                    self._check_null(key, value)
+                fields[section][name] = value
             if fields["data"].get("class_path") is not None:  # defaults of other data do not apply
                 fields["data"].setdefault("name", None)
                 fields["clients"].setdefault("count", None)
             run = fields.pop("")
             run = {name: kind(**fields[name]) for name, kind in self._sections.items()} | run
-            extra_options = run.pop(self._section[0]) if self._section else None
+            extra_options = None if self._section is None else run.pop(self._section.section)
             options = Options(**run)
             check(options)
             return options, extra_options
@@ -289,17 +295,36 @@ class _Values:
                 key = key.rpartition(".")[0]
             raise UserError(f"{error} Set {self._origins[key]}." if key else str(error)) from None
 
-    def _checked(self, key: str, value: Any) -> Any:
-        """Return the value of a key with its type, after checking its range. A section itself can only be null."""
-        if key in self._sections:
-            must = "be a mapping of keys" + (" or null" if key in MAY_BE_NULL else "")
-            advice = how_to_choose(key, value) if isinstance(value, str) else ""
-            require(value is None and key in MAY_BE_NULL, key, must, value, advice)
-            return None
-        return checked(key, value, self._keys[key].hint, self._keys[key].bound)
+    def _check_null(self, key: str, value: Any) -> None:
+        """Raise UserError unless the value of a section is null, and may be."""
+        must = "be a mapping of keys" + (" or null" if key in MAY_BE_NULL else "")
+        advice = how_to_choose(key, value) if isinstance(value, str) else ""
+        require(value is None and key in MAY_BE_NULL, key, must, value, advice)
+
+
+def check(options: Options) -> None:
+    """Raise UserError unless there is one source of records, a value for each client, and noise can be computed."""
+    check_data(options)
+    for key, known in all_keys().items():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(options, section), name, None) if section else None
+        names: tuple[str, ...] = ()
+        if options.data.class_path is not None and by_client(value):
+            names = tuple(map(str, value))  # the data will say whether they are right
+        count = len(names) or options.clients.count
+        if value is not None and of_one_client(known.hint) and count is not None:
+            resolve(key, value, count, options.seed, names)
+    if options.privacy is not None and options.privacy.noise_multiplier is None:
+        advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
+        must = "be a budget from which the noise is computed"
+        require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
 
 
 # ---- command line
+
+
+def _takes_mapping(hint: Any) -> bool:
+    return dict in [get_origin(one) or one for one in alternatives(hint)]
 
 
 def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str, str]], list[str]]:
@@ -325,17 +350,17 @@ def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str
     return overrides, others
 
 
-def parse_override(key: str, text: str, section: Section | None = None) -> Any:
+def parse_override(key: str, text: str, section: SectionKind = None) -> Any:
     """Parse the text of an override as YAML; a key that holds text keeps the text itself."""
     keys = all_keys(section)
     hint = keys[key].hint if key in keys else None
-    union = isinstance(hint, types.UnionType)
-    if hint is str or get_origin(hint) is Literal or (union and str in get_args(hint)):
-        return None if text == "null" and types.NoneType in get_args(hint) else text
+    kinds = [get_origin(one) or one for one in alternatives(hint)]
+    if str in kinds or kinds[0] is Literal:
+        return None if text == "null" and types.NoneType in kinds else text
     return parse_yaml(text, f"--{key}")
 
 
-def _show_key_help(words: Sequence[str], section: Section | None) -> None:
+def _show_key_help(words: Sequence[str], section: SectionKind) -> None:
     """Print the help of the first word `--KEY.help [NAME]` and exit; return if there is none."""
     for number, word in enumerate(words):
         key, equals, name = word.removeprefix("--").partition("=")
@@ -350,7 +375,7 @@ def _command_parser(
     name: str,
     description: str,
     examples: Sequence[str],
-    section: Section | None,
+    section: SectionKind,
     takes: Sequence[str],
     extra: AddFlags | None,
 ) -> CommandParser:

@@ -12,77 +12,65 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from dpfl_lightning.config.per_client import Bound, by_client, resolve
+from annotated_types import Interval
+
+from dpfl_lightning.config.published import DRAWN
 from dpfl_lightning.config.registry import NAMES, REGISTRIES, check_names, described, names_of
-from dpfl_lightning.config.typed import converted, in_words
+from dpfl_lightning.config.typed import PerClient, That, alternatives, in_words, valid
 from dpfl_lightning.errors import nearest, require, shortened
 from dpfl_lightning.runtime.text import without_credentials
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 
-#: largest values of counts, beyond which a run could not even be planned
-_MOST = {
-    "rounds": 1_000_000,
-    "clients.count": 1_000_000,
-    "clients.batch_size": 10**9,
-    "clients.local_epochs": 100_000,
-    "privacy.reserve_rounds": 1_000_000,
-    "engine.workers": 1024,
-    "model.width": 100_000,
-    "model.depth": 100,
-}
+_MOST = 10**9
+_NOISE_KEY = That(lambda value: re.fullmatch("[0-9a-fA-F]{32}", value) is not None, "of 32 hexadecimal digits")
+_ONE_CHOICE = That(lambda value: ("name" in value) != ("class_path" in value), "with a `name` or a `class_path`")
 
-# One value for all clients, one value per client, or a named distribution; see `per_client`.
-PerClientInt = int | tuple[int, ...] | dict
-PerClientFloat = float | tuple[float, ...] | dict
-_PER_CLIENT: dict[Any, Any] = {
-    int: (PerClientInt, PerClientInt | None),
-    float: (PerClientFloat, PerClientFloat | None),
-}
-
-_AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
-_NOISE_KEY = Bound(
-    "be 32 hexadecimal digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-fA-F]{32}", value))
-)
-_FRACTION_OR_COUNT = Bound(
-    "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
-)
-_NAMED_OR_NULL = Bound("have a `name` or be null", lambda value: "name" in value)
-_NAME_OR_CLASS = Bound("have a `name` or a `class_path`", lambda value: ("name" in value) != ("class_path" in value))
-
-AtLeastOne = Annotated[int, _AT_LEAST_ONE]
-AtLeastOneOrNull = Annotated[int | None, _AT_LEAST_ONE]
-AtLeastZero = Annotated[int, Bound("be >= 0", lambda value: value >= 0)]
-Named = Annotated[dict, Bound("have a `name`", lambda value: "name" in value)]
-Strategies = Annotated[dict[str, dict | None], Bound("name at least one strategy", bool)]
+Count = Annotated[int, Interval(ge=1, le=_MOST)]
+Rounds = Annotated[int, Interval(ge=1, le=1_000_000)]
+Positive = Annotated[float, Interval(gt=0)]
+PositiveFinite = Annotated[float, Interval(gt=0, lt=math.inf)]
+NotNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
+Named = Annotated[dict, That(lambda value: "name" in value, "with a `name`")]
+Strategies = Annotated[dict[str, dict | None], That(bool, "of at least one strategy")]
 
 
-class _Section:
+#: a class that derives from Section, or None; mypy does not know that a class can be the key of a cache
+SectionKind = Any
+
+
+class Section:
     """Checks the types and ranges of its values when it is made, in Python as in YAML. Raises UserError."""
 
+    section: ClassVar[str]
+
+    def __init_subclass__(cls, section: str) -> None:
+        cls.section = section
+
     def __post_init__(self) -> None:
-        section, kind = next((name, kind) for name, kind in SECTIONS.items() if isinstance(self, kind))
-        for name, (hint, bound) in _typed(section, kind).items():
-            object.__setattr__(self, name, checked(f"{section}.{name}", getattr(self, name), hint, bound))
+        kind: SectionKind = type(self)
+        for key, hint in hints_of(kind).items():
+            name = key.rpartition(".")[2]
+            object.__setattr__(self, name, checked(key, getattr(self, name), hint))
 
 
 @dataclass(frozen=True)
-class DataOptions(_Section):
+class DataOptions(Section, section="data"):
     """A public data set and how its records are distributed to simulated clients, or your own clients (class_path).
 
     Args:
         name: data set; digits and diabetes (a regression) need no download. null with class_path.
         folder: folder with the files of the data set; null uses the system's package or the cache.
         download: download missing files and verify their checksum.
-        records_per_client: number of training records of each client, >= 1; null distributes all records.
+        records_per_client: number of training records of each client; null distributes all records.
         held_out_per_client: records that each client sets aside for evaluation, in addition to its training records: a
             fraction in [0, 1) or a number of records; 0 evaluates each client on a share of the test set instead.
-        test_per_client: number of test records that each client draws independently of the others, >= 1; clients may
+        test_per_client: number of test records that each client draws independently of the others; clients may
             share test records. null gives clients disjoint shares.
-        public_records: number of records at the end of the training set that are public and belong to no client, >= 0.
+        public_records: number of records at the end of the training set that are public and belong to no client.
         use_public: distribute the public records to the clients instead of the private ones. Use it to choose settings
             without access to private records.
         partition: how records are distributed to clients: {name, options}.
@@ -104,14 +92,14 @@ class DataOptions(_Section):
     name: str | None = "fashion_mnist"
     folder: str | None = None
     download: bool = True
-    records_per_client: AtLeastOneOrNull = None
-    held_out_per_client: Annotated[float, _FRACTION_OR_COUNT] = 0.0
-    test_per_client: AtLeastOneOrNull = None
-    public_records: AtLeastZero = 0
+    records_per_client: Count | None = None
+    held_out_per_client: Annotated[float, Interval(ge=0, lt=1)] | Count = 0.0
+    test_per_client: Count | None = None
+    public_records: Annotated[int, Interval(ge=0, le=_MOST)] = 0
     use_public: bool = False
     partition: Named = field(default_factory=lambda: {"name": "iid"})
-    groups: Annotated[dict | None, _NAMED_OR_NULL] = None
-    label_noise: Annotated[dict | None, _NAMED_OR_NULL] = None
+    groups: Named | None = None
+    label_noise: Named | None = None
     class_path: str | None = None
     init_args: dict = field(default_factory=dict)
     population_args: dict = field(default_factory=dict)
@@ -122,7 +110,7 @@ OWN_DATA = ("class_path", "init_args", "population_args")
 
 
 @dataclass(frozen=True)
-class ClientOptions(_Section):
+class ClientOptions(Section, section="clients"):
     """Local training of each client in a round.
 
     batch_size, local_epochs, learning_rate and reported_epsilon accept one value, a mapping from the clients' names to
@@ -130,51 +118,51 @@ class ClientOptions(_Section):
     distribution: {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
 
     Args:
-        count: number of clients, >= 1; null with data.class_path, which decides it.
-        batch_size: expected number of records in a local step, >= 1; also {name: published}, the batch sizes of the
+        count: number of clients; null with data.class_path, which decides it.
+        batch_size: expected number of records in a local step; also {name: published}, the batch sizes of the
             noise-aware paper; null uses all records of the client in every step (a full batch).
-        local_epochs: passes over the client's records in a round, >= 1.
-        learning_rate: learning rate of local steps, > 0.
+        local_epochs: passes over the client's records in a round.
+        learning_rate: learning rate of local steps.
         optimizer: what local steps do with noised gradients: {name: sgd, momentum: 0.9}, {name: adam} or {name: adamw};
             every client starts each round with a new optimiser. It costs no privacy. A LightningModule with
             `configure_optimizers` or ClientModule(optimizer=...) uses that instead, and its learning rate.
         schedule: factor of the learning rate in each round, such as {name: cosine, warmup_rounds: 5}, {name: linear},
             {name: step, every: 10, gamma: 0.5}, {name: inverse, half_after: 200}.
-        reported_epsilon: budgets that clients report to the server's strategies, > 0, in the forms that privacy.epsilon
+        reported_epsilon: budgets that clients report to the server's strategies, in the forms that privacy.epsilon
             accepts; null reports the true budgets. Noise, ledger and guarantees always follow the true budgets.
     """
 
-    count: AtLeastOneOrNull = 20
-    batch_size: PerClientInt | None = 32
-    local_epochs: PerClientInt = 1
-    learning_rate: PerClientFloat = 0.1
+    count: Annotated[int, Interval(ge=1, le=1_000_000)] | None = 20
+    batch_size: PerClient[Count] | None = 32
+    local_epochs: PerClient[Annotated[int, Interval(ge=1, le=100_000)]] = 1
+    learning_rate: PerClient[PositiveFinite] = 0.1
     optimizer: Named = field(default_factory=lambda: {"name": "sgd"})
     schedule: Named = field(default_factory=lambda: {"name": "constant"})
-    reported_epsilon: PerClientFloat | None = None
+    reported_epsilon: PerClient[Positive] | None = None
 
 
 @dataclass(frozen=True)
-class PrivacyOptions(_Section):
+class PrivacyOptions(Section, section="privacy"):
     """Bounds on what the releases of each client reveal about one record; `privacy: null` trains without privacy.
 
     epsilon, delta, clip_norm and noise_multiplier accept one value, a mapping from the clients' names to values, a list
     with one value per client, or a distribution, as in the section clients. Set epsilon, noise_multiplier or both.
 
     Args:
-        epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the budgets of the noise-aware
+        epsilon: budget for the whole run; also {name: dist1} ... {name: dist9}, the budgets of the noise-aware
             paper (source: published or sampled; scale); null sets no budget, and epsilon is only reported.
-        delta: probability with which the bound epsilon may fail, in (0, 1), usually below 1 / records. 0 is possible
+        delta: probability with which the bound epsilon may fail, usually below 1 / records. 0 is possible
             with mechanism laplace; the epsilons of its releases are then added up.
         mechanism: gaussian, or laplace (L1 clipping, full batches), which allows delta 0 but needs far more noise.
-        clip_norm: norm to which the gradient of each record is clipped, > 0; the L2 norm, or L1 with mechanism laplace.
-        noise_multiplier: std of the noise on the sum of gradients (Laplace: its scale) divided by clip_norm, >= 0; null
+        clip_norm: norm to which the gradient of each record is clipped; the L2 norm, or L1 with mechanism laplace.
+        noise_multiplier: std of the noise on the sum of gradients (Laplace: its scale) divided by clip_norm; null
             computes it from epsilon. If both are set, a client stops participating when its budget is spent.
         accountant: computes epsilon. pld is tight, so that a budget needs the least noise; rdp needs more noise, and
             paper_ma, the accountant of the noise-aware paper, still more.
         adjacency: relation between neighbouring data sets: add_remove (one record is added or removed) or replace_one
             (one record is replaced; about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
-        reserve_rounds: number of rounds of budget kept in reserve, >= 0. A round that a crash interrupts is charged
+        reserve_rounds: number of rounds of budget kept in reserve. A round that a crash interrupts is charged
             again when the run is resumed, which uses one round of the reserve. Without a reserve, the budget then does
             not cover the last round.
         noise_key: 32 hexadecimal digits that make a reproducible SIMULATION: the same configuration gives the same
@@ -184,70 +172,70 @@ class PrivacyOptions(_Section):
             finite. Both are released without noise, so such a run has no guarantee, and its report states this.
     """
 
-    epsilon: PerClientFloat | None = None
-    delta: PerClientFloat = 1e-4
+    epsilon: PerClient[Positive] | None = None
+    delta: PerClient[Annotated[float, Interval(ge=0, lt=1)]] = 1e-4
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
-    clip_norm: PerClientFloat = 1.0
-    noise_multiplier: PerClientFloat | None = None
+    clip_norm: PerClient[PositiveFinite] = 1.0
+    noise_multiplier: PerClient[NotNegative] | None = None
     accountant: str = "pld"
     adjacency: Literal["add_remove", "replace_one"] = "add_remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    reserve_rounds: AtLeastZero = 0
-    noise_key: Annotated[str | None, _NOISE_KEY] = None
+    reserve_rounds: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
+    noise_key: Annotated[str, _NOISE_KEY] | None = None
     diagnostics: bool = False
 
 
 @dataclass(frozen=True)
-class EngineOptions(_Section):
+class EngineOptions(Section, section="engine"):
     """How local steps are computed. Engines differ in speed, not in meaning.
 
     Args:
         name: fast is the default, also on a GPU, where it trains one client after the other; serial is the reference;
             trainer uses one lightning.Trainer per client.
         device: auto uses a GPU if there is one.
-        workers: number of clients trained at the same time (engine fast), >= 1; null uses one per core, or one on a
+        workers: number of clients trained at the same time (engine fast); null uses one per core, or one on a
             GPU. With several ranks (torchrun, srun) it is the number on each rank, and null divides the cores of the
             host among its ranks.
     """
 
     name: str = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: AtLeastOneOrNull = None
+    workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
 
 
 @dataclass(frozen=True)
-class NetworkOptions(_Section):
+class NetworkOptions(Section, section="network"):
     """A simulated network: how long the rounds of a run would take, and which updates are lost.
 
     Args:
-        down_megabits_per_second: bandwidth from the server to a client, > 0; null takes no time.
-        up_megabits_per_second: bandwidth from a client to the server, > 0; null takes no time.
-        latency_seconds: time for one exchange with a client, independent of its size, >= 0.
-        dropout: probability that a client's update of a round is lost, in [0, 1]. The client is charged all the same,
+        down_megabits_per_second: bandwidth from the server to a client; null takes no time.
+        up_megabits_per_second: bandwidth from a client to the server; null takes no time.
+        latency_seconds: time for one exchange with a client, independent of its size.
+        dropout: probability that a client's update of a round is lost. The client is charged all the same,
             and its release may have been seen. With `feature_means` the release of features is lost.
-        compute_seconds: mean time in which a client trains in a round, >= 0. The time in each round is drawn from an
+        compute_seconds: mean time in which a client trains in a round. The time in each round is drawn from an
             exponential distribution.
-        time_limit: seconds after which a client's update is lost in the same way, > 0; null waits. The time is that of
+        time_limit: seconds after which a client's update is lost in the same way; null waits. The time is that of
             this section: messages and `compute_seconds`. For nodes of sites see `fit --node_wait`.
         min_participants: fewest updates with which a round changes models, of all models together and before strategies
-            leave some out, >= 1 and at most the number of clients. If fewer clients can pay, none is charged.
+            leave some out and at most the number of clients. If fewer clients can pay, none is charged.
     """
 
-    down_megabits_per_second: PerClientFloat | None = None
-    up_megabits_per_second: PerClientFloat | None = None
-    latency_seconds: PerClientFloat = 0.0
-    dropout: PerClientFloat = 0.0
-    compute_seconds: PerClientFloat = 0.0
-    time_limit: PerClientFloat | None = None
-    min_participants: AtLeastOne = 1
+    down_megabits_per_second: PerClient[Positive] | None = None
+    up_megabits_per_second: PerClient[Positive] | None = None
+    latency_seconds: PerClient[NotNegative] = 0.0
+    dropout: PerClient[Annotated[float, Interval(ge=0, le=1)]] = 0.0
+    compute_seconds: PerClient[NotNegative] = 0.0
+    time_limit: PerClient[Positive] | None = None
+    min_participants: Count = 1
 
 
 @dataclass(frozen=True)
-class EvaluationOptions(_Section):
+class EvaluationOptions(Section, section="evaluation"):
     """When the model is evaluated, and how exactly times are reported.
 
     Args:
-        every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
+        every: number of rounds between two evaluations; the last round is always evaluated.
         metrics: list of metrics beside accuracy, such as [auroc, f1]; empty uses those of the task. Values of several
             classes are averaged (macro).
         exact_times: report the times of rounds and of the run as measured, which a caveat of the guarantee states. By
@@ -256,13 +244,13 @@ class EvaluationOptions(_Section):
             change it.
     """
 
-    every: AtLeastOne = 1
+    every: Count = 1
     metrics: tuple[str, ...] = ()
     exact_times: bool = False
 
 
 @dataclass(frozen=True)
-class TrackingOptions(_Section):
+class TrackingOptions(Section, section="tracking"):
     """How MLflow records the run; `tracking: null` turns tracking off.
 
     Args:
@@ -282,12 +270,12 @@ class TrackingOptions(_Section):
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Section, section=""):
     """All options of a run.
 
     Args:
-        rounds: number of federated rounds, >= 1.
-        seed: seed of initialisation, partition and drawn options, >= 0; it never determines the noise.
+        rounds: number of federated rounds.
+        seed: seed of initialisation, partition and drawn options; it never determines the noise.
         data: see DataOptions.
         model: the model: {name, options}. personal_input: true adds an input transformation that each client keeps to
             itself (PRIVATEFL). For your own model: {class_path: package.module.class_or_function, init_args: {...}}.
@@ -307,10 +295,10 @@ class Options:
     20
     """
 
-    rounds: AtLeastOne = 10
-    seed: AtLeastZero = 0
+    rounds: Rounds = 10
+    seed: Annotated[int, Interval(ge=0, lt=2**63)] = 0
     data: DataOptions = field(default_factory=DataOptions)
-    model: Annotated[dict, _NAME_OR_CLASS] = field(default_factory=lambda: {"name": "cnn_small"})
+    model: Annotated[dict, _ONE_CHOICE] = field(default_factory=lambda: {"name": "cnn_small"})
     task: str | None = None
     clients: ClientOptions = field(default_factory=ClientOptions)
     privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
@@ -336,27 +324,7 @@ def changed_options(options: Options | Mapping[str, Any]) -> dict[str, Any]:
     return differing
 
 
-def check(options: Options) -> None:
-    """Raise UserError unless the value of every client is in range, and noise can be computed."""
-    _check_data(options)
-    for key, known in all_keys().items():
-        section, _, name = key.rpartition(".")
-        value = getattr(getattr(options, section), name, None) if section else None
-        for kind, hints in _PER_CLIENT.items():
-            count, names = options.clients.count, tuple[str, ...]()
-            if options.data.class_path is not None and by_client(
-                value
-            ):  # the data will say whether the names are right
-                count, names = len(value), tuple(map(str, value))
-            if value is not None and known.hint in hints and count is not None:
-                resolve(key, value, count, options.seed, kind, names)
-    if options.privacy is not None and options.privacy.noise_multiplier is None:
-        advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
-        must = "be a budget from which the noise is computed"
-        require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
-
-
-def _check_data(options: Options) -> None:
+def check_data(options: Options) -> None:
     """Raise UserError unless there is one source of records, and all keys of the data are about it."""
     data, name, own = options.data, options.data.name, options.data.class_path is not None
     require(own or name is not None, "data.name", "be a data set if there is no data.class_path", name)
@@ -372,99 +340,94 @@ def _check_data(options: Options) -> None:
 
 
 class Key(NamedTuple):
-    """Type, range, default and help text of a dotted key."""
+    """Type, default and help text of a dotted key."""
 
     hint: Any
-    bound: Bound | None
     default: Any
     help: str
 
 
-SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, type[Section]] = {
     name: kind
     for name, hint in get_type_hints(Options).items()
-    for kind in (hint, *get_args(hint))
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    for kind in alternatives(hint)
+    if isinstance(kind, type) and issubclass(kind, Section)
 }
 MAY_BE_NULL = {name for name, hint in get_type_hints(Options).items() if types.NoneType in get_args(hint)}
 
 
 @functools.cache
-def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
-    """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass)."""
+def all_keys(extra: SectionKind = None) -> dict[str, Key]:
+    """Return every dotted key that holds a value, also those of an `extra` section."""
     keys = {}
-    for section, kind in [*([extra] if extra else []), ("", Options), *SECTIONS.items()]:
-        texts, defaults = described(inspect.getdoc(kind) or ""), kind()
-        for name, (hint, bound) in _typed(section, kind).items():
-            if section or name not in SECTIONS:
-                key = f"{section}.{name}" if section else name
-                names = [] if key in NAMES and hint != get_type_hints(kind)[name] else names_of(key)
-                more = f" Names: {', '.join(names)}." if names else ""
-                help_text = " ".join(texts[name].split()).partition(": ")[2] + more
-                keys[key] = Key(hint, bound, getattr(defaults, name), help_text)
+    for kind in (*([extra] if extra else []), Options, *SECTIONS.values()):
+        texts, fields = described(inspect.getdoc(kind) or ""), {one.name: one for one in dataclasses.fields(kind)}
+        for key, hint in hints_of(kind).items():
+            name = key.rpartition(".")[2]
+            listed = any(word in in_words(hint) for word in names_of(key))
+            names = [] if listed else names_of(key)
+            more = f" Names: {', '.join(names)}." if names else ""
+            make = fields[name].default_factory
+            default = fields[name].default if make is dataclasses.MISSING else make()
+            keys[key] = Key(hint, default, " ".join(texts[name].split()).partition(": ")[2] + more)
     return keys
 
 
 @functools.cache
-def _typed(section: str, kind: type) -> dict[str, tuple[Any, Bound | None]]:
-    """Return the type and the range of each field of a section."""
-    hints, found = get_type_hints(kind), {}
-    for name, annotated in get_type_hints(kind, include_extras=True).items():
-        key, hint = f"{section}.{name}" if section else name, hints[name]
+def hints_of(kind: SectionKind) -> dict[str, Any]:
+    """Return dotted key -> type of each value of a section."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        key = f"{kind.section}.{name}".removeprefix(".")
         if key in NAMES and str in (hint, *get_args(hint)):
             one: Any = Literal[*names_of(key)]
             hint = {str: one, str | None: one | None}.get(hint, tuple[one, ...])
-        found[name] = hint, next(iter(getattr(annotated, "__metadata__", ())), None)
+        if name != "section" and key not in SECTIONS:
+            found[key] = hint
     return found
 
 
-def checked(key: str, value: Any, hint: Any, bound: Bound | None) -> Any:
+def checked(key: str, value: Any, hint: Any) -> Any:
     """Return the value of a key with its type. Raises UserError unless it has this type, range and known names."""
-    try:
-        value = converted(hint, value)
-        _check_size(key, value, key in REGISTRIES)
-    except OverflowError:
-        require(False, key, "be a number below 1e308", value)
-    except TypeError:
-        advice = ""
-        literal = next((one for one in (hint, *get_args(hint)) if get_origin(one) is Literal), None)
-        if literal is not None:
-            advice = nearest(str(value), get_args(literal))
-        elif isinstance(value, str) and get_origin(hint) is tuple:
-            advice = f"Write [{value}]."
-        elif isinstance(value, str) and "mapping" in in_words(hint) and not value[:1].isdigit():
-            advice = how_to_choose(key, value)
-        require(False, key, f"be {in_words(hint)}", value, advice)
+    value = valid(key, value, hint, how_to_write(key, value, hint))
+    _check_parts(key, value)
     if key == "tracking.uri" and value is not None:
         public, must = without_credentials(value), "have no user name, password or token"
         advice = "Set MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
         require(value == public, key, must, public, advice)
-    if bound is not None and value is not None:
-        require(bound.holds(value), key, bound.words, value)
     if isinstance(value, Mapping):
         check_names(key, value)
     return value
 
 
-def _check_size(key: str, value: Any, by_name: bool) -> None:
-    """Raise UserError if any part of a value is absurd: counts without a bound, text with a null character.
+def _check_parts(key: str, value: Any) -> None:
+    """Raise UserError for a text with a null character, and for absurd numbers among the options of a choice by name.
 
-    Options of choices `by_name` must be finite. The arguments of a user's class are not checked.
+    The arguments of a user's class are not checked.
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        require("\0" not in value, key, "have no null character", value)
+    elif isinstance(value, Mapping) and key.startswith(tuple(REGISTRIES)):
         for name, one in value.items():
-            users = name == "init_args" or "." in str(name)
-            _check_size(f"{key}.{name}", one, by_name and not users)
+            if name != "init_args" and "." not in str(name):
+                _check_parts(f"{key}.{name}", one)
     elif isinstance(value, list | tuple):
         for one in value:
-            _check_size(key, one, by_name)
-    elif isinstance(value, int):
-        most = _MOST.get(key, 10**9 if by_name else 2**63 - 1)
-        require(abs(value) <= most, key, f"be at most {most:,}", value)
-    elif isinstance(value, float):
-        require(not by_name or math.isfinite(value), key, "be finite", value)
-    elif isinstance(value, str):
-        require("\0" not in value, key, "have no null character", value)
+            _check_parts(key, one)
+    elif isinstance(value, int | float) and key.startswith(tuple(REGISTRIES)):
+        require(abs(value) <= _MOST, key, f"be a finite number of at most {_MOST:,}", value)
+
+
+def how_to_write(key: str, value: Any, hint: Any) -> str:
+    """Return how to write a value of another type than YAML reads; empty if there is no such way."""
+    kinds = [get_origin(one) or one for one in alternatives(hint)]
+    if not isinstance(value, str):
+        return "Write it in quotation marks." if str in kinds and isinstance(value, int | float) else ""
+    if {int, float} & {*kinds} and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value):
+        return "Write it without quotation marks."
+    if tuple in kinds and ("," in value or dict not in kinds):
+        return f"Write [{value}], in square brackets."
+    return how_to_choose(key, value) if dict in kinds and (tuple not in kinds or nearest(value, DRAWN)) else ""
 
 
 def how_to_choose(key: str, value: str) -> str:

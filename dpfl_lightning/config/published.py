@@ -38,3 +38,5 @@ EPSILONS: dict[str, dict[int, tuple[float, ...]]] = {
 BATCH_SIZES: dict[int, tuple[int, ...]] = {
     count: tuple(map(int, _column("batch_size", count))) for count in (20, 40, 60)
 }
+#: names of distributions that draw a value for each client
+DRAWN = ("uniform", "choice", "normal", "published", *EPSILONS)

@@ -30,15 +30,17 @@ def frame_of(table: Any) -> "DataFrame":
     return table
 
 
-def clients_of_frame(table: Any, client: str, label: str | Sequence[str]) -> dict[str, "DataFrame"]:
-    """Return the rows of each client, in the order of the clients' names."""
+def clients_of_frame(table: Any, client: str | None, label: str | Sequence[str]) -> dict[str, "DataFrame"]:
+    """Return the rows of each client, in the order of the clients' names; without a column `client` those of one."""
     frame = frame_of(table)
-    require(isinstance(client, str), "client", "be the name of one column", client)
-    _check_columns(frame, [client], "client")
     labels = [label] if isinstance(label, str) else label
     fits = isinstance(labels, Sequence) and len(labels) > 0 and len(set(labels)) == len(labels)
     require(fits, "label", "be the name of a column, or a list of different names", label)
     _check_columns(frame, labels, "label")
+    if client is None:
+        return {"0": frame}
+    require(isinstance(client, str), "client", "be the name of one column", client)
+    _check_columns(frame, [client], "client")
     require(client not in labels, "label", "be another column than client", label)
     require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
     groups = list(frame.groupby(client, sort=True))

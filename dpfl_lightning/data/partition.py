@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require
 
 Parts = list[np.ndarray]

@@ -307,7 +307,7 @@ class Population:
         cls,
         df: Any,
         *,
-        client: str,
+        client: str | None = None,
         label: str | Sequence[str],
         features: Sequence[str] | None = None,
         scale: Mapping[str, Sequence[float]] | None = None,
@@ -322,7 +322,7 @@ class Population:
 
         Args:
             df: a pandas DataFrame, or the path of a CSV or Parquet file.
-            client: name of the column with each record's client.
+            client: name of the column with each record's client; None if all records are of one client.
             label: name of the column with the labels: classes, or floating values (a regression); or of several
                 columns, of 0 and 1 (multilabel) or floating.
             features: names of the input columns; None takes all columns but `client` and `label`.
@@ -343,8 +343,9 @@ class Population:
         labels = [label] if isinstance(label, str) else list(label)
         names = [name for name in first.columns if name not in (client, *labels)] if features is None else features
         choices = label, names, scale or {}, categories or {}
-        check_choices(first, (client, *labels), *choices[1:])
-        records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
+        check_choices(first, [name for name in (client, *labels) if name is not None], *choices[1:])
+        parts = [records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()]
+        records = parts if client is None else dict(zip(tables, parts, strict=True))
         on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
         population = cls.from_datasets(records, on_test, **options)
         return dataclasses.replace(population, features=features_of(*choices[1:]))

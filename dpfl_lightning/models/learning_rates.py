@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from annotated_types import Interval
+
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.config.typed import Interval
 
 
 @dataclass(frozen=True)

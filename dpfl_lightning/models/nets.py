@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "sigmoid": nn.Sigmoid}
@@ -55,8 +55,8 @@ def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 def convnet(
     input_shape: Sequence[int],
     num_classes: int,
-    width: Annotated[int, Interval(ge=1)] = 128,
-    depth: Annotated[int, Interval(ge=1)] = 3,
+    width: Annotated[int, Interval(ge=1, le=100_000)] = 128,
+    depth: Annotated[int, Interval(ge=1, le=100)] = 3,
     activation: Literal["relu", "leaky_relu", "sigmoid"] = "relu",
     norm: Literal["instance", "group", "layer", "none"] = "instance",
     pooling: Literal["avg", "max", "none"] = "avg",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require
 
 Share = Annotated[float, Interval(ge=0, lt=1)]

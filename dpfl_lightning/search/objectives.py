@@ -11,13 +11,13 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import Training, public_generator
 from dpfl_lightning.build import FederatedLoop, build_loop, build_module, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs, record_digests
 from dpfl_lightning.errors import require

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from dpfl_lightning.config.names import check_names
-from dpfl_lightning.config.options import AtLeastOne, Named
-from dpfl_lightning.config.per_client import Bound
+from dpfl_lightning.config.options import Count, Named, Section
+from dpfl_lightning.config.typed import That
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import require
 from dpfl_lightning.search.space import NEVER, below
@@ -22,7 +24,7 @@ _OF_THE_SET = ("rounds", "model", "clients", "strategies", "privacy.clip_norm", 
 
 
 @dataclass(frozen=True)
-class SweepOptions:
+class SweepOptions(Section, section="sweep"):
     """What is searched, on which records, and how. All other keys are those of the run.
 
     Args:
@@ -34,23 +36,23 @@ class SweepOptions:
             among its clients) or private (the run on its clients' records, a release of its own in every trial).
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records.
-        set_share: (objective set, instead of distilled) share in (0, 0.999] of each client's epsilon for a distilled
+        set_share: (objective set, instead of distilled) share of each client's epsilon for a distilled
             set, which the command makes first. Its --final run gets what is left.
         set_with: (with set_share) dotted key -> value of the run that makes the set. For a set from one release:
             {rounds: 1, strategies: {feature_means: {}}}.
-        networks: (objective set) number of models per trial, from different initialisations, >= 1.
+        networks: (objective set) number of models per trial, from different initialisations.
         training: (objective set) how a model is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a missing learning_rate or batch_size is that of the clients.
-        seeds: (objective public or private) number of runs per trial, >= 1, whose scores are averaged.
+        seeds: (objective public or private) number of runs per trial, whose scores are averaged.
         trials_with: dotted key -> value that applies to trials only, such as fewer rounds; best.yaml does not contain
             it. With objective public it names your own public data: {data.init_args.df: public.csv}.
         scores: accuracy, loss, any metric of evaluation.metrics, num_params, seconds. The first one selects best.yaml;
             several give a Pareto front.
-        trials: number of trials of the study, over all workers and restarts, >= 1.
+        trials: number of trials of the study, over all workers and restarts.
         sampler: {name, options}. The default of its option seed is the run's seed.
         pruner: {name, options}; only with a single score that is known during a trial.
         storage: URL of the database that the workers share; null is study.db (SQLite) in output_dir.
-        heartbeat_seconds: interval in seconds between the heartbeats of a trial, >= 1. After three intervals without a
+        heartbeat_seconds: interval in seconds between the heartbeats of a trial. After three intervals without a
             heartbeat, another worker repeats the trial.
     """
 
@@ -58,20 +60,18 @@ class SweepOptions:
     space: dict = field(default_factory=dict)
     objective: Literal["set", "public", "private"] = "set"
     distilled: str | None = None
-    set_share: Annotated[float | None, Bound("be in (0, 0.999]", lambda share: share is None or 0 < share <= 0.999)] = (
-        None
-    )
+    set_share: Annotated[float, Interval(gt=0, le=0.999)] | None = None
     set_with: dict = field(default_factory=dict)
-    networks: AtLeastOne = 1
+    networks: Count = 1
     training: dict = field(default_factory=dict)
-    seeds: AtLeastOne = 1
+    seeds: Count = 1
     trials_with: dict = field(default_factory=dict)
-    scores: Annotated[tuple[str, ...], Bound("name at least one score", bool)] = ("accuracy",)
-    trials: AtLeastOne = 30
+    scores: Annotated[tuple[str, ...], That(bool, "with at least one score")] = ("accuracy",)
+    trials: Count = 30
     sampler: Named = field(default_factory=lambda: {"name": "tpe"})
     pruner: Named = field(default_factory=lambda: {"name": "none"})
     storage: str | None = None
-    heartbeat_seconds: AtLeastOne = 20
+    heartbeat_seconds: Count = 20
 
 
 def check(sweep: SweepOptions) -> None:

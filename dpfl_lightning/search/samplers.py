@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
+from annotated_types import Interval
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GPSampler, GridSampler, NSGAIISampler, QMCSampler, RandomSampler, TPESampler
 
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import Dimension

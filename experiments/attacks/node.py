@@ -19,8 +19,8 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.sites import signed, wire
 from dpfl_lightning.sites.exchange import Released, Terms, Train, most_header
 from dpfl_lightning.sites.node.accept import accept, new_node, open_study
+from dpfl_lightning.sites.node.records import settings_of
 from dpfl_lightning.sites.node.service import Node
-from dpfl_lightning.sites.node.state import Settings
 from dpfl_lightning.sites.server.deploy import terms_of
 from experiments.attacks.guess import (
     DELTA,
@@ -104,10 +104,11 @@ def _site(records: str, rounds: int) -> Iterator[tuple[Node, Terms]]:
         "tracking": None,
     }
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings("0", f"{module}:{records}", model="experiments.attacks.guess.Regression")
+        own = {"data": options["data"], "model": options["model"], "privacy": {"epsilon": 1e6, "delta": 0.5}}
+        settings = settings_of(from_mapping(own), "0")
         state, site = new_node(Path(folder) / "site", settings)
         terms = terms_of(build_loop(from_mapping({**options, "output_dir": f"{folder}/plan"})), [site])
-        accept(state, terms, epsilon_limit=1e6)
+        accept(state, terms)
         made = Node(state, open_study)
         try:
             yield made, terms

@@ -31,7 +31,7 @@ def tried(case: Case, name: str, folder: Path) -> dict[str, Any]:
     if not (simulated / "result.json").is_file():
         build_loop(options_of(f"{CONFIG} --privacy.noise_key {TEST_KEY} --output_dir {simulated}")).run()
     # Replies wait five seconds, so that a loss comes after the charge and before the reply.
-    with Federation(folder / name, "digits:{}/3", 5.0).running() as sites:
+    with Federation(folder / name, "digits", 5.0).running() as sites:
         return case(sites, name, simulated, read_ledger(simulated / "ledger.jsonl"))
 
 

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.load import load
+from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.privacy.ledger.ledger import Charge, read_ledger
 from dpfl_lightning.sites.exchange import Terms
 from dpfl_lightning.sites.node.accept import accept, new_node
-from dpfl_lightning.sites.node.state import Settings, StateFolder
+from dpfl_lightning.sites.node.records import settings_of
+from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.server.deploy import export, planning_loop
 from dpfl_lightning.sites.wire import digest
 
@@ -50,7 +51,7 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 @dataclasses.dataclass
 class Federation:
-    """Processes by their names; `data` has a place for the number of the site, as "digits:{}/3"."""
+    """Processes by their names; `data` is the name of a public data set, of which each site has a third."""
 
     folder: Path
     data: str
@@ -60,8 +61,10 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
+        privacy = {"epsilon": 1000.0, "delta": 0.9, "noise_key": TEST_KEY}
+        options = from_mapping({"data": {"name": self.data}, "clients": {"count": len(SITES)}, "privacy": privacy})
         for number, site in enumerate(SITES):
-            new_node(self.folder / site, Settings(site, self.data.format(number), test_key=TEST_KEY))
+            new_node(self.folder / site, settings_of(options, site, str(number)))
         for name in ("link", *SITES):
             self.ports[name] = free_port()
         home = self.folder / "home"
@@ -132,7 +135,7 @@ class Federation:
         facts = [StateFolder(self.folder / site).site() for site in SITES]
         terms = export(planning_loop(options_of(config), facts), facts, str(self.folder / f"{name}.json"))
         for site in SITES:
-            accept(StateFolder(self.folder / site), terms, 1000.0, 0.9)
+            accept(StateFolder(self.folder / site), terms)
         return terms
 
     def run(self, name: str, app: Path, run_config: dict[str, Any]) -> subprocess.Popen:

@@ -14,7 +14,7 @@ from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from experiments.flower.federation import ROOT, SITES, TEST_KEY, Federation, options_of
 
 ROUNDS = 3
-DATA, SLOT, SIZE = "fashion_mnist:{}/3", 0.1, 28938  # records, seconds, parameters of cnn_small
+DATA, SLOT, SIZE = "fashion_mnist", 0.1, 28938  # records, seconds, parameters of cnn_small
 CONFIG = (
     f"--rounds {ROUNDS} --data.name fashion_mnist --model.name cnn_small --clients.count 3 --clients.batch_size 256 "
     "--privacy.epsilon [1,2,4] --privacy.delta 1e-5 --strategies '{size_weighted: {}}' --engine.name fast"

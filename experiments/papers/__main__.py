@@ -192,7 +192,7 @@ def _names(text: str) -> list[str]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.papers",
-        description="Tables and figures of papers: makes the cells that are missing, keeps each as one JSON file, and "
+        description="Tables and figures of papers: makes the cells that are missing, keeps each as a line of JSON, and "
         "shows them beside the paper's numbers. Any key of fit can be set, too, as in --privacy.accountant paper_ma.",
         exit_on_error=False,
         allow_abbrev=False,

@@ -1,15 +1,17 @@
-"""Finished cells: one JSON file each, found by experiment, row, column, scale and seed."""
+"""Finished cells: one line of JSON each, in one file a table, found by row, column, scale, seed and overrides."""
 
 import contextlib
 import datetime
+import fcntl
 import functools
 import hashlib
 import itertools
 import json
 import math
+import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,8 @@ from experiments.papers.registry import experiments
 RESULTS = Path("experiments/results")
 
 Overrides = tuple[tuple[str, str], ...]
+
+_written = 0  # number of cells that this process has written
 
 
 @contextlib.contextmanager
@@ -55,7 +59,7 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> Path:
-        """Its file below the results' folder, without suffix.
+        """The folder of its run, below that of all runs; also its name in MLflow.
 
         >>> Cell("a.table1", "ours", "dist1", "small", 0, (("clients.learning_rate", "0.02"),)).place.as_posix()
         'a.table1/small+clients.learning_rate=0.02/dist1_ours_seed0'
@@ -99,14 +103,7 @@ def _seeded(experiment: Experiment, row: str, column: str, scale: str, overrides
 
 def is_needed(maker: Training | Computation, cell: Cell) -> bool:
     """Whether no finished cells show that this one is not needed."""
-    try:
-        if isinstance(maker, Training):
-            maker.options(cell.row, cell.column, cell.scale)
-    except NotNeeded:
-        return False
-    except NotYet:
-        pass
-    return True
+    return not isinstance(maker, Training) or not isinstance(_declared(maker, cell, _options), NotNeeded)
 
 
 def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) -> Cell:
@@ -115,25 +112,25 @@ def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) ->
 
 
 def finished(results: Path, experiment: Experiment, scale: str, overrides: Overrides = ()) -> dict:
-    """(row, column) of the table -> its finished cells, one per seed; a UserError names a file that is none."""
+    """(row, column) of the table -> its finished cells, one per seed; a UserError names a damaged line."""
     cells = {}
     for row, column in itertools.product(experiment.rows, experiment.columns):
-        made = [one for one in _seeded(experiment, row, column, scale, overrides) if is_finished(one, results)]
-        if runs := [_read_with_reference(results, experiment, row, one) for one in made]:
+        done = [one for one in _seeded(experiment, row, column, scale, overrides) if is_finished(one, results)]
+        if runs := [_read_with_reference(results, experiment, row, one) for one in done]:
             cells[row, column] = runs
     return cells
 
 
 def is_finished(cell: Cell, results: Path) -> bool:
-    """Whether the cell's file is there and, if the cell is trained, was made with what is declared now."""
-    path = path_of(results, cell)
-    if not path.is_file():
+    """Whether the cell is there and, if it is trained, was made with what is declared now."""
+    content = read(results, cell)
+    if content is None:
         return False
     try:
         now = declaration(cell)
     except NotYet:  # what is declared depends on cells that are not finished
         return False
-    return _ordered(read(path).get("declared", now)) == _ordered(now)
+    return _ordered(content.get("declared", now)) == _ordered(now)
 
 
 def _ordered(declaration: Mapping[str, Any]) -> tuple[Any, str]:
@@ -150,7 +147,41 @@ def declaration(cell: Cell) -> dict[str, Any]:
     training = experiments()[cell.experiment].cells[cell.row]
     if isinstance(training, Computation):
         return {}
-    options = dict(training.options(cell.row, cell.column, cell.scale))
+    return _raised(_declared(training, cell, _whole_declaration))
+
+
+def declared_keys(training: Training, cell: Cell) -> Mapping[str, Any]:
+    """The options that a table declares of a cell, without seed; NotYet or NotNeeded as its functions raise them."""
+    return _raised(_declared(training, cell, _options))
+
+
+def _raised(found: Any) -> Any:
+    if isinstance(found, UserError):
+        raise found.with_traceback(None)
+    return found
+
+
+def _declared(training: Training, cell: Cell, read_off: Callable[..., Any]) -> Any:
+    """`read_off(training, row, column, scale)`, or the error that it raised; once for each state of the results."""
+    status = RESULTS.stat() if RESULTS.is_dir() else None  # a folder changes when a file in it is replaced
+    state = str(RESULTS), _written, status and (status.st_ino, status.st_mtime_ns)
+    return _once(read_off, training, cell.row, cell.column, cell.scale, state)
+
+
+@functools.lru_cache(maxsize=50_000)
+def _once(read_off: Callable[..., Any], training: Training, row: str, column: str, scale: str, state: Any) -> Any:
+    try:
+        return read_off(training, row, column, scale)
+    except (NotYet, NotNeeded) as error:
+        return error
+
+
+def _options(training: Training, row: str, column: str, scale: str) -> Mapping[str, Any]:
+    return training.options(row, column, scale)
+
+
+def _whole_declaration(training: Training, row: str, column: str, scale: str) -> dict[str, Any]:
+    options = dict(training.options(row, column, scale))
     config = _options_of_file(options.pop("config")) if "config" in options else {}
     keys = {key: value for key, value in merged([config, options]).items() if key.partition(".")[0] != "tracking"}
     arguments = getattr(training.study or training.recorder, "keywords", {})
@@ -164,10 +195,10 @@ def _options_of_file(path: str) -> dict[str, Any]:
 
 def _read_with_reference(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
     """A finished cell, with the values that follow from its reference if that is finished, too."""
-    content, reference = read(path_of(results, cell)), experiment.rows[row].reference
+    content, reference = kept(results, cell), experiment.rows[row].reference
     if reference is None or not is_finished(other := _reference_cell(experiment, reference, cell), results):
         return content
-    return {**content, "values": {**content["values"], **reference.values(content, read(path_of(results, other)))}}
+    return {**content, "values": {**content["values"], **reference.values(content, kept(results, other))}}
 
 
 def missing_cells(cells: Sequence[Cell], results: Path) -> list[Cell]:
@@ -178,31 +209,82 @@ def _owner(experiment: Experiment, name: str) -> Experiment:
     return experiment if name == experiment.name else experiments()[name]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a finished cell; a UserError if the file is damaged."""
+# ---- files
+
+
+def read(results: Path, cell: Cell) -> dict[str, Any] | None:
+    """The content of a cell, whatever was declared when it was made; None if it is not there.
+
+    Raises:
+        UserError: a line of its file is damaged.
+    """
+    return contents(results, cell.experiment).get(cell.place)
+
+
+def kept(results: Path, cell: Cell) -> dict[str, Any]:
+    """The content of a cell that is there."""
+    content = read(results, cell)
+    assert content is not None, cell
+    return content
+
+
+def contents(results: Path, experiment: str) -> Mapping[Path, dict[str, Any]]:
+    """The contents of all cells in the file of an experiment, by their places."""
+    path = file_of(results, experiment)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content.get("values"), dict) and isinstance(content.get("seconds"), int | float):
-            return content
+        status = path.stat()
+    except FileNotFoundError:
+        return {}
+    return _contents(path.absolute(), (status.st_ino, status.st_mtime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=128)  # more than there are tables
+def _contents(path: Path, version: tuple[int, ...]) -> Mapping[Path, dict[str, Any]]:
+    """The cells of a file, which is read again when it has another version."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    return dict(_parsed(line, f"{path}:{number}") for number, line in lines)
+
+
+def _parsed(line: str, where: str) -> tuple[Path, dict[str, Any]]:
+    try:
+        content = json.loads(line)
+        if isinstance(content["values"], dict) and isinstance(content["seconds"], int | float):
+            names = [content[name] for name in Cell._fields[:-1]]
+            return Cell._make([*names, tuple(content["overrides"].items())]).place, content
         reason = "it has no values or no seconds"
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error)
-    raise UserError(f"`{path}` must be a finished cell, got a file with: {reason}. Delete it to make the cell again.")
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        reason = repr(error)
+    raise UserError(f"`{where}` must be a finished cell, got a line with: {reason}. Delete it to make the cell again.")
 
 
 def write(results: Path, cell: Cell, content: Mapping[str, Any]) -> Path:
-    """Write a finished cell atomically."""
-    from dpfl_lightning.runtime.files import write_atomically
+    """Write the line of a finished cell, in place of an older one; several processes may do so at once."""
+    from dpfl_lightning.runtime.files import write_text
 
-    path = path_of(results, cell)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**cell._asdict(), "overrides": dict(cell.overrides), **content}
-    return write_atomically(path, lambda partial: partial.write_text(_json(whole), encoding="utf-8"))
+    results.mkdir(parents=True, exist_ok=True)
+    path = file_of(results, cell.experiment)
+    global _written
+    whole = _short({**cell._asdict(), "overrides": dict(cell.overrides), **content})
+    with _locked(results):
+        cells = {**contents(results, cell.experiment), cell.place: whole}
+        _written += 1
+        return write_text(path, "".join(f"{json.dumps(cells[place])}\n" for place in sorted(cells)))
 
 
-def path_of(results: Path, cell: Cell) -> Path:
-    """Its file, finished or not."""
-    return results / f"{cell.place}.json"
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def file_of(results: Path, experiment: str) -> Path:
+    """The file of the cells of an experiment."""
+    return results / f"{experiment}.jsonl"
 
 
 def circumstances(device: str, code: str) -> dict[str, Any]:
@@ -238,18 +320,6 @@ def code_version() -> str:
         return ""
     code = ["git", "status", "--porcelain", "--", "dpfl_lightning", "experiments/*.py", "experiments/*.yaml", "conf"]
     return found + "+" * bool(subprocess.run(code, capture_output=True, text=True, timeout=30).stdout)
-
-
-def _json(whole: Mapping[str, Any]) -> str:
-    """One line for each key, and one for each key within a long mapping."""
-    lines = []
-    for key, value in _short(whole).items():
-        text = json.dumps(value)
-        if isinstance(value, dict) and len(text) > 100:
-            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
-            text = f"{{\n{inner}\n }}"
-        lines.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _short(value: Any) -> Any:

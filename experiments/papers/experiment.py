@@ -211,7 +211,8 @@ class Experiment:
         known = list(self.scales)
         if name is None or len(known) == 1:
             return known[0]
-        require(name in known, "--scale", f"be one of {', '.join(known)} for {self.name}", name, nearest(name, known))
+        if name not in known:
+            require(False, "--scale", f"be one of {', '.join(known)} for {self.name}", name, nearest(name, known))
         return name
 
     def restricted(
@@ -228,6 +229,7 @@ class Experiment:
 
     def _some(self, key: str, names: Sequence[str] | None, known: Mapping[str, T]) -> dict[str, T]:
         for name in names or ():
-            must = f"be some of {', '.join(known)} for {self.name}"
-            require(name in known, key, must, name, nearest(name, known))
+            if name not in known:
+                must = f"be some of {', '.join(known)} for {self.name}"
+                require(False, key, must, name, nearest(name, known))
         return {name: entry for name, entry in known.items() if names is None or name in names}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from dpfl_lightning.runtime.stopping import passed_on
-from experiments.papers.cells import Cell, path_of, read
+from experiments.papers.cells import Cell, kept
 from experiments.papers.run import CellContext, RunnerOptions, cli_args, duration, headline, options_of, seconds_of
 
 
@@ -37,7 +37,7 @@ def make_at_once(cells: Sequence[Cell], runner: RunnerOptions, jobs: int) -> lis
                     failures.append(f"{cell}: {problem}")
                     runner.log(f"not made ({number} of {len(cells)}): {failures[-1]}")
                 else:
-                    content = read(path_of(runner.results, cell))
+                    content = kept(runner.results, cell)
                     took = duration(content["seconds"])
                     runner.log(f"{number} of {len(cells)}, {cell}: {headline(content)}in {took}")
         except BaseException:

@@ -28,9 +28,10 @@ from experiments.papers.cells import (
     Cell,
     circumstances,
     code_version,
+    contents,
     declaration,
+    declared_keys,
     package_digest,
-    path_of,
     read,
     write,
 )
@@ -166,7 +167,7 @@ def declared_options(cell: Cell) -> dict[str, Any]:
     """Dotted keys of the cell's run with its seed, as declared; `config` is a file of further options."""
     training = spec(cell)
     assert isinstance(training, Training)
-    return {**training.options(cell.row, cell.column, cell.scale), "seed": cell.seed}
+    return {**declared_keys(training, cell), "seed": cell.seed}
 
 
 def command_of(cell: Cell) -> str:
@@ -268,7 +269,7 @@ def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
     if not folder.exists():
         return folder, False
     finished = (folder / "result.json").is_file()
-    again = runner.again or path_of(runner.results, cell).is_file()  # a cell of another declaration
+    again = runner.again or read(runner.results, cell) is not None  # a cell of another declaration
     same_code = _code_of(folder).is_file() and _code_of(folder).read_text() == package_digest()
     if same_code and (folder / "checkpoint.pt").is_file() and not (finished and again) and _same(cell, runner, folder):
         return folder, True
@@ -301,8 +302,9 @@ def seconds_of(cells: Sequence[Cell], results: Path) -> float:
 
 
 def _mean_seconds(cell: Cell, results: Path) -> float:
-    contents = map(read, path_of(results, cell).parent.glob("*_seed*.json"))
-    seconds = [content["seconds"] for content in contents if content["row"] == cell.row]
+    folder = cell.place.parent  # of its scale and overrides
+    made = [content for place, content in contents(results, cell.experiment).items() if place.parent == folder]
+    seconds = [one["seconds"] for one in made if one["row"] == cell.row and one["seed"] is not None]
     return fmean(seconds) if seconds else 60 * experiments()[cell.experiment].minutes.get(cell.scale, math.nan)
 
 

@@ -139,7 +139,7 @@ def our_round(
     def one_round() -> Tensor:
         alike = torch.ones(1, case.clients)  # the mean
         updates = engine.train(loop.view(state).plan(), state.models, [0] * case.clients, alike)
-        return aggregate.step(state, aggregate.combine(alike, updates)).models[0]
+        return state.models[0] + aggregate.combine(alike, updates)[0]
 
     return one_round
 

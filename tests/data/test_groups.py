@@ -188,7 +188,7 @@ def test_test_records_that_clients_draw_are_their_own_choice(kind):
 
 def test_wrong_draws_are_named():
     one_class = ("shards", {"max_classes": 1})
-    with_held_out = "must be null with data.held_out_per_client 2, got 5. . Leave out one of the two"
+    with_held_out = "must be null with data.held_out_per_client 2, got 5. Leave out one of the two"
     for options, message in [
         ({"test_per_client": 106}, "must be at most 105, the test records .* of client 0, got 106"),
         ({"test_per_client": 5, "held_out_per_client": 2}, with_held_out),

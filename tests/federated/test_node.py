@@ -11,11 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
 from sites import SITES, a_request, accepting, asked, charges, key_of, listening, planned, reply_in, state_of
 
+from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
@@ -23,6 +25,7 @@ from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.sites import sockets, wire
 from dpfl_lightning.sites.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
 from dpfl_lightning.sites.node.accept import accept, open_study, verified
+from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.wire import digest
@@ -322,9 +325,8 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monke
 
     plan, state = tmp_path / "plan.json", tmp_path / "site"
     plan.write_text(wire.to_text(terms))
-    assert "480 records, 10 classes. Nothing is accepted" in said(
-        "init", state, "--name", "0", "--data", f"digits:0/{SITES}"
-    )
+    site = ["--name", "0", "--data.name", "digits", "--clients.count", SITES, "--privacy.epsilon", 5]
+    assert "480 records, 10 classes. 0 accepted plans" in said("init", state, *site, "--privacy.delta", 0.01)
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
     assert stat.S_IMODE((state / "node.key").stat().st_mode) == 0o600
     assert "test_key" in json.loads((state / "node.json").read_text())
@@ -334,12 +336,10 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monke
         and "(2, 0.001)-differential privacy per record" in words
         and "3 clients" in words
     )
-    assert "No plan was accepted" in said("status", state)
-    assert main(["accept", str(state), str(plan), "--hash", "f" * 32, "--epsilon_limit", "5"]) == 2
+    assert "epsilon 5 of 5" in said("status", state)
+    assert main(["accept", str(state), str(plan), "--hash", "f" * 32]) == 2
     assert "read it with --show" in capsys.readouterr().err
-    assert main(["accept", str(state), str(plan)]) == 2
-    assert "`--epsilon_limit` must be given with the first plan" in capsys.readouterr().err
-    accepted = said("accept", state, plan, "--epsilon_limit", 5, "--hash", digest(terms)[:32])
+    accepted = said("accept", state, plan, "--hash", digest(terms)[:32])
     assert f"Accepted as {digest(terms)}" in accepted and "epsilon 3 of 5" in accepted
     node = Node(StateFolder(state), open_study)
     asked(node, a_request(terms, MODEL))
@@ -360,10 +360,13 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monke
         (["serve", tmp_path / "nowhere"], "be the folder of a node"),
         (["accept", state], "`PLAN` must be a file"),
         (["accept", state, state / "site.json"], "wrote"),
-        (["init", state, "--name", "0", "--data", "digits:0/3"], "new or empty"),
-        (["init", tmp_path / "b", "--name", "0", "--data", "digits:3/3"], "share below 3"),
-        (["init", tmp_path / "b", "--name", "0", "--data", "nothing"], "--data"),
-        (["init", tmp_path / "b", "--name", "0"], "--data"),
+        (["init", state, *site], "new or empty"),
+        (["init", tmp_path / "b", *site, "--client", "3"], "`--client` must be one of 0, 1, 2, got '3'"),
+        (["init", tmp_path / "b", *site, "--data.nme", "x"], "Did you mean `data.name`?"),
+        (["init", tmp_path / "b", *site, "--privacy.clip_norm", 2], "`privacy.clip_norm` must be left out"),
+        (["init", tmp_path / "b", *site, "--rounds", 3], "`--rounds` must be left out of this command"),
+        (["init", tmp_path / "b", *site[:-2]], "`privacy.epsilon` must be a budget"),
+        (["init", tmp_path / "b", *site, "--privacy.epsilon", "[1, 2, 3]"], "have 1 values"),
         (["accept", tmp_path / "site", plan, "--epsilon_limit", 0], "--epsilon_limit"),
     ):
         assert main([str(word) for word in words]) == 2, words
@@ -377,32 +380,29 @@ def test_records_that_changed_after_the_first_release_halt_the_plan(tmp_path, te
     node = Node(state, open_study)
     asked(node, a_request(terms, MODEL))
     node.close()
-    state.save(dataclasses.replace(state.settings(), data=f"digits:1/{SITES}"))  # other records
+    state.save(dataclasses.replace(state.settings(), client="1"))  # other records
     assert asked(Node(state, open_study), Hello(digest(terms), "")) == Refused("halted")
 
 
-def test_sites_read_tables_images_and_functions(tmp_path, monkeypatch):
-    import pandas
-    from PIL import Image
-
-    from dpfl_lightning.sites.node.records import site_population
-
-    table = pandas.DataFrame({"age": range(20), "ill": [0, 1] * 10})
-    table.to_csv(tmp_path / "records.csv", index=False)
-    site = site_population(str(tmp_path / "records.csv"), {"label": "ill", "num_classes": 2}, "rome")
-    assert site.num_records == (20,) and site.features["names"] == ["age"] and site.num_held_out == (0,)
-    for name in ("cat", "dog"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        Image.new("RGB", (4, 4)).save(tmp_path / "images" / name / "1.png")
-    site = site_population(str(tmp_path / "images"), {"classes": ["cat", "dog"]}, "rome")
-    assert site.num_records == (2,) and site.input_shape == (3, 4, 4)
-    (tmp_path / "my_site.py").write_text(
-        "import torch\ndef records():\n    return {'rome': (torch.randn(9, 3), torch.arange(9) % 2)}\n"
-        "def two():\n    return [(torch.randn(9, 3), torch.arange(9) % 2)] * 2\n"
+def test_a_site_reads_its_records_as_fit_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pandas.DataFrame({"age": range(20), "city": ["oslo", "rome"] * 10, "ill": [0, 1] * 10}).to_csv(
+        "records.csv", index=False
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert site_population("my_site:records", {"num_classes": 2}, "rome").num_records == (9,)
-    with pytest.raises(UserError, match="the records of one client"):
-        site_population("my_site:two", {"num_classes": 2}, "rome")
-    with pytest.raises(UserError, match=r"data_args.label"):
-        site_population(str(tmp_path / "records.csv"), {}, "rome")
+    own = {"df": "records.csv", "label": "ill", "num_classes": 2, "features": ["age"]}
+
+    def records_of(whose=None, **init_args):
+        data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": own | init_args}
+        options = from_mapping({"data": data, "privacy": {"epsilon": 3}})
+        return site_population(settings_of(options, "rome", whose))
+
+    assert records_of(held_out=0)[0].num_records == (20,), "without a column of clients"
+    population, client = records_of("oslo", client="city", held_out=0)
+    assert population.names[client] == "oslo", "or one of the clients of a table"
+    with pytest.raises(
+        UserError, match=r"`label` must name columns of the table \(age, city, ill\).*Did you mean `ill`"
+    ):
+        records_of(label="il")
+    options = from_mapping({"data": {"class_path": "x.y", "init_args": own}, "privacy": {"epsilon": 3}})
+    settings = settings_of(options, "a")
+    assert settings.config["data"]["init_args"]["df"] == str(tmp_path / "records.csv"), "served from any folder"

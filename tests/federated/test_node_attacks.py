@@ -9,7 +9,19 @@ import tracemalloc
 
 import pytest
 import torch
-from sites import a_request, accepting, asked, configured, key_of, listening, planned, reply_in, state_of, with_lines
+from sites import (
+    a_request,
+    accepting,
+    asked,
+    configured,
+    key_of,
+    listening,
+    planned,
+    reply_in,
+    settings_for,
+    state_of,
+    with_lines,
+)
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.plan import LocalTraining
@@ -22,7 +34,7 @@ from dpfl_lightning.sites import signed, sockets, wire
 from dpfl_lightning.sites.exchange import Ask, Hello, Refused, Released, Train
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import MOST_CONNECTIONS, Listener, Node
-from dpfl_lightning.sites.node.state import Settings, StateFolder
+from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.receipt import digest_of
 from dpfl_lightning.sites.terms import read_terms
 from dpfl_lightning.sites.wire import digest
@@ -132,8 +144,8 @@ def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
     (tmp_path / "node.json").write_text("{}")
     with pytest.raises(UserError, match="settings of a node"):
         state.settings()
-    state.save(Settings("0", "digits:0/3"))
-    assert state.settings() == Settings("0", "digits:0/3") and configured(tmp_path).rounds == 2
+    state.save(settings_for(0))
+    assert state.settings() == settings_for(0) and configured(tmp_path).rounds == 2
 
 
 class Signing:

@@ -4,13 +4,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
-from sites import a_request, asked, charges, configured, nodes_of, over, planned, state_of
+from sites import a_request, asked, charges, configured, nodes_of, over, planned, site, state_of
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.node import main
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
@@ -21,7 +23,7 @@ from dpfl_lightning.sites.exchange import MOST_HEADER, Ask
 from dpfl_lightning.sites.node.accept import accept, cost_of, open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder
-from dpfl_lightning.sites.server.deploy import remote_population
+from dpfl_lightning.sites.server.deploy import planning_loop, remote_population, terms_of
 from dpfl_lightning.sites.terms import read_terms
 from dpfl_lightning.sites.wire import digest
 
@@ -65,12 +67,11 @@ def test_a_crash_after_the_reservation_does_not_hide_the_limit(state, terms, sai
 
 
 def test_shown_plans_are_compared_with_the_limit(said):
-    assert "No limit is set" in said("accept", "--show")
     assert "would reserve epsilon 2 and delta 0.001" in said("accept", "--show")
     assert "does not fit" in said("accept", "--show", "--epsilon_limit", 1.5)
     shown = said("accept", "--show", "--epsilon_limit", 3)
     assert "epsilon 3 of 3" in shown and "It fits." in shown
-    assert "No plan was accepted" in said("status")
+    assert "0 accepted plans" in said("status")
     said("accept", "--epsilon_limit", 3)
     assert "does not fit: `PLAN` must be a plan that was not accepted before" in said("accept", "--show")
 
@@ -128,7 +129,9 @@ def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch)
     monkeypatch.setattr("dpfl_lightning.sites.node.service.Listener.serve", lambda self: None)
     accept(state, terms, 3.0)
     assert f"{digest(terms)[:12]}  active: 0 of 2 releases paid" in said("serve") and "ready" in said("serve")
-    state.save(dataclasses.replace(state.settings(), data="nowhere.csv"))
+    own = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": {"df": "nowhere.csv", "label": "x"}}
+    data = {**state.settings().config["data"], "name": None, **own}
+    state.save(dataclasses.replace(state.settings(), config={**state.settings().config, "clients": {}, "data": data}))
     late = said("serve")
     assert "not ready" in late and "nowhere.csv" in late, "the operator learns it now, and not at the first request"
     assert not (state.plan_folder(digest(terms)) / "error.log").exists()
@@ -185,7 +188,7 @@ def test_a_plan_is_accepted_by_at_least_128_bits_of_its_hash_as_digits_or_words(
 def test_the_server_prints_the_hash_that_sites_compare(tmp_path, capsys):
     state_of(tmp_path, 0)
     file = tmp_path / "plan.json"
-    argv = ["--config", "digits", "--clients.count", "1", "--privacy.epsilon", "2", "--rounds", "1"]
+    argv = ["--config", "digits", "--privacy.epsilon", "2", "--rounds", "1"]
     argv += ["--sites", str(tmp_path / "site0" / "site.json"), "--export", str(file)]
     assert plan_command(argv) == 0
     found = digest(read_terms(file))
@@ -199,3 +202,52 @@ def test_words_of_a_digest_are_distinct_and_read_back():
     assert len({*WORDS}) == 256 and sorted(WORDS) == WORDS and not any({*word} <= {*"abcdef"} for word in WORDS)
     everything = bytes(range(256)).hex()
     assert digits_of(words_of(everything)) == digits_of(everything) == everything
+
+
+def test_sites_of_other_columns_are_named_with_what_differs(terms):
+    table = dataclasses.replace(terms.sites[0], inputs=torch.zeros(0, 2), features={"names": ["age", "sex=f"]})
+    for changed, words in (
+        ({"features": {"names": ["age", "bmi"]}}, "1: more columns bmi and no columns sex=f"),
+        ({"features": {"names": ["sex=f", "age"]}}, "the columns in another order, sex=f, age"),
+        ({"features": {"names": ["age", "sex=f"], "scale": {"age": [1, 2]}}}, "another scale"),
+        ({"num_classes": 3}, "3 classes instead of 10"),
+        ({"inputs": torch.zeros(0, 3)}, r"1: inputs of shape \(3,\) and labels of torch.int64 instead of \(2,\)"),
+    ):
+        other = dataclasses.replace(table, name="1", public_key=terms.sites[1].public_key, **changed)
+        with pytest.raises(UserError, match=words):
+            remote_population(configured(Path("unused")), [table, other])
+
+
+def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pandas.DataFrame({"age": [1, 2] * 20, "ill": [0, 1] * 20}).to_csv("a.csv", index=False)
+    table = "class_path: dpfl_lightning.Population.from_dataframe, init_args: {label: ill, num_classes: 2, held_out: 0}"
+    Path("site.yaml").write_text(f"data: {{{table}}}\nprivacy: {{delta: 1.0e-3}}\n")
+    Path("run.yaml").write_text("model: {name: logistic}\nprivacy: {epsilon: {rome: 2}}\nclients: {batch_size: 8}\n")
+    words = ["--config", "site.yaml", "--data.init_args.df", "a.csv", "--privacy.epsilon", "3"]
+    assert main(["init", "rome", *words]) == 0
+    plan = ["--config", "site.yaml", "--config", "run.yaml", "--sites", "rome/site.json", "--rounds", "1", "--json"]
+    for test in ([], ["--data.init_args.test", "a.csv"]):
+        assert plan_command([*plan, *test, "--export", "plan.json"]) == 0
+    assert main(["accept", "rome", "plan.json"]) == 0
+    assert plan_command([*plan, "--data.init_args.test", "a.csv", "--data.init_args.scale", "{age: [1, 2]}"]) == 2
+    assert (
+        "`test set` must have records like those of the sites, got 'more columns age (scaled)"
+        in capsys.readouterr().err
+    )
+    assert plan_command([*plan, "--clients.count", "2"]) == 2
+    assert "`--clients.count` must be 1 or left out" in capsys.readouterr().err
+
+
+def test_a_question_that_nodes_cannot_read_is_refused_when_the_run_is_planned(tmp_path):
+    options = configured(tmp_path, strategies={f"{__name__}.Curious": {}})
+    with pytest.raises(UserError, match=r"ask questions that nodes can read, got 'Own'.*wire.register"):
+        terms_of(planning_loop(options, [site(client) for client in range(3)]), [])
+
+
+class Own(SelectModel):
+    """A query that is not registered."""
+
+
+class Curious(Strategy):
+    """A strategy whose module has a query of its own."""

@@ -8,12 +8,12 @@ import pytest
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.settings import (
-    accountant_of,
     client_settings,
     default_schedule,
     reported_epsilons,
     solved,
 )
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 
@@ -53,7 +53,7 @@ def test_claims_are_the_truth_unless_they_are_said_to_be_false():
 def test_what_strategies_plan_beside_given_noise_is_paid_first():
     privacy = PrivacyOptions(epsilon=4.0, noise_multiplier=2.0, delta=1e-3)
     settings = client_settings((100,) * 3, ClientOptions(batch_size=20), privacy, seed=0)
-    judge = accountant_of(privacy)
+    judge = get_accountant(privacy.accountant)
 
     def change(client, one):
         (train,) = one.planned

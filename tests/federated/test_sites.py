@@ -184,7 +184,7 @@ def late_once(node, at, arrives=True, then=None):
 def test_a_late_node_is_left_out_of_the_round(arrives, tmp_path):
     terms = planned(tmp_path)
     expected = build_loop(configured(tmp_path / "simulated", key=FIXED_KEY))
-    expected.traffic.lost = lambda plan, view: frozenset({1} if plan.round == 1 else ())
+    expected.traffic.lost = lambda plan: frozenset({1} if plan.round == 1 else ())
     expected.run()
     nodes = nodes_of(tmp_path, terms)
     late = late_once(nodes[1], 2, arrives)  # after hello
@@ -235,7 +235,7 @@ def test_a_node_that_is_busy_for_long_is_asked_for_no_more(tmp_path):
 def test_a_node_that_was_late_stays_left_out_of_a_round_that_is_repeated(tmp_path, monkeypatch):
     terms = planned(tmp_path)
     expected = build_loop(configured(tmp_path / "simulated", key=FIXED_KEY))
-    expected.traffic.lost = lambda plan, view: frozenset({1} if plan.round == 1 else ())
+    expected.traffic.lost = lambda plan: frozenset({1} if plan.round == 1 else ())
     expected.run()
     nodes, options = nodes_of(tmp_path, terms), configured(tmp_path / "real")
     loop = loop_over(options, Sites(terms, (nodes[0].handle, late_once(nodes[1], 2), nodes[2].handle)))
@@ -292,7 +292,7 @@ def test_a_site_that_leaves_is_left_out_and_the_others_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"key": FIXED_KEY}, "noise_key.*test_key"),
+        ({"key": FIXED_KEY}, "noise_key.*node init"),
         ({"privacy": {"diagnostics": True}}, "privacy.diagnostics"),
         ({"privacy": {"sampling": "shuffle"}}, "privacy.sampling"),
         ({"data": {"name": "digits", "groups": {"name": "rotation", "count": 2}}}, "data.groups.*true groups"),

@@ -1,6 +1,8 @@
-"""Cells as files: where they lie, what is read again, what a recorder writes, and what a damaged one says."""
+"""Cells as lines of a file: what is read again, what a recorder writes, and what a damaged one says."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from fake_experiments import CELL, fake, held
@@ -9,7 +11,9 @@ from dpfl_lightning.errors import UserError
 from experiments.papers.cells import (
     Cell,
     _ordered,
+    contents,
     declaration,
+    file_of,
     finished,
     missing_cells,
     read,
@@ -58,11 +62,30 @@ def test_a_departure_is_another_cell(tmp_path, known):
     }
 
 
-def test_any_override_is_one_folder_below_the_results(tmp_path):
+def test_any_override_is_one_folder_of_runs(tmp_path):
     for text in ("{name: uniform, low: 1/3}", "../../x", "a" * 300):
         cell = CELL._replace(overrides=(("privacy.epsilon", text),))
-        path = write(tmp_path, cell, held())
-        assert path.parent.parent == tmp_path / "fake.table1" and read(path)["overrides"] == {"privacy.epsilon": text}
+        write(tmp_path, cell, held())
+        assert len(cell.place.parts) == 3 and read(tmp_path, cell)["overrides"] == {"privacy.epsilon": text}
+
+
+def test_a_cell_that_is_made_again_replaces_its_line(tmp_path):
+    for accuracy in (1.0, 2.0):
+        for seed in (0, 1):
+            write(tmp_path, CELL._replace(seed=seed), held(accuracy=accuracy))
+    assert len(file_of(tmp_path, CELL.experiment).read_text().splitlines()) == 2
+    assert read(tmp_path, CELL)["values"] == {"accuracy": 2.0}
+
+
+def test_processes_that_write_at_once_lose_no_line(tmp_path):
+    code = "import sys; from pathlib import Path; from experiments.papers.cells import Cell, write\n"
+    code += "for seed in map(int, sys.argv[2:]): "
+    code += "write(Path(sys.argv[1]), Cell('fake.table1', 'ours', 'a', 'small', seed), {'values': {}, 'seconds': 1.0})"
+    parts = [map(str, range(first, 60, 3)) for first in range(3)]
+    writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path, *part]) for part in parts]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert sorted(one["seed"] for one in contents(tmp_path, CELL.experiment).values()) == list(range(60))
+    assert list(tmp_path.iterdir()) == [file_of(tmp_path, CELL.experiment)]
 
 
 def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeypatch):
@@ -96,11 +119,12 @@ def test_a_cell_that_was_made_with_other_options_or_has_another_seed_is_not_show
     assert finished(tmp_path, fake(), "small") == {} and missing_cells([CELL], tmp_path) == [CELL]
 
 
-def test_a_damaged_file_says_what_to_do(tmp_path, known):
+def test_a_damaged_line_says_what_to_do(tmp_path, known):
     path = write(tmp_path, CELL, held())
-    for content in ("", "[]", "{}", '{"values": {}}', '{"values": 3, "seconds": 1}'):
-        path.write_text(content)
-        with pytest.raises(UserError, match=r"must be a finished cell.*Delete it to make the cell again"):
+    line = path.read_text()
+    for content in ("\n", "[]\n", "{}\n", '{"values": {}}\n', '{"values": 3, "seconds": 1}\n', line[:-9]):
+        path.write_text(line + content)
+        with pytest.raises(UserError, match=r"jsonl:2` must be a finished cell.*Delete it to make the cell again"):
             finished(tmp_path, fake(), "small")
 
 

@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from experiments.papers.__main__ import main
-from experiments.papers.cells import read
+from experiments.papers.cells import contents, file_of
 from experiments.papers.run import NOISE_KEY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
@@ -32,7 +33,7 @@ example.digits --output_dir x | --output_dir, --runs
 example.digits --jobs 0 | --jobs, at least 1
 example.digits --colums x | --colums, Did you mean `--columns`?
 example.digits --clients.lerning_rate 1 | Did you mean `clients.learning_rate`?
-example.digits --clients.learning_rate -1 | clients.learning_rate, above 0, -1
+example.digits --clients.learning_rate -1 | clients.learning_rate, > 0, -1
 example.digits --no_table --json | --no_table
 example.digits --page README.md | --page, README.md, marks
 noise_aware.table3 --rounds 5 | --rounds, privacy.accountant, formulas
@@ -61,21 +62,21 @@ def test_a_table_is_made_shown_and_skipped_the_next_time(capsys, places, tmp_pat
     assert shown["missing"] == 0 and len(shown["numbers"]) == 2 and all(one["ours"] for one in shown["numbers"])
     assert "cell 1 of 2, example.digits: epsilon4, uniform, seed 0: about" in printed and "round 2/2" in printed
     assert "| uniform weights " in printed and "| uniform weights " in page.read_text()
-    files = {path: path.read_bytes() for path in tmp_path.glob("results/*/*/*.json")}
-    assert len(files) == 2
+    lines = file_of(tmp_path / "results", "example.digits").read_bytes()
+    assert lines.count(b"\n") == 2
     assert main([*argv, *QUIET]) == 0
     printed = capsys.readouterr().out
     assert "round" not in printed.partition("**example.digits**")[0] and "| uniform weights " in printed
-    assert {path: path.read_bytes() for path in files} == files
+    assert file_of(tmp_path / "results", "example.digits").read_bytes() == lines
 
 
 def test_seeds_and_keys_make_cells_of_their_own(capsys, places, tmp_path):
     assert main([*EXAMPLE, "--seeds", "1,2", "--clients.learning_rate", "0.1", *places, *QUIET]) == 0
     assert "with clients.learning_rate 0.1" in capsys.readouterr().out
-    folder = tmp_path / "results/example.digits/small+clients.learning_rate=0.1"
-    made = sorted(path.name for path in folder.iterdir())
-    assert made == ["epsilon4_uniform_seed1.json", "epsilon4_uniform_seed2.json"]
-    held = read(folder / made[0])
+    folder = Path("example.digits/small+clients.learning_rate=0.1")
+    made = contents(tmp_path / "results", "example.digits")
+    assert list(made) == [folder / "epsilon4_uniform_seed1", folder / "epsilon4_uniform_seed2"]
+    held = made[folder / "epsilon4_uniform_seed1"]
     assert held["command"].endswith(f"--seed=1 --clients.learning_rate=0.1 --privacy.noise_key={NOISE_KEY}")
     assert "tracking" not in held["command"] and "device" not in held["command"]
 

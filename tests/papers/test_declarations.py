@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import random
 import shlex
 from pathlib import Path
@@ -14,7 +13,7 @@ from dpfl_lightning import strategies
 from dpfl_lightning.config.load import load, split
 from dpfl_lightning.config.options import Options
 from experiments.papers.__main__ import _parse, _sorted_out
-from experiments.papers.cells import RESULTS, Cell, declaration, path_of, required_cells
+from experiments.papers.cells import RESULTS, Cell, contents, declaration, required_cells
 from experiments.papers.drawing import panels_figure
 from experiments.papers.experiment import Computation, Experiment, NotYet, Training
 from experiments.papers.registry import experiments
@@ -48,19 +47,17 @@ def waits(cell: Cell) -> bool:
 
 def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
     places = {
-        path_of(RESULTS, cell._replace(seed=None)).as_posix()
+        cell._replace(seed=None).place
         for experiment in experiments().values()
         for scale in experiment.scales
         for cell in required_cells(experiment.restricted(None, None, [0]), scale)
     }
-    files = sorted(RESULTS.glob("*/*/*.json"))
-    assert len(files) >= 450
-    for path in files:
-        content = json.loads(path.read_text())
+    made = {place: one for file in RESULTS.glob("*.jsonl") for place, one in contents(RESULTS, file.stem).items()}
+    assert len(made) >= 450
+    for path, content in made.items():
         names = {name: content[name] for name in ("experiment", "row", "column", "scale", "seed")}
         cell = Cell(**names, overrides=tuple(content["overrides"].items()))
-        assert path == path_of(RESULTS, cell), path
-        assert path_of(RESULTS, cell._replace(seed=None, overrides=())).as_posix() in places, path
+        assert cell._replace(seed=None, overrides=()).place in places, path
         waiting = isinstance(spec(cell), Training) and waits(cell)  # its table shows it if it has the chosen setting
         assert isinstance(spec(cell), Computation) or waiting or content["declared"] == declaration(cell), path
         _, _, program, *words = shlex.split(content["command"])

@@ -14,7 +14,7 @@ import pytest
 from dpfl_lightning.config.load import load
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.fit import fit
-from experiments.papers.cells import Cell, finished, path_of, read, required_cells
+from experiments.papers.cells import Cell, file_of, finished, kept, read, required_cells
 from experiments.papers.jobs import make_at_once
 from experiments.papers.registry import experiments
 from experiments.papers.run import (
@@ -47,13 +47,13 @@ def cells_of(name: str, rows=None, columns=None) -> list[Cell]:
 
 def test_a_cell_holds_its_results_and_how_to_get_there(work):
     assert make([CELL], work) == []
-    cell = read(path_of(work.results, CELL))
+    cell = kept(work.results, CELL)
     assert 20 < cell["values"]["accuracy"] < 100 and cell["epsilon_max"] == pytest.approx(4, abs=1e-3)
     assert cell["rounds"] == 2 and cell["seconds"] > 0 and "differential privacy" in cell["guarantee"]
     assert cell["machine"]["cores"] >= 1 and cell["machine"]["device"] == "cpu" and cell["versions"]["torch"]
     names = [cell[name] for name in ("experiment", "row", "column", "seed")]
     assert names == ["example.digits", "uniform", "epsilon4", 0]
-    assert str(ROOT) not in path_of(work.results, CELL).read_text()  # nothing of this machine
+    assert str(ROOT) not in file_of(work.results, CELL.experiment).read_text()  # nothing of this machine
 
 
 def test_its_command_is_the_run(work):
@@ -89,23 +89,23 @@ def test_an_interrupted_cell_is_resumed_and_no_client_is_charged_twice(work):
 
     with pytest.raises(KeyboardInterrupt):
         make([CELL], dataclasses.replace(work, fit=interrupted))
-    assert not path_of(work.results, CELL).exists()
+    assert read(work.results, CELL) is None
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
     assert make([CELL], work) == []
     assert not beside(work).exists()
     lines = (work.runs / CELL.place / "ledger.jsonl").read_text().count('"round": 1,')
-    assert read(path_of(work.results, CELL))["rounds"] == 2 and lines == 5
+    assert kept(work.results, CELL)["rounds"] == 2 and lines == 5
 
 
 def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_another(work):
     make([CELL], work)
-    before = read(path_of(work.results, CELL))
-    path_of(work.results, CELL).unlink()
+    before = kept(work.results, CELL)
+    file_of(work.results, CELL.experiment).unlink()
     make([CELL], work)
-    after = read(path_of(work.results, CELL))
+    after = kept(work.results, CELL)
     assert after["values"] == before["values"] and after["curve"] == before["curve"]
     assert run_folder(CELL, work) == (beside(work), False), "the file was made with another declaration"
-    path_of(work.results, CELL).unlink()
+    file_of(work.results, CELL.experiment).unlink()
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
     code = work.runs / f"{CELL.place}.code"
     digest = code.read_text()
@@ -120,7 +120,7 @@ def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_anoth
     make([CELL], again)
     ledger = work.runs / CELL.place / "ledger.jsonl"
     assert ledger.is_file(), "no ledger is deleted"
-    assert read(path_of(work.results, CELL))["values"] == before["values"], "cells are simulations"
+    assert kept(work.results, CELL)["values"] == before["values"], "cells are simulations"
     ledger.write_bytes(ledger.read_bytes().replace(b'"rounds": 2', b'"rounds": 4', 1))
     assert run_folder(CELL, work)[0] != work.runs / CELL.place, "a changed ledger is not resumed"
 

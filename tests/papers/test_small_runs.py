@@ -7,7 +7,7 @@ from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.config.published import EPSILONS
 from experiments.papers.__main__ import main
-from experiments.papers.cells import RESULTS, read
+from experiments.papers.cells import RESULTS, contents, file_of
 from experiments.papers.clustered.recorder import fairness
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository"), pytest.mark.filterwarnings("ignore")]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository"), pyt
 
 @pytest.fixture
 def run(tmp_path):
-    """`run("TABLE --rows ...", **options)`: the cells that this makes, in the order of their files."""
+    """`run("TABLE --rows ...", **options)`: the cells of all files, in their order."""
 
     def make(words: str, **options) -> list[dict]:
         places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--jobs", "1"]
@@ -23,7 +23,8 @@ def run(tmp_path):
         for name, value in options.items():
             argv += [f"--{name.replace('__', '.')}", str(value)]
         assert main(argv) == 0
-        return [read(path) for path in sorted(tmp_path.glob("results/*/*/*.json"))]
+        results = tmp_path / "results"
+        return [cell for path in sorted(results.glob("*.jsonl")) for cell in contents(results, path.stem).values()]
 
     return make
 
@@ -54,7 +55,8 @@ def test_one_round_says_how_near_each_estimate_is(run, small_fashion, capsys):  
 
 
 def test_a_run_has_all_metrics_and_is_read_beside_its_reference(run, groups, capsys, tmp_path):
-    shutil.copytree(RESULTS / "clustered.tuning", tmp_path / "results" / "clustered.tuning")  # rates follow from it
+    (tmp_path / "results").mkdir()
+    shutil.copy(file_of(RESULTS, "clustered.tuning"), tmp_path / "results")  # rates follow from it
     rows = "dpfedavg_f_acc,dpfedavg_gap,oracle_f_acc"
     cells = run(f"clustered.table6 --rows {rows} --columns eps5 --seeds 0 --rounds 2", **groups)
     cells = {(cell["experiment"], cell["row"]): cell for cell in cells if cell["experiment"] != "clustered.tuning"}

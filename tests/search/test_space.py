@@ -53,7 +53,7 @@ def test_a_space_that_makes_no_sense_is_refused(space, objective, words):
 @pytest.mark.parametrize(
     ("space", "words"),
     [
-        ({"clients.learning_rate": {"low": -1.0, "high": 1.0}}, ["clients.learning_rate", "above 0", "-1.0"]),
+        ({"clients.learning_rate": {"low": -1.0, "high": 1.0}}, ["clients.learning_rate", "> 0", "-1.0"]),
         ({"clients.lerning_rate": {"low": 0.1, "high": 1.0}}, ["clients.lerning_rate", "Did you mean"]),
         ({"privacy.accountant": {"choices": ["rdp", "pldd"]}}, ["privacy.accountant", "pldd", "Did you mean `pld`"]),
     ],

@@ -277,7 +277,7 @@ def test_an_answer_that_the_network_loses_is_charged_and_is_in_no_sum(make_loop)
     kept, _ = run(make_loop, network=NetworkOptions(dropout=0.0))
     for network in losses.values():
         loop, result = run(make_loop, network=network)
-        sums, whole = (one.strategies[0]._released[0] for one in (loop, kept))
+        sums, whole = (one.config.strategies[0]._released[0] for one in (loop, kept))
         counts = (sums[:, 0].sum() / COUNT_WEIGHT, whole[:, 0].sum() / COUNT_WEIGHT)
         assert float(counts[0]) == pytest.approx(float(counts[1]) / 2)
         assert [loop.clients.account(client).releases for client in range(4)] == [1, 1, 1, 1]

@@ -45,7 +45,7 @@ def test_a_resumed_run_equals_the_unbroken_one(name, loop_with):
     """Broken off in its first and, after it went on, in its last round."""
     unbroken, broken = loop_with(name), loop_with(name)
     whole = unbroken.run()
-    for round in (1, unbroken.rounds):
+    for round in (1, unbroken.config.rounds):
         break_off(broken, round, resume=round > 1)
         broken = loop_with(name, output_dir=broken.output_dir)
     result = broken.run(resume=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+from annotated_types import Interval
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.registry import help_text
-from dpfl_lightning.config.typed import Interval, in_words, options_of
+from dpfl_lightning.config.typed import in_words, options_of
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.strategy import Strategy
 

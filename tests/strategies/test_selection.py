@@ -111,9 +111,9 @@ def test_without_privacy_it_is_plain_fedsgd(make_loop):
 
 def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_loop):
     alone = federation(make_loop, BiasedSelection(COHORT))
-    assert [type(one) for one in alone.strategies] == [Uniform, BiasedSelection]
+    assert [type(one) for one in alone.config.strategies] == [Uniform, BiasedSelection]
     named = federation(make_loop, SizeWeighted(), BiasedSelection(COHORT))
-    assert [type(one) for one in named.strategies] == [SizeWeighted, BiasedSelection]
+    assert [type(one) for one in named.config.strategies] == [SizeWeighted, BiasedSelection]
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_quotas_follow_reported_budgets_and_noise_the_true_ones(make_loop):
     quotas = [loop.config.strategies[-1]._quota for loop in (plain, liar)]
     assert quotas[0][0] == 0 and quotas[1][0] == ROUNDS
     schedule = liar.schedule.clients[0]
-    assert schedule.target_epsilon == EPSILON[0] >= liar.accountant.epsilon(schedule.events(), DELTA)
+    assert schedule.target_epsilon == EPSILON[0] >= liar.config.accountant.epsilon(schedule.events(), DELTA)
 
 
 def test_options_bound_quotas(make_loop):

@@ -18,7 +18,7 @@ def generator_states(device: torch.device) -> list[object]:
 
 
 @contextmanager
-def drawing_alike(device: torch.device, seed: int = 0) -> Iterator[None]:
+def fixed_rng(device: torch.device, seed: int = 0) -> Iterator[None]:
     """Set all generators to the state of a seed of up to 64 bits, and restore them afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

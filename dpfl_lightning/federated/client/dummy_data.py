@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
+from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.evaluation import of_records
 from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
@@ -104,7 +104,7 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
         lows = (IGNORED, 0) if place == len(inputs) else (0,)
         for high, low in product(sorted({*rows, *attributes, 256, population.num_classes}, reverse=True), lows):
             tried = [*found[:place], Numbers(low, high, special), *found[place + 1 :]]
-            with suppress(Exception), evaluating(module.net), drawing_alike(cpu):  # a user's code may raise anything
+            with suppress(Exception), evaluating(module.net), fixed_rng(cpu):  # a user's code may raise anything
                 if module.sample_loss(module.named_trainable, *dummy_batch(population, 4, cpu, tried)).isfinite().all():
                     found = tried
                     break
@@ -163,7 +163,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
     must = f"take records of shape {population.input_shape} and give {outputs} for each"
     with _users_errors(must, "Choose another model, or another shape of data."), torch.no_grad():
-        with drawing_alike(module.device):
+        with fixed_rng(module.device):
             output = module.output(module.named_trainable, x)
         task = module.infer_task(output, y, population.num_classes)
         if _gives_probabilities(module, task, population):
@@ -221,7 +221,7 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
             return False
         return True
 
-    with evaluating(module.net), drawing_alike(module.device):
+    with evaluating(module.net), fixed_rng(module.device):
         row = next((row for some in rows.split(64) if not fits(some) for row in some if not fits(row[None])), None)
     if row is not None:
         owned = zip(population.train_of, population.held_out_of, strict=True)
@@ -240,7 +240,7 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
     def finite(x: Inputs, y: Tensor) -> bool:
         params = {name: p.detach().requires_grad_() for name, p in module.named_trainable.items()}
         try:
-            with drawing_alike(module.device), tensors_restored(module.net), torch.enable_grad():
+            with fixed_rng(module.device), tensors_restored(module.net), torch.enable_grad():
                 losses = module.sample_loss(params, x, y)
                 grads = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
             return all(part is None or bool(part.isfinite().all()) for part in (losses, *grads))
@@ -320,7 +320,7 @@ def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
         copied = copy.deepcopy(module)
     params, losses = moved_parameters(module.net), []
     for one in (module, copied):
-        with drawing_alike(module.device), tensors_restored(one.net):
+        with fixed_rng(module.device), tensors_restored(one.net):
             losses.append(one.sample_loss(params, x, y))
     if not torch.equal(*(one.nan_to_num() for one in losses)):
         raise UserError(
@@ -361,7 +361,7 @@ def _kept(module: ClientModule, x: Inputs, y: Tensor) -> list[str]:
     left = []
     for rows in (*([row] * len(y) for row in range(len(y))), range(len(y)), range(1)):
         copied, index = copy.deepcopy(module), torch.tensor(rows, device=y.device)
-        with drawing_alike(module.device):
+        with fixed_rng(module.device):
             copied.sample_loss(copied.named_trainable, take(x, index), y[index])
             with suppress(RuntimeError), warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")  # hooks of the backward pass may keep something, too
@@ -380,11 +380,11 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     """
 
     def losses(x: Inputs, y: Tensor) -> Tensor:
-        with drawing_alike(module.device), tensors_restored(module.net):  # such as a count of passes
+        with fixed_rng(module.device), tensors_restored(module.net):  # such as a count of passes
             return module.sample_loss(module.named_trainable, x, y)
 
     def same(x: Inputs, tolerance: float) -> bool:
-        with drawing_alike(module.device):
+        with fixed_rng(module.device):
             before = generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
             draws = generator_states(module.device) != before

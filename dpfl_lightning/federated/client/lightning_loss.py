@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.client.draws import drawing_alike, generator_states
+from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
@@ -257,7 +257,7 @@ def _trials(params: Params, x: Any, y: Tensor, num_classes: int) -> Iterator[tup
 
 def _drawn(device: torch.device, work: Callable[[], Any]) -> tuple[Any, list[object]]:
     """Return the result of `work`, whose random draws are always the same, and the generators' states after it."""
-    with drawing_alike(device):
+    with fixed_rng(device):
         return work(), generator_states(device)
 
 

@@ -13,7 +13,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
-from dpfl_lightning.federated.client.draws import drawing_alike
+from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.dummy_data import check_fits, naming_layers, seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
@@ -98,7 +98,7 @@ class LocalClients:
         self._streams = self.streams(plan)
         with naming_layers(self.module.net):
             self.engine.setup(self.module, self.population, self._streams, self.sampling)
-            with drawing_alike(self.device):
+            with fixed_rng(self.device):
                 self.seconds_per_record(batch_size=1)
         try:
             self._open_ledger(plan, saved, ended)
@@ -208,7 +208,7 @@ class LocalClients:
         more than the clip norm. Draws that nobody knows have the same distribution for each record.
         """
         seed = self._streams.generator(f"draws of nets, {purpose}", round, client=0).words(1)[0]
-        return drawing_alike(self.device, int(seed))
+        return fixed_rng(self.device, int(seed))
 
     def can_pay(self) -> bool:
         return self.budgets.can_pay()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpfl_lightning.config.registry import users_code
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
-from dpfl_lightning.federated.client.draws import drawing_alike
+from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.lightning_loss import (
     LightningLoss,
     configured_by,
@@ -253,7 +253,7 @@ class ClientModule(Model, L.LightningModule):
         key, copied, notices = self.optimizer_from, copy.deepcopy(self), list[str]()
         try:
             name = type(self if key == "optimizer" else self.net).__name__
-            with users_code(key, name), drawing_alike(self.device), torch.no_grad():
+            with users_code(key, name), fixed_rng(self.device), torch.no_grad():
                 for number in {min(steps), max(steps)}:
                     left_out, idle = copied._try_optimizer(self.flat, rounds, number)
                     if left_out:

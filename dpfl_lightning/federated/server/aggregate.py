@@ -99,8 +99,3 @@ def diverged(state: ServerState) -> Tensor:
     **Privacy** Post-processing of releases.
     """
     return ~(state.models.abs() <= LARGEST).all(dim=1).cpu()
-
-
-def step(state: ServerState, combined: Tensor) -> ServerState:
-    """FedAvg: `models + combined`, `[K, P]`."""
-    return dataclasses.replace(state, models=state.models + combined)

@@ -74,7 +74,7 @@ class Round:
         if combined is None:
             combined = fold(strategies, "scale", aggregate.combine(raw_weights, updates), updates, weights, view)
         stepped = sole_answer(strategies, "step", state, combined, view)
-        after = aggregate.step(state, combined) if stepped is None else stepped
+        after = stepped or dataclasses.replace(state, models=state.models + combined)  # FedAvg, [K, P]
         after = self._without_diverged(after, plan, weights)
         after = fold(strategies, "after_step", after, updates, view)
         if aggregate.diverged(after).any():

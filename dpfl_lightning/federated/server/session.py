@@ -313,6 +313,8 @@ class RunSession:
                 return f"every client has spent its budget after {counted(self.state.round, 'round')}"
             seconds = time.perf_counter() - begun
             self.totals.training_seconds += seconds
+            stds = ClientUpdates.announced(plan).noise_std
+            self.totals.noise_std[list(plan.clients)] = torch.tensor(stds, dtype=torch.float64)
             view = self.view(after)
             sent = self.traffic.metrics(plan, self.totals.metrics)
             self.totals.metrics = summary.round_metrics(config.strategies, view, plan, weights, sent)
@@ -359,7 +361,6 @@ class RunSession:
             self.folder.save_checkpoint(self.snapshot, self._seal)
         updates = updates.without(dropped) if dropped else updates
         self.traffic.lost_updates = len(updates.lost)
-        self.totals.noise_std[list(updates.clients)] = torch.tensor(updates.noise_std, dtype=torch.float64)
         return updates
 
     # -- what it reports

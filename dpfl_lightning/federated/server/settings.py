@@ -61,8 +61,7 @@ def client_settings(
     for key, value in given.items():
         name = key.partition(".")[2]
         if value is not None or name not in columns:
-            kind = int if name in ("batch_size", "local_epochs") else float
-            columns[name] = resolve(key, value, count, seed, kind, names)
+            columns[name] = resolve(key, value, count, seed, names)
     rows = list(zip(*columns.values(), strict=True))
     settings = tuple(once_each(lambda row: ClientSettings(**dict(zip(columns, row, strict=True))), rows))
     _check(settings, privacy, names or range(count))
@@ -130,11 +129,6 @@ def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
     return dataclasses.replace(schedule, clients=tuple(clients))
 
 
-def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
-    """The accountant of the run; RDP for a run without privacy, where every epsilon is infinite."""
-    return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """What is fixed before the first round. Raises UserError if its parts do not fit together.
@@ -174,7 +168,9 @@ class RunConfig:
 
     @cached_property
     def accountant(self) -> Accountant:
-        return accountant_of(self.privacy)
+        """That of the options; RDP for a run without privacy, where every epsilon is infinite."""
+        privacy = self.privacy
+        return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)
 
     @cached_property
     def clip_norm(self) -> tuple[float, ...]:
@@ -190,7 +186,11 @@ class RunConfig:
         """The strategies that watch, and the callbacks."""
         return [part for part in (*self.strategies, *self.callbacks) if isinstance(part, Callback)]
 
+    @cached_property
+    def _learning_rate(self) -> tuple[float, ...]:
+        return tuple(client.learning_rate for client in self.settings)
+
     def learning_rates(self, round: int) -> tuple[float, ...]:
         """The learning rate of each client in a round."""
         factor = self.rates.factor(round, self.rounds)
-        return tuple(factor * client.learning_rate for client in self.settings)
+        return self._learning_rate if factor == 1 else tuple(factor * rate for rate in self._learning_rate)

@@ -13,10 +13,9 @@ from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
@@ -34,10 +33,12 @@ from dpfl_lightning.sites.receipt import new_key, public_key
 from dpfl_lightning.sites.terms import check_version
 
 
-def site_of(settings: Settings, population: Population, key: bytes, schema: Mapping[str, Any] | None = None) -> Site:
+def site_of(
+    settings: Settings, population: Population, client: int, key: bytes, schema: Mapping[str, Any] | None = None
+) -> Site:
     """Return the public facts about a site, its records, and the key with which its node signs."""
     inputs, labels = population.empty_batch
-    size, classes, features = population.num_records[0], population.num_classes, population.features
+    size, classes, features = population.num_records[client], population.num_classes, population.features
     return Site(settings.name, size, classes, inputs, labels, features, public_key(key), schema)
 
 
@@ -79,19 +80,24 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     """
     check_version(terms)
     settings = state.settings()
-    population = site_population(settings.data, settings.data_args, settings.name)
-    site = site_of(settings, population, state.key(), state.site().schema)
+    population, own = site_population(settings)
+    site = site_of(settings, population, own, state.key(), state.site().schema)
     client = client_of(terms, settings)
     other, advice = wire.different_fields(site, terms.sites[client]), "Give this node's site.json to the plan's author."
     require(not other, "PLAN", "have the public facts of this site", f"other {other}", advice)
     stated = terms.plan.settings[client].num_records
     require(stated == site.num_records, "PLAN", f"state the {site.num_records} records of this site", stated)
     options = _options(terms, settings)
-    module = build_module(options, _facts(terms, site))
-    seats = seated(population, client, len(terms.sites), client_names(terms.sites)).checked()
+    sizes, names = tuple(one.num_records for one in terms.plan.settings), client_names(terms.sites)
+    shape = record_shape(site.inputs)
+    facts = Facts(sizes, site.num_classes, shape, names=names, features=site.features, empty_x=site.inputs)
+    module = build_module(options, facts)
+    seats = seated(population, own, client, names, len(sizes)).checked()
     clients = LocalClients(seats, module, build_engine("fast"), options.privacy)
     module.check_optimizer(terms.plan.rounds, [one.steps for one in terms.plan.settings])
-    _check_module(module, terms)
+    must, digest = "train the model that this installation builds from it", module_digest(module)
+    advice = "Code or libraries differ: install the same versions on all sides."
+    require(digest == terms.module, "PLAN", f"{must}, of digest {digest}", terms.module, advice)
     return clients
 
 
@@ -113,32 +119,21 @@ def open_study(state: StateFolder, plan: str) -> Study:
 
 
 def limits_of(
-    state: StateFolder,
-    terms: Terms,
-    epsilon_limit: float | None = None,
-    delta_limit: float | None = None,
-    may_rise: bool = False,
+    settings: Settings, epsilon_limit: float | None = None, delta_limit: float | None = None, may_rise: bool = False
 ) -> tuple[float, float]:
     """Return the limits (epsilon, delta) on the sums over all plans that a node accepts; None is the one of before.
 
-    Without one before, the limit of delta is 1 / records. Raises UserError if there is no limit of epsilon, it is out
-    of range, or a limit is above the one of before although it `may_rise` not.
+    Raises UserError if a limit is out of range, or above the one of before although it `may_rise` not.
     """
-    settings = state.settings()
-    records = terms.plan.settings[client_of(terms, settings)].num_records
-    for key, limit in (("epsilon_limit", epsilon_limit), ("delta_limit", delta_limit)):
-        before = getattr(settings, key)
-        rises = limit is not None and before is not None and limit > before
+    given = {"epsilon": epsilon_limit, "delta": delta_limit}
+    limits = {key: getattr(settings, f"{key}_limit") if one is None else one for key, one in given.items()}
+    for key, limit in limits.items():
+        before, flag = getattr(settings, f"{key}_limit"), f"--{key}_limit"
+        fits, must = (0 < limit < math.inf, "above 0 and finite") if key == "epsilon" else (0 <= limit < 1, "in [0, 1)")
+        require(fits, flag, f"be {must}", limit)
         advice = "To raise the limit, which the people in the records rely on, add --raise_limits."
-        require(may_rise or not rises, f"--{key}", f"be at most {before}, the limit that was set", limit, advice)
-    epsilon = settings.epsilon_limit if epsilon_limit is None else epsilon_limit
-    delta = (settings.delta_limit or 1 / records) if delta_limit is None else delta_limit
-    advice = "It bounds the sum over all plans that this node ever accepts."
-    require(epsilon is not None, "--epsilon_limit", "be given with the first plan", None, advice)
-    assert epsilon is not None  # for mypy
-    require(0 < epsilon < math.inf, "--epsilon_limit", "be above 0 and finite", epsilon)
-    require(0 < delta < 1, "--delta_limit", "be in (0, 1)", delta)
-    return epsilon, delta
+        require(may_rise or limit <= before, flag, f"be at most {before}, the limit that was set", limit, advice)
+    return limits["epsilon"], limits["delta"]
 
 
 def accept(
@@ -154,24 +149,20 @@ def accept(
     Nothing is stored then.
     """
     reservation = reservation_of(state, terms)
-    limits = limits_of(state, terms, epsilon_limit, delta_limit, may_rise)
+    limits = limits_of(state.settings(), epsilon_limit, delta_limit, may_rise)
     with state.locked():
         return state.reserve(terms, reservation, *limits)
 
 
 def reservation_of(state: StateFolder, terms: Terms) -> Reservation:
     """Return what a plan would reserve. Raises UserError unless it fits the records and this installation."""
-    clients, client = clients_of(terms, state), client_of(terms, state.settings())
-    cost, adjacency = cost_of(terms, client).guarantee, str(_privacy(terms)["adjacency"])
+    settings = state.settings()
+    clients, client = clients_of(terms, state), client_of(terms, settings)
+    cost, adjacency, relation = cost_of(terms, client).guarantee, _privacy(terms)["adjacency"], settings.adjacency
+    advice = "Refuse the plan: sums are of one adjacency, privacy.adjacency of `dpfl node init`."
+    require(adjacency == relation, "PLAN", f"have the adjacency of the site's limits, {relation}", adjacency, advice)
     numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
-    return Reservation(cost.epsilon, cost.delta, client, adjacency, numbers)
-
-
-def _check_module(module: ClientModule, terms: Terms) -> None:
-    must = "train the model that this installation builds from it"
-    advice = "Code or libraries differ: install the same versions on all sides."
-    digest = module_digest(module)
-    require(digest == terms.module, "PLAN", f"{must}, of digest {digest}", terms.module, advice)
+    return Reservation(cost.epsilon, cost.delta, client, numbers)
 
 
 def _options(terms: Terms, settings: Settings) -> Options:
@@ -180,7 +171,7 @@ def _options(terms: Terms, settings: Settings) -> Options:
     require(isinstance(model, dict), "PLAN", "name a model", model)
     assert isinstance(model, dict)  # for mypy
     if (path := model.get("class_path")) is not None:
-        advice = "To allow a class that you have read, give `--model` to `dpfl node init`."
+        advice = "To allow a class that you have read, give model.class_path to `dpfl node init`."
         require(path == settings.model, "PLAN", "name a model of dpfl_lightning", path, advice)
     values = {key: terms.plan.options.get(key) for key in ("seed", "model", "task")}
     privacy = {**_privacy(terms), "epsilon": 1.0, "noise_key": settings.test_key}  # budgets are those of the plan
@@ -201,17 +192,14 @@ def _privacy(terms: Terms) -> dict[str, object]:
     return {name: given[name] for name in names}
 
 
-def _facts(terms: Terms, site: Site) -> Facts:
-    sizes = tuple(one.num_records for one in terms.plan.settings)
-    shape, names = record_shape(site.inputs), client_names(terms.sites)
-    return Facts(sizes, site.num_classes, shape, names=names, features=site.features, empty_x=site.inputs)
-
-
 def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
     """Create the folder of a node after its records were read once."""
     check_names("--name", [settings.name])
+    population, client = site_population(settings)
+    if held_out := population.num_held_out[client] if settings.config["data"]["class_path"] else 0:
+        warn_user(f"{held_out} records are held out, so that nothing is learnt from them; held_out: 0 uses all")
     key = new_key()
-    site = site_of(settings, site_population(settings.data, settings.data_args, settings.name), key)
+    site = site_of(settings, population, client, key)
     return StateFolder.create(path, settings, site, key), site
 
 

@@ -1,99 +1,77 @@
-"""The records of a site, and its place among the clients of a plan."""
+"""The configuration of a site: which records its node serves, and the limits on what they may spend."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpfl_lightning.config.registry import call
-from dpfl_lightning.data.datasets import load
-from dpfl_lightning.data.frames import frame_of
-from dpfl_lightning.data.images import ImageFolder
-from dpfl_lightning.data.own import own_population
-from dpfl_lightning.data.population import Population
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.build import build_population
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.options import Options, changed_options
+from dpfl_lightning.config.per_client import resolve
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.sites.node.state import Settings
 
-_TABLES = (".csv", ".parquet")
-_SHARE = re.compile(r"(\w+):(\d+)/(\d+)")
-_FUNCTION = re.compile(r"([\w.]+):(\w+)")
+#: keys of a configuration that a site decides; the plan decides all others
+_OF_A_SITE = {"seed", "clients.count", "model.class_path"} | {
+    f"privacy.{name}" for name in ("epsilon", "delta", "adjacency", "noise_key")
+}
 
 
-def seated(site: Population, client: int, num_clients: int, names: Sequence[str]) -> Population:
-    """Return the records of a site, a population of one client, as those of client number `client` of N.
+def settings_of(options: Options, name: str, client: str | None = None) -> Settings:
+    """Return the settings of the site `name` from its configuration; `client` (default: the name) has its records.
 
-    The other clients have no records here. Held-out and test records are left out.
+    Raises UserError for a key that the site does not decide, or limits that are no numbers.
     """
-    none = site.y.new_zeros(0, dtype=torch.long)
-    train_of = [none] * num_clients
-    train_of[client] = site.train_of[0]
-    held_out_of = [none] * num_clients
-    return dataclasses.replace(
-        site, train_of=train_of, held_out_of=held_out_of, test=None, public=None, groups=None, names=tuple(names)
-    )
+    changed = changed_options(options)
+    changed.pop("data", None)
+    for section, value in changed.items():
+        given = {f"{section}.{one}": value[one] for one in value} if isinstance(value, Mapping) else {section: value}
+        for key in given.keys() - _OF_A_SITE:
+            advice = "The plan that the site accepts decides it."
+            require(False, key, "be left out of the configuration of a site", given[key], advice)
+    privacy = options.privacy
+    assert privacy is not None  # for mypy: null is refused above
+    given = {f"privacy.{key}": getattr(privacy, key) for key in ("epsilon", "delta")}
+    epsilon, delta = (resolve(key, limit, 1, options.seed, names=(name,))[0] for key, limit in given.items())
+    require(math.isfinite(epsilon), "privacy.epsilon", "be finite, as it limits what this site spends", epsilon)
+    data = dataclasses.asdict(options.data)
+    data |= {"folder": _absolute(data["folder"]), "init_args": {k: _absolute(v) for k, v in data["init_args"].items()}}
+    config = {"seed": options.seed, "data": data, "clients": {"count": options.clients.count}, "privacy": None}
+    model = options.model.get("class_path")
+    return Settings(name, client or name, config, epsilon, delta, privacy.adjacency, model, privacy.noise_key)
 
 
-def site_population(data: str, arguments: Mapping[str, Any], name: str) -> Population:
-    """Return the records of one site as a population of one client, none of them held out unless asked for.
+def _absolute(value: Any) -> Any:
+    """Return a path of a file, or one with a slash, as it is from any folder in which the node is served."""
+    is_path = isinstance(value, str) and (Path(value).is_file() or (os.sep in value and Path(value).exists()))
+    return str(Path(value).absolute()) if is_path else value
 
-    Args:
-        data: a CSV or Parquet file; a folder with one folder of images for each class; `module:function`, which returns
-            a Population or a mapping of one client; or `digits:0/3`, the first of three equal shares of a public set.
-        arguments: of a table those of `Population.from_dataframe` without `client`; of images `classes`, `size` and
-            `channels`; of a function those of `Population.from_datasets`.
-        name: of the site, for messages.
 
-    Raises UserError if there is no such source, or it does not hold the records of one client.
+def site_population(settings: Settings) -> tuple[Population, int]:
+    """Return the population that a site's configuration names, and which of its clients the site is.
+
+    Raises UserError if there is none, or it has several clients and none of the site's name.
     """
-    path = Path(data)
-    if path.suffix in _TABLES:
-        frame = frame_of(path)
-        column = "client of this site"
-        options = call("data_args", {"table": _table}, "table", **arguments)
-        return Population.from_dataframe(frame.assign(**{column: name}), client=column, **options)
-    if path.is_dir():
-        images = call("data_args", {"images": _images}, "images", **arguments)
-        folder = ImageFolder(path, images["classes"], images["size"], images["channels"])
-        count = len(images["classes"])
-        return Population.from_datasets({name: folder}, held_out=0.0, num_classes=count, lazy=True)
-    if share := _SHARE.fullmatch(data):
-        place, count = int(share[2]), int(share[3])
-        require(place < count, "--data", f"name a share below {count}", data)
-        require(not arguments, "--data_args", "be left out for a public data set", dict(arguments))
-        return one_client(Population.partitioned(load(share[1]), num_clients=count), place)
-    if function := _FUNCTION.fullmatch(data):
-        made = own_population(f"{function[1]}.{function[2]}", {}, arguments, None, usual={"held_out": 0.0})
-        require(made.num_clients == 1, "--data", "give the records of one client", made.num_clients)
-        return made
-    must = "be a CSV or Parquet file, a folder of images, module:function, or a share such as digits:0/3"
-    raise UserError(f"`--data` must {must}, got {data!r}.")
+    population = build_population(from_mapping(settings.config))
+    names = [population.name_of(client) for client in range(population.num_clients)]
+    if len(names) == 1:
+        return population, 0
+    require_one_of(names, "--client", settings.client)
+    return population, names.index(settings.client)
 
 
-def one_client(population: Population, client: int) -> Population:
-    """Return the population of one client, without its held-out records and the test set."""
+def seated(population: Population, client: int, place: int, names: Sequence[str], num_clients: int) -> Population:
+    """Return the training records of one client as those of client `place` of N, of whom no other has records here."""
     none = population.y.new_zeros(0, dtype=torch.long)
-    rows = population.train_of[client]
-    return dataclasses.replace(
-        population, train_of=[rows], held_out_of=[none], test=None, public=None, groups=None, names=()
-    )
-
-
-def _table(
-    label: Any,
-    features: Any = None,
-    scale: Any = None,
-    categories: Any = None,
-    num_classes: int | None = None,
-    classes: Any = None,
-    held_out: float = 0.0,
-    seed: int = 0,
-) -> dict[str, Any]:
-    return dict(locals())
-
-
-def _images(classes: Sequence[str], size: Sequence[int] | None = None, channels: int = 3) -> dict[str, Any]:
-    return dict(locals())
+    train_of, held_out_of = [none] * num_clients, [none] * num_clients
+    train_of[place] = population.train_of[client]
+    parts: dict[str, Any] = {"train_of": train_of, "held_out_of": held_out_of, "names": tuple(names)}
+    return dataclasses.replace(population, **parts, test=None, public=None, groups=None)

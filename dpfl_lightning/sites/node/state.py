@@ -7,9 +7,9 @@ import dataclasses
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.errors import UserError, require
@@ -24,6 +24,8 @@ from dpfl_lightning.sites.exchange import Site, Terms
 from dpfl_lightning.sites.receipt import public_key
 from dpfl_lightning.sites.terms import read_site, read_terms
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,25 +33,27 @@ class Settings:
 
     Args:
         name: of the site; the name of its client in plans, or its number if clients have no names.
-        data, data_args: see `data.sites.site_population`.
-        epsilon_limit, delta_limit: on the sum over all accepted plans; None until the first one is accepted.
+        client: whose records are served, if the data have several clients.
+        config: the part of a configuration that says where the records are.
+        epsilon_limit, delta_limit: on the sum over all accepted plans, under `adjacency`.
         model: `module.Class` of the site's installation that plans may name as `model.class_path`; None allows the
             models of this package only.
         test_key: 32 hexadecimal digits from which noise follows in tests: it protects nobody. None draws fresh noise.
     """
 
     name: str
-    data: str
-    data_args: Mapping[str, Any] = field(default_factory=dict)
-    epsilon_limit: float | None = None
-    delta_limit: float | None = None
+    client: str
+    config: Mapping[str, Any]
+    epsilon_limit: float
+    delta_limit: float
+    adjacency: str = "add_remove"
     model: str | None = None
     test_key: str | None = None
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """The (epsilon, delta) that an accepted plan may spend under its `adjacency`, and this site's client in it.
+    """The (epsilon, delta) that an accepted plan may spend, and this site's client in it.
 
     It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
     depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand. `most_numbers` is
@@ -59,7 +63,6 @@ class Reservation:
     epsilon: float
     delta: float
     client: int
-    adjacency: str
     most_numbers: int
     withdrawn: bool = False
     begun: bool = False
@@ -111,10 +114,7 @@ class StateFolder:
         file = self.path / "node.json"
         must = "be the folder of a node"
         require(file.is_file(), "STATE_DIR", must, str(self.path), "Create it with `dpfl node init`.")
-        try:
-            return Settings(**parsed(read_bytes(file)))
-        except (ValueError, TypeError):
-            raise UserError(f"`{file}` must hold the settings of a node, got others. Restore it from a copy.") from None
+        return _read(Settings, file, "the settings of a node")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -138,13 +138,8 @@ class StateFolder:
 
     def plans(self) -> dict[str, Reservation]:
         """Return the reservation of each accepted plan, by its hash."""
-        found = {}
-        for file in sorted(self.path.glob("plans/*/reserved.json")):
-            try:
-                found[file.parent.name] = Reservation(**parsed(read_bytes(file)))
-            except (ValueError, TypeError):
-                raise UserError(f"`{file}` must hold a reservation, got others. Restore it from a copy.") from None
-        return found
+        files = sorted(self.path.glob("plans/*/reserved.json"))
+        return {file.parent.name: _read(Reservation, file, "a reservation") for file in files}
 
     def plan_folder(self, plan: str) -> Path:
         return self.path / "plans" / plan
@@ -201,9 +196,6 @@ class StateFolder:
         """Raise UserError if a plan was accepted before, or the sum of all reservations would exceed a limit."""
         plan, others = wire.digest(terms), self.plans()
         require(plan not in others, "PLAN", "be a plan that was not accepted before", plan[:12], "See `status`.")
-        relations = {one.adjacency for one in others.values()} | {reservation.adjacency}
-        must = "have the adjacency of all plans that were accepted before: the limit is for one"
-        require(len(relations) == 1, "PLAN", must, reservation.adjacency, "Refuse the plan.")
         totals = self.reserved(reservation.epsilon, reservation.delta)
         for name, limit, total in zip(("epsilon", "delta"), (epsilon_limit, delta_limit), totals, strict=True):
             must = f"be at least {at_most(total)}, the {name} of this plan and of {len(others)} accepted before"
@@ -223,6 +215,13 @@ class StateFolder:
 
     def _write(self, plan: str, reservation: Reservation) -> None:
         write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
+
+
+def _read(kind: type[T], file: Path, what: str) -> T:
+    try:
+        return kind(**parsed(read_bytes(file)))
+    except (ValueError, TypeError):
+        raise UserError(f"`{file}` must hold {what}, got others. Restore it from a copy.") from None
 
 
 def kept_releases(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import deciding_options
@@ -45,7 +46,6 @@ from dpfl_lightning.sites.exchange import (
 )
 from dpfl_lightning.sites.receipt import FILE as RECEIPTS
 from dpfl_lightning.sites.receipt import Receipt, read_receipts, write_receipts
-from dpfl_lightning.sites.server.records import AbsentRecords
 from dpfl_lightning.sites.signed import Answer
 
 #: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
@@ -120,7 +120,7 @@ class RemoteClients(LocalClients):
     """
 
     def __init__(
-        self, population: AbsentRecords, module: ClientModule, engine: Engine, privacy: Any, sites: Sites
+        self, population: Population, module: ClientModule, engine: Engine, privacy: Any, sites: Sites
     ) -> None:
         super().__init__(population, module, engine, privacy)
         self._terms, self._hash = sites.terms, wire.digest(sites.terms)
@@ -197,7 +197,12 @@ class RemoteClients(LocalClients):
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         clients = tuple(one for one in query.clients if self._may_pay(one, round, query.purpose))
-        replies = self._ask_all(clients, lambda row: self._question(query, clients[row], round), round, query.purpose)
+
+        def question(row: int) -> Ask:
+            asked = {clients[row]: query.mechanism_of[clients[row]]}
+            return Ask(self._hash, round, dataclasses.replace(query.question, mechanism_of=asked))
+
+        replies = self._ask_all(clients, question, round, query.purpose)
         answers = {clients[row]: value for row, value in replies if value is not None}
         for client, value in answers.items():
             if not answer_fits(query.question, client, value):
@@ -206,10 +211,6 @@ class RemoteClients(LocalClients):
         if len({value.shape for value in answers.values() if isinstance(value, Tensor)}) > 1:
             raise LostClients("`--nodes` must give answers of one length, got others.")
         return answers
-
-    def _question(self, query: ChargedQuery, client: int, round: int) -> Ask:
-        mechanisms = {client: query.mechanism_of[client]}
-        return Ask(self._hash, round, dataclasses.replace(query.question, mechanism_of=mechanisms))
 
     def seconds_per_record(self, batch_size: int) -> float:
         """NaN: the server does not know the machines of the sites."""
@@ -394,7 +395,12 @@ class RemoteClients(LocalClients):
             write_receipts(self.folder.path, self._receipts, self._keys)  # first: the mirror is not ahead of it
         self.budgets.record(new)
         if not follows:
-            raise self._older(receipt.releases, 0 if before is None else before.releases, name)
+            had = 0 if before is None else before.releases
+            got = f"{receipt.releases} of {had}" if receipt.releases < had else f"others than the {had} of before"
+            must = f"know all releases that they have made, got from client {name} {got}"
+            copy = "the folder of its node is an older copy, which spends budget twice"
+            advice = "Its operator has to stop the node and to restore the newest copy, or to leave the study."
+            raise LostClients(f"`--nodes` must {must}: {copy}. {advice}")
         if len(self.ledger.events(client)) >= receipt.releases:
             return
         account = answer if isinstance(answer.reply, Welcome) else self._answer(client, self._hello())
@@ -404,10 +410,3 @@ class RemoteClients(LocalClients):
             must = f"tell all {receipt.releases} releases that they have signed, got fewer from client {name}"
             raise LostClients(f"`--nodes` must {must}.")
         self._record(account)
-
-    def _older(self, releases: int, before: int, name: str) -> LostClients:
-        got = f"{releases} of {before}" if releases < before else f"others than the {before} of before"
-        must = f"know all releases that they have made, got from client {name} {got}"
-        advice = "Its operator has to stop the node and to restore the newest copy, or to leave the study."
-        copy = "the folder of its node is an older copy, which spends budget twice"
-        return LostClients(f"`--nodes` must {must}: {copy}. {advice}")

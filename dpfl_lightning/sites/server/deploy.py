@@ -5,24 +5,43 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 import dpfl_lightning
-from dpfl_lightning.build import FederatedLoop, build_loop, build_population
+from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
+from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
-from dpfl_lightning.privacy.clipping.inputs import record_shape
+from dpfl_lightning.privacy.clipping.inputs import Inputs, record_shape
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names
-from dpfl_lightning.sites.server.clients import Channel, RemoteClients, Sites
-from dpfl_lightning.sites.server.records import AbsentRecords, alike
-from dpfl_lightning.sites.terms import check_version, read_terms
+from dpfl_lightning.sites.server.clients import RemoteClients, Sites
+from dpfl_lightning.sites.terms import check_version
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AbsentRecords(Population):
+    """Clients whose records are at sites: only their numbers `sizes` `[N]` are known. It may have a test set."""
+
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def num_records(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.sizes
 
 
 def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
@@ -30,20 +49,51 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
 
     Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
     """
-    first = sites[0]
-    owners: dict[str, str] = {}
+    first, owners = sites[0], dict[str, str]()
+    known = first.inputs, first.labels, first.num_classes, first.features
     for site in sites:
         if (owner := owners.get(site.public_key)) is not None:
             must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
             require(False, "--sites", must, f"one key of {owner} and {site.name}", f"{advice} Do not copy its folder.")
         owners[site.public_key] = site.name
-        same = alike((site.inputs, site.labels), (first.inputs, first.labels))
-        same = same and (site.num_classes, site.features) == (first.num_classes, first.features)
-        must = f"be of sites with records like those of {first.name}, of shape {record_shape(first.inputs)}"
-        require(same, "--sites", must, f"{site.name}: {record_shape(site.inputs)}, {site.num_classes} classes")
-    shape, sizes = (first.inputs, first.labels), [site.num_records for site in sites]
-    public = build_population(options)
-    return AbsentRecords.of(sizes, client_names(sites), shape, first.num_classes, first.features, public)
+        other = _difference((site.inputs, site.labels, site.num_classes, site.features), known)
+        require(not other, "--sites", f"be of sites with records like those of {first.name}", f"{site.name}: {other}")
+    x, y, test = first.inputs, first.labels, None
+    public = build_test_set(options)
+    if public is not None and (records := public.test_records()) is not None:
+        x, y = records
+        other = _difference((x, y, public.num_classes, public.features or first.features), known)
+        require(not other, "test set", "have records like those of the sites", other)
+        test = torch.arange(len(y))
+    none = [torch.zeros(0, dtype=torch.long) for _ in sites]
+    sizes = tuple(site.num_records for site in sites)
+    facts: dict[str, Any] = {"names": client_names(sites), "features": first.features, "sizes": sizes}
+    return AbsentRecords(x, y, none, none, test, first.num_classes, **facts)
+
+
+#: inputs [n, *X], labels [n, ...], the number of classes, and the columns of a table
+_Kind = tuple[Inputs, Tensor, int, Mapping[str, Any] | None]
+
+
+def _difference(these: _Kind, known: _Kind) -> str:
+    """Return in words how the records differ from the known ones; empty if they are alike."""
+    columns, expected = ((one[3] or {}).get("names", []) for one in (these, known))
+    more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
+    if more or fewer:
+        parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
+        return " and ".join(filter(None, parts))
+    if columns != expected:
+        return f"the columns in another order, {', '.join(columns)}"
+    if these[2] != known[2]:
+        return f"{these[2]} classes instead of {known[2]}"
+    if these[3] != known[3]:
+        return f"another scale or other categories, {these[3]}"
+    kinds = [
+        (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
+        for leaves, structure in (tree_flatten(one[:2]) for one in (these, known))
+    ]
+    shapes = (f"{record_shape(one[0])} and labels of {one[1].dtype}" for one in (these, known))
+    return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
 
 
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
@@ -61,23 +111,11 @@ def export(loop: FederatedLoop, sites: Sequence[Site], file: str) -> Terms:
     return terms
 
 
-def remote_loop(
-    options: Options,
-    plan: str,
-    connect: Callable[[int], Sequence[Channel]],
-    more: Sequence[Strategy | Callback] = (),
-) -> FederatedLoop:
-    """Return the loop of a configuration over the sites that have accepted the file `plan`.
-
-    `connect(count)` returns a channel to the node of each of the `count` clients. Raises UserError if the run cannot
-    be deployed, or the configuration gives another plan.
-    """
-    terms = read_terms(Path(plan))
-    return loop_over(options, Sites(terms, tuple(connect(len(terms.plan.settings)))), more)
-
-
 def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback] = ()) -> FederatedLoop:
-    """Return the loop of a configuration over `sites`."""
+    """Return the loop of a configuration over `sites`.
+
+    Raises UserError if the run cannot be deployed, or the configuration gives another plan.
+    """
     terms = sites.terms
     check_version(terms)
     remote = functools.partial(RemoteClients, sites=sites)
@@ -113,7 +151,7 @@ def check_deployable(loop: FederatedLoop) -> None:
     require(privacy is not None, "privacy", "be given: sites release nothing without noise", None)
     assert privacy is not None  # for mypy
     given = options.get("privacy") or {}
-    advice = "The operator of a test node gives it: `dpfl node init --test_key`."
+    advice = "The operator of a test node gives it: privacy.noise_key of `dpfl node init`."
     require(given.get("noise_key") is None, "privacy.noise_key", "be null: each site draws its noise", "a key", advice)
     require(not privacy.diagnostics, "privacy.diagnostics", "be false: sites show no counts", True)
     require(privacy.sampling == "poisson", "privacy.sampling", "be poisson: sites sample so", privacy.sampling)
@@ -128,6 +166,11 @@ def check_deployable(loop: FederatedLoop) -> None:
         name = f"strategies: {type(strategy).__name__}"
         must = "keep its schedule during the run, as sites accept it beforehand"
         require(not overrides(strategy, "replan"), name, must, "a strategy with `replan`", "Choose another strategy.")
+        for kind in vars(sys.modules[type(strategy).__module__]).values():
+            own = isinstance(kind, type) and issubclass(kind, Query) and kind is not Query
+            readable = not own or wire.MESSAGES.get(kind.__name__) is kind
+            advice = "Call `dpfl_lightning.sites.wire.register` in the module of the model that the sites allow."
+            require(readable, name, "ask questions that nodes can read", getattr(kind, "__name__", None), advice)
     for schedule in loop.schedule.clients:
         plain = [line for line in schedule.planned if not line.event.private and line.count]
         if plain:

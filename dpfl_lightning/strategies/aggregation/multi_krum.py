@@ -5,10 +5,10 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of, squared_distances
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates

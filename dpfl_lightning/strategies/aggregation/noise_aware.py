@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.random_effects import (
@@ -17,7 +18,6 @@ from dpfl_lightning.algorithms.random_effects import (
     spread_of_rounds,
 )
 from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
 
 

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate_by_group, judged_groups
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 

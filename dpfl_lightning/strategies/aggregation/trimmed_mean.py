@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, share_of, warn_if_none_is_left_out

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import public_generator
@@ -40,7 +41,6 @@ from dpfl_lightning.algorithms.update_mixture import (
     robust_mixture,
     switch_round,
 )
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Interval
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import ServerState, View

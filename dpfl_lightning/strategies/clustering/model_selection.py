@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from torch import Tensor
 
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel

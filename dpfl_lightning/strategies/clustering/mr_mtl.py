@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from dpfl_lightning.config.typed import Interval
+from annotated_types import Interval
+
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.clipping.reference import summing_dtype

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.gradient_matching import (
@@ -43,7 +44,6 @@ from dpfl_lightning.algorithms.gradient_matching import (
     num_rows,
 )
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import FeatureSums

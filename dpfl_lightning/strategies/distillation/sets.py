@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Interval
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
-from dpfl_lightning.config.typed import Interval, options_of
+from dpfl_lightning.config.typed import options_of
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.server.callback import Callback

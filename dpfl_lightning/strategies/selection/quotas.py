@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.algorithms.selection_estimates import jain_index
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule

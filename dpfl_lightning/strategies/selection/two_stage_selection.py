@@ -22,11 +22,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
-from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import MeanLoss

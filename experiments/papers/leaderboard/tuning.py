@@ -6,7 +6,7 @@ from typing import Any
 
 from dpfl_lightning.errors import require
 from experiments.papers import cells
-from experiments.papers.cells import finished
+from experiments.papers.cells import Cell, declared_keys, finished
 from experiments.papers.experiment import Cells, Experiment, NotNeeded, NotYet, Training
 from experiments.papers.registry import experiments
 
@@ -54,7 +54,7 @@ def option_of_best(
     best = best_setting(_made(tuning, names, row, place, scale))
     made_by = tuning.cells[best]
     assert isinstance(made_by, Training)
-    return made_by.options(best, place, scale)[option]
+    return declared_keys(made_by, Cell(table, best, place, scale))[option]
 
 
 def _place(tuning: Experiment, column: str, scale: str, columns: Mapping[str, str] | None) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dpfl_lightning.search.space import changes_releases
-from experiments.papers.cells import Cell, path_of, read
+from experiments.papers.cells import Cell, kept
 from experiments.papers.distillation import private_search
 from experiments.papers.distillation.private_search import CANDIDATES, SHARE_OF_SET, TRIALS
 from experiments.papers.registry import experiments
@@ -34,5 +34,5 @@ def test_the_set_is_one_release_of_half_of_epsilon(work, monkeypatch):
     )
     assert card["strategy"] == ["feature_means"] and result["rounds"] == 1
     assert all(client["epsilon_spent"] == pytest.approx(4, abs=1e-5) for client in result["clients"])
-    content = read(path_of(work.results, cell))
+    content = kept(work.results, cell)
     assert 7.9 < content["epsilon_max"] <= 8 and -1 <= content["values"]["spearman"] <= 1

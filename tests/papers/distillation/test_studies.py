@@ -9,7 +9,7 @@ import torch
 
 from dpfl_lightning.sets.distilled_set import DistilledSet
 from experiments.papers.__main__ import main
-from experiments.papers.cells import Cell, path_of, read
+from experiments.papers.cells import Cell, contents, kept
 from experiments.papers.distillation import studies
 from experiments.papers.registry import experiments
 from experiments.papers.run import CellContext, RunnerOptions, make
@@ -57,7 +57,7 @@ def cell(name: str, row: str, column: str, overrides: dict[str, str]) -> Cell:
 def made(work: RunnerOptions, *asked) -> dict:
     one = cell(*asked)
     assert make([one], work) == []
-    return read(path_of(work.results, one))
+    return kept(work.results, one)
 
 
 def population_and_net(work, one):
@@ -130,16 +130,15 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
     text = capsys.readouterr().out
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
     assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
-    distilled = read(path_of(work.results, cell("nas", "net03", "distilled", overrides)))["values"]
+    distilled = kept(work.results, cell("nas", "net03", "distilled", overrides))["values"]
     federated, alone = (
-        read(path_of(work.results, cell("nas", "net03", scorer, overrides)))["values"]
-        for scorer in ("federated", "set_only")
+        kept(work.results, cell("nas", "net03", scorer, overrides))["values"] for scorer in ("federated", "set_only")
     )
     assert alone["set_gigabytes"] == distilled["set_gigabytes"] and alone["test_accuracy"] != distilled["test_accuracy"]
     assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
     assert "delivered_accuracy" in federated
     assert federated["test_accuracy"] == pytest.approx(federated["delivered_accuracy"])
-    assert len(list(work.results.glob("distillation.nas/*/*.json"))) == 9
+    assert len(contents(work.results, "distillation.nas")) == 9
 
 
 def test_a_hold_out_is_of_public_records_alone(work):
