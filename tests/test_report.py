@@ -188,6 +188,7 @@ def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
     page = report([plain, scored, tmp_path / "seeds", stopped])
     cells = table(page, "Results")
     assert cells["plain"]["test mae"] == "" and cells["plain"]["test accuracy"] == "50.00%"
+    assert list(cells["plain"])[-1] == "ledger", "all scores stand together"
     assert cells["scored"]["test mae"] == "0.25" and cells["scored"]["test accuracy"] == ""
     assert cells["seeds"]["state"] == "2 of 3 seeds finished, 1 folder missing"
     assert cells["stopped"]["largest epsilon"].startswith("at least ") and "dpfl ledger" in page

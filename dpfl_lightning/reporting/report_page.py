@@ -14,7 +14,6 @@ from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.scores import (
     Rows,
     aligned,
@@ -86,7 +85,7 @@ def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str
 
 
 def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, Any]:
-    results = [run.result for run in group.runs if run.result is not None]
+    results = group.results
     bad = next((ledgers[str(run.folder)] for run in group.runs if ledgers[str(run.folder)] != "verified"), "")
     return {
         "name": name,
@@ -96,7 +95,7 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
         "unfinished": _UNFINISHED.format(group.runs[0].folder),
         "remarks": [*map(in_words, results if len(group.runs) == 1 else ()), *remarks(results)],
         "seeds": _seeds(group, results) if len(group.runs) > 1 else [],
-        "no_curves": any(run.result is not None and run.result["rounds"] and not run.rounds for run in group.runs),
+        "no_curves": any(run.result is not None and run.result.rounds and not run.rounds for run in group.runs),
         "clients": rows_of(client_columns(results))[:_MOST_ROWS] if results else [],
         "more": max(0, max((len(result["clients"]) for result in results), default=0) - _MOST_ROWS),
         "figures": _figures(group.runs[0]) if len(group.runs) == 1 else {},
@@ -110,7 +109,7 @@ def _seeds(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> Rows:
 
 def _badges(group: RunGroup) -> list[str]:
     """Return the warnings that every mention of the run has to carry."""
-    first, results = group.runs[0], [run.result for run in group.runs if run.result is not None]
+    first, results = group.runs[0], group.results
     simulated = any(result.get("simulated") for result in results) or bool((_privacy(first) or {}).get("noise_key"))
     unbounded = any(client["epsilon_spent"] is None for result in results for client in result["clients"])
     return [
@@ -137,7 +136,7 @@ def _summaries(names: Sequence[str], groups: Sequence[RunGroup], ledgers: Mappin
 def _scored(run: RunFiles) -> Mapping[str, Any]:
     """Return the result of a run, or its latest scores if it is not finished."""
     if run.result is not None:
-        return run.result
+        return vars(run.result)
     names = dict.fromkeys(name for one in run.rounds for name in one.values if name.startswith("test_"))
     latest = {name: _last(run, name) for name in names}
     metrics = {name.removeprefix("test_"): latest[name] for name in names if name not in ("test_accuracy", "test_loss")}
@@ -147,20 +146,19 @@ def _scored(run: RunFiles) -> Mapping[str, Any]:
 def _held_out(run: RunFiles) -> bool:
     """Return whether test scores are means over clients on held-out records, because there is no test set."""
     if run.result is not None:
-        return not run.result["test_set"]
+        return not run.result.test_set
     pairs = [(one.values.get("test_accuracy"), one.values.get("val_accuracy_mean")) for one in run.rounds]
     known = [pair for pair in pairs if pair != (None, None)]
     return bool(known) and all(None not in pair and math.isclose(*pair) for pair in known)  # type: ignore[arg-type]
 
 
 def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Mapping[str, str]) -> dict[str, str]:
-    finished = [run for run in group.runs if run.result is not None]
-    results = [run.result for run in finished if run.result is not None]
+    results = group.results
     done = [run.rounds[-1].round if run.rounds else 0 for run in group.runs]
-    seeds = f"{len(finished)} of {len(group.runs) + group.missing} seeds finished" if len(group.runs) > 1 else ""
+    seeds = f"{len(results)} of {len(group.runs) + group.missing} seeds finished" if len(group.runs) > 1 else ""
     seeds += f", {counted(group.missing, 'folder')} missing" if group.missing else ""
     state = seeds or (
-        "finished" if finished else f"unfinished after {done[0]} of {group.runs[0].options.get('rounds', '?')} rounds"
+        "finished" if results else f"unfinished after {done[0]} of {group.runs[0].options.get('rounds', '?')} rounds"
     )
     verified = sum(ledgers[str(run.folder)] == "verified" for run in group.runs)
     worst_of = [(name, worst(name, values)) for name, values in map(main_scores, results) if values]
@@ -220,7 +218,7 @@ def _flat(options: Mapping[str, Any]) -> dict[str, str]:
 def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
     rows = []
     for name, group in zip(names, groups, strict=True):
-        results = [run.result for run in group.runs if run.result is not None]
+        results = group.results
         known = [(score, values) for score, values in map(main_scores, results) if values]
         if not known:
             continue
@@ -244,13 +242,8 @@ def _figures(run: RunFiles) -> dict[str, str]:
     """Return title -> PNG as base64, of the figures of a finished run."""
     if run.result is None:
         return {}
-    known = {field.name for field in dataclasses.fields(RunResult)}
-    fields = {key: value for key, value in run.result.items() if key in known}
-    embedding = fields.get("client_embedding")
-    fields["guarantee"] = run.guarantee
-    fields["client_embedding"] = None if embedding is None else ClientEmbedding(**embedding)
     drawn: dict[str, str] = {}
-    for name, figure in figures(run.rounds, RunResult(**fields)).items():
+    for name, figure in figures(run.rounds, run.result).items():
         if name not in _DRAWN_HERE:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png")
@@ -281,7 +274,7 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
                     charts.append({"title": f"{heading} over {x}", "data": data, "layout": _layout(x, heading)})
     points: dict[str, list[dict[str, Any]]] = {}
     for number, (name, group) in enumerate(numbered):
-        score = next((score for run in group.runs if run.result and (score := main_scores(run.result)[0])), "")
+        score = next((score for score, _ in map(main_scores, group.results) if score), "")
         if (of_group := _client_points(name, group, score, number))["x"]:
             points.setdefault(score, []).append(of_group)
     for score, data in points.items():
@@ -318,7 +311,7 @@ def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: s
 
 
 def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[str, Any]:
-    rows = [client for run in group.runs if run.result is not None for client in run.result["clients"]]
+    rows = [client for result in group.results for client in result["clients"]]
     rows = [client for client in rows if None not in (client["epsilon_spent"], scores_of(client).get(score))]
     return {
         "x": [float(at_most(one["epsilon_spent"])) for one in rows],

@@ -1,20 +1,20 @@
 """Reads finished and unfinished runs, searches and tables of experiments from their files, for reports."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpfl_lightning.config.reading import read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.curves import Round
 
-# of a result and of its clients; those that have a default may be missing
-_KEYS = [one.name for one in fields(RunResult) if one.default is MISSING and one.default_factory is MISSING]
+# of a client in a result
 _KEYS_OF_CLIENT = (
     "client",
     "name",
@@ -27,6 +27,8 @@ _KEYS_OF_CLIENT = (
     "accuracy",
 )
 
+Built = TypeVar("Built")
+
 
 @dataclass(frozen=True)
 class RunFiles:
@@ -35,8 +37,7 @@ class RunFiles:
     folder: Path
     options: Mapping[str, Any]
     rounds: list[Round]
-    result: Mapping[str, Any] | None
-    guarantee: RunGuarantee | None
+    result: RunResult | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class RunGroup:
     runs: tuple[RunFiles, ...]
     guarantee: RunGuarantee | None
     missing: int = 0
+
+    @property
+    def results(self) -> list[Mapping[str, Any]]:
+        """The content of the results of finished runs."""
+        return [vars(run.result) for run in self.runs if run.result is not None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
         return [Table(str(table.get("name", path.stem)), table) for table in tables]
     if (path / "options.yaml").is_file():
         run = read_run(path)
-        return [RunGroup(path.resolve().name, (run,), run.guarantee)]
+        return [RunGroup(path.resolve().name, (run,), None if run.result is None else run.result.guarantee)]
     summary = read_json(path / "result.json") if (path / "result.json").is_file() else {}
     if "trials" in summary:
         return [Search(str(summary.get("study", path.name)), summary)]
@@ -89,7 +95,9 @@ def read(path: Path) -> list[RunGroup | Search | Table]:
     if seeds:
         runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
         missing = max(0, len(summary.get("seeds", ())) - len(runs))
-        return [RunGroup(path.resolve().name, runs, _guarantee(summary, path / "result.json"), missing)]
+        stated = summary.get("guarantee")
+        together = None if stated is None else _built(RunGuarantee.of, stated, path / "result.json")
+        return [RunGroup(path.resolve().name, runs, together, missing)]
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
 
@@ -100,30 +108,25 @@ def read_run(folder: Path) -> RunFiles:
     options = parse_yaml(read_text(path), str(path)) or {}
     require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
     path = folder / "result.json"
-    result = read_json(path) if path.is_file() else None
-    if result is not None:
-        _require_keys(result, _KEYS, path)
-        must = "hold one mapping for each client"
-        listed = isinstance(result["clients"], list) and all(isinstance(row, dict) for row in result["clients"])
-        require(listed, str(path), must, type(result["clients"]).__name__)
-        for row in result["clients"]:
-            _require_keys(row, _KEYS_OF_CLIENT, path)
-        if result.get("client_embedding") is not None:
-            _require_keys(result["client_embedding"], [one.name for one in fields(ClientEmbedding)], path)
-    return RunFiles(folder, options, curves.read(folder / curves.FILE), result, _guarantee(result or {}, path))
+    result = _built(_result, read_json(path), path) if path.is_file() else None
+    return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
 
 
-def _guarantee(content: Mapping[str, Any], path: Path) -> RunGuarantee | None:
-    """Return the guarantee in a result. Raises UserError if it is damaged."""
-    if "guarantee" not in content:
-        return None
+def _result(content: Mapping[str, Any]) -> RunResult:
+    result = RunResult.of(content)
+    result.guarantee.words()
+    for row in result.clients:
+        operator.itemgetter(*_KEYS_OF_CLIENT)(row)
+    return result
+
+
+def _built(build: Callable[[Any], Built], content: Any, path: Path) -> Built:
+    """Return what `build` makes of a file's content. Raises UserError if it is damaged."""
     try:
-        found = RunGuarantee.of(content["guarantee"])
-        found.words()
-    except (TypeError, ValueError, KeyError, AttributeError):
-        must = "hold the guarantee of a run"
-        raise UserError(f"`{path}` must {must}, got {content.get('guarantee')!r}. Restore it.") from None
-    return found
+        return build(content)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        what = f"a file without {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"`{path}` must hold the result of a run, got {what}. Restore it.") from None
 
 
 def ledger_run(folder: Path) -> str:
@@ -132,8 +135,3 @@ def ledger_run(folder: Path) -> str:
         return str(read_json(folder / "ledger.head").get("run", ""))
     except UserError:
         return ""
-
-
-def _require_keys(content: Mapping[str, Any], keys: Sequence[str], path: Path) -> None:
-    for key in keys:
-        require(key in content, str(path), f"be the result of a run with the key {key}", sorted(content))

@@ -195,6 +195,13 @@ class RunResult:
         parts = filter(None, (ended, in_words(vars(self)), self.guarantee.words()))
         return f"RunResult({self.output_dir}: {'; '.join(parts)})"
 
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> RunResult:
+        """Return the result that `as_dict` describes. Raises TypeError, ValueError or KeyError if it is none."""
+        embedding, guarantee = content["client_embedding"], RunGuarantee.of(content["guarantee"])
+        points = None if embedding is None else ClientEmbedding(**embedding)
+        return cls(**{**content, "guarantee": guarantee, "client_embedding": points})
+
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}
         fields["guarantee"] = self.guarantee.as_dict()

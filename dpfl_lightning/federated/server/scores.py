@@ -200,7 +200,8 @@ def seed_rows(seeds: Sequence[int], results: Sequence[Result], together: str) ->
 
 def aligned(rows: Rows) -> Rows:
     """Give all rows the same columns, without those that are empty; a cell that a row does not have is empty."""
-    columns = dict.fromkeys(name for row in rows for name, cell in row.items() if cell)
+    filled = {name for row in rows for name, cell in row.items() if cell}
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name in filled]
     return [{name: row.get(name, "") for name in columns} for row in rows]
 
 

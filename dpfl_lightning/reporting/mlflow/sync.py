@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.reading import read_json
-from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
@@ -44,7 +44,7 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
         for point in metrics(values, step, about["exact_times"])
         if step > known.get(point.key, -1)
     ]
-    head = {} if run.result is None else {"ledger_head": json.dumps(run.result["ledger"])}
+    head = {} if run.result is None else {"ledger_head": json.dumps(run.result.ledger)}
     if sent.info.status == "FINISHED" and not points and (running or sent.data.tags.items() >= head.items()):
         return 0
     if running and sent.info.status != "RUNNING":
@@ -78,7 +78,7 @@ def _begun(folder: Path, store: Store, run: RunFiles, about: Mapping[str, Any], 
 def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[str, Any]) -> None:
     """Send the status, and the files of a run that has finished."""
     ended = about["ended"] or {"status": "KILLED", "reason": "abandoned: its process is gone", "seconds": 1.0}
-    result = _result(run)
+    result = run.result
     guarantee = {} if result is None else description.claim(result.guarantee)
     note = {"mlflow.note.content": description.markdown(about["notes"], ended["reason"], result)}
     store.tag(run_id, {**guarantee, **note, "status": ended["reason"]})
@@ -96,18 +96,10 @@ def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[
         send_models(store, run_id, folder, tags, of_model, result.rounds)
 
 
-def _result(run: RunFiles) -> RunResult | None:
-    if run.result is None:
-        return None
-    embedding = run.result.get("client_embedding")
-    objects = {"guarantee": run.guarantee, "client_embedding": embedding and ClientEmbedding(**embedding)}
-    return RunResult(**{**run.result, **objects})
-
-
 def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
     """Return round -> curves; in the last one also the results under the names of the curves that end in them."""
     values = {one.round: dict(_values(one, per_client)) for one in run.rounds}
-    if result := _result(run):
+    if result := run.result:
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
     return values
