@@ -345,7 +345,7 @@ class Population:
         choices = label, names, scale or {}, categories or {}
         check_choices(first, (client, *labels), *choices[1:])
         records = {name: records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()}
-        on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
+        on_test = None if test is None else records_of_frame(frame_of(test, "test"), "test", *choices)
         population = cls.from_datasets(records, on_test, **options)
         return dataclasses.replace(population, features=features_of(*choices[1:]))
 
