@@ -422,7 +422,8 @@ def how_to_write(key: str, value: Any, hint: Any) -> str:
     """Return how to write a value of another type than YAML reads; empty if there is no such way."""
     kinds = [get_origin(one) or one for one in alternatives(hint)]
     if not isinstance(value, str):
-        return "Write it in quotation marks." if str in kinds and isinstance(value, int | float) else ""
+        quoted = "Write it in quotation marks." if str in kinds and isinstance(value, int | float) else ""
+        return "Choose a delta below 1 / records of a client, such as 1e-5." if key == "privacy.delta" else quoted
     if {int, float} & {*kinds} and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value):
         return "Write it without quotation marks."
     if tuple in kinds and ("," in value or dict not in kinds):

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-def frame_of(table: Any) -> "DataFrame":
-    """Return a table, which may be the path of a CSV or Parquet file."""
+def frame_of(table: Any, key: str = "df") -> "DataFrame":
+    """Return the table that the argument `key` names, which may be the path of a CSV or Parquet file."""
     import pandas
 
     if isinstance(table, str | Path):
         must = "be a DataFrame or the path of a file"
-        require(Path(table).is_file(), "df", must, str(table), "There is no such file.")
+        require(Path(table).is_file(), key, must, str(table), "There is no such file.")
         table = pandas.read_parquet(table) if Path(table).suffix == ".parquet" else pandas.read_csv(table)
-    require(isinstance(table, pandas.DataFrame), "df", "be a DataFrame or a path", type(table).__name__)
+    require(isinstance(table, pandas.DataFrame), key, "be a DataFrame or a path", type(table).__name__)
     columns = list(table.columns)
     wrong = next((one for one in columns if not isinstance(one, str) or columns.count(one) > 1), None)
     advice = "Rename them, as in df.columns = [...]."
-    require(wrong is None, "df", "have columns of different names, each a text", wrong, advice)
-    check_columns("columns of df", columns)
+    require(wrong is None, key, "have columns of different names, each a text", wrong, advice)
+    check_columns(f"columns of {key}", columns)
     return table
 
 
@@ -76,13 +76,27 @@ def records_of_frame(
             columns += [(column == value).to_numpy(np.float32) for value in known]
             continue
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
-        advice = f'Name its public categories, as in categories={{"{name}": ["a", "b"]}}, or leave it out of features.'
-        require(numeric, here, "hold numbers", str(column.dtype), advice)
+        require(numeric, here, "hold numbers", *_what_it_holds(column))
         mean, std = scale.get(name, (0.0, 1.0))
         columns.append(((column.to_numpy(np.float64) - mean) / std).astype(np.float32))
     for name in labels:
         _check_complete(frame[name], f"{where}: {name}")
     return np.stack(columns, axis=1), frame[labels[0] if isinstance(label, str) else labels].to_numpy()
+
+
+def _what_it_holds(column: Any) -> tuple[str, str]:
+    """Return what a column that is not numeric seems to hold, without its values, and the way out."""
+    import pandas
+
+    texts = column.astype(str)
+    if pandas.to_datetime(texts, errors="coerce", format="mixed").notna().all():
+        return "dates", "Turn them into numbers, such as days since a public date, or leave the column out of features."
+    if texts.nunique() > max(20, len(texts) / 2):
+        return "names", "Nearly every row has another one, as an identifier has: leave the column out of features."
+    advice = (
+        f'Name its public categories, as in categories={{"{column.name}": ["a", "b"]}}, or leave it out of features.'
+    )
+    return str(column.dtype), advice
 
 
 def features_of(

@@ -108,7 +108,9 @@ class Source:
             else [getattr(one, "item", lambda one=one: one)() for one in y]
         )
         unknown = next((name for name in names if name not in number_of), None)
-        require(unknown is None, where, f"hold the given classes only, {list(self.classes)}", unknown)
+        yes_no = "YAML reads yes and no without quotation marks as true and false: write 'yes' and 'no'."
+        advice = yes_no if isinstance(unknown, str) and True in self.classes else ""
+        require(unknown is None, where, f"hold the given classes only, {list(self.classes)}", unknown, advice)
         return torch.tensor([number_of[name] for name in names])
 
 

@@ -346,7 +346,7 @@ class Population:
         check_choices(first, [name for name in (client, *labels) if name is not None], *choices[1:])
         parts = [records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()]
         records = parts if client is None else dict(zip(tables, parts, strict=True))
-        on_test = None if test is None else records_of_frame(frame_of(test), "test", *choices)
+        on_test = None if test is None else records_of_frame(frame_of(test, "test"), "test", *choices)
         population = cls.from_datasets(records, on_test, **options)
         return dataclasses.replace(population, features=features_of(*choices[1:]))
 

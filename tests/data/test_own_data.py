@@ -100,9 +100,9 @@ def test_several_columns_are_labels():
         (
             {},
             {"test": patients().rename(columns={"sex": 7})},
-            "`df` must have columns of different names, each a text, got 7. Rename them",
+            "`test` must have columns of different names, each a text, got 7. Rename them",
         ),
-        ({}, {"test": "nowhere.csv"}, "`df` must be .* the path of a file, got 'nowhere.csv'. There is no such file"),
+        ({}, {"test": "nowhere.csv"}, "`test` must be .* the path of a file, got 'nowhere.csv'. There is no such file"),
         ({}, {"label": "Outcome"}, "`label` must name columns .*got 'Outcome'. Did you mean `outcome`?"),
     ],
 )

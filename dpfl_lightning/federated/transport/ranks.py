@@ -122,7 +122,9 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         hosts = launch.size // launch.local_size
         fabric = Fabric(accelerator=device, devices=launch.local_size, num_nodes=hosts, strategy=strategy)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise UserError(f"`engine.device` must be a device of this machine, got {device!r}: {_first(error)}") from None
+        advice = "Write --engine.device cpu, or auto, which takes a GPU if there is one."
+        got = f"got {device!r}: {_first(error).rstrip('.')}. {advice}"
+        raise UserError(f"`engine.device` must be a device of this machine, {got}") from None
     logging.disable(logging.INFO)  # otherwise each rank logs a line about every rank
     try:
         with handled(signal.SIG_DFL, handlers()):  # Python could not handle them until all ranks have started
