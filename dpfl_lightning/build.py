@@ -109,6 +109,11 @@ def build_engine(name: str, workers: int | None = None) -> SerialEngine:
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
 
 
+def new_folder() -> str:
+    """Return the folder of a new run that has no `output_dir`."""
+    return datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f")
+
+
 class FederatedLoop(ServerLoop):
     """Differentially private federated training of one module over a population, with both sides in this process.
 
@@ -211,7 +216,7 @@ class FederatedLoop(ServerLoop):
             reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
         )
         at_nodes = "" if sites is None else " --plan PLAN --nodes SOCKET ..."
-        folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
+        folder = Path(output_dir or new_folder())
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         super().__init__(
             local,

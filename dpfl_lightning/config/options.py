@@ -263,7 +263,7 @@ class EvaluationOptions(_Section):
 
 @dataclass(frozen=True)
 class TrackingOptions(_Section):
-    """How MLflow records the run; `tracking: null` turns tracking off.
+    """How MLflow and other loggers record the run; `tracking: null` turns tracking off.
 
     Args:
         experiment: name of the MLflow experiment.
@@ -272,6 +272,7 @@ class TrackingOptions(_Section):
             SQLite file if that is not set.
         tags: additional tags of the run, {name: text}.
         per_client: send the curves of every client, in addition to the smallest, median, mean and largest value.
+        loggers: Lightning loggers beside MLflow, [{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {...}}].
     """
 
     experiment: str = "dpfl_lightning"
@@ -279,6 +280,7 @@ class TrackingOptions(_Section):
     uri: str | None = None
     tags: dict = field(default_factory=dict)
     per_client: bool = False
+    loggers: tuple[dict, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,7 @@ def _held_out(group: RunGroup) -> bool:
     finished = [run.result for run in group.runs if run.result is not None]
     if finished:
         return not any(result["test_set"] for result in finished)
-    pairs = [(one.values.get("test_accuracy"), one.values.get("val_accuracy_mean")) for one in group.runs[0].rounds]
-    known = [pair for pair in pairs if pair != (None, None)]
-    return bool(known) and all(None not in pair and math.isclose(*pair) for pair in known)  # type: ignore[arg-type]
+    return not any(name.startswith("test_") for one in group.runs[0].rounds for name in one.values)
 
 
 def _title(score: str, held_out: bool) -> str:
@@ -329,15 +327,16 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
     charts = []
     for held_out in (False, True):
         some = [(number, *one) for number, one in enumerate(numbered) if _held_out(one[1]) == held_out]
-        of_groups = [[one for run in group.runs for one in map(_curves, run.rounds)] for _, _, group in some]
+        of_groups = [[_curves(one, held_out) for run in group.runs for one in run.rounds] for _, _, group in some]
         main_scores = set(map(_main_score, of_groups))
         for score in dict.fromkeys(name for curves in of_groups for one in curves for name in one):
             title = _title(score, held_out)
             title = title[0].upper() + title[1:]
+            curve = f"val_{score}_mean" if held_out else f"test_{score}"
             for x, x_curve in {"round": None, **(epsilons if score in main_scores else {})}.items():
                 data = []
                 for number, name, group in some:
-                    data += _band(name, group, f"test_{score}", x_curve, _COLOURS[number % len(_COLOURS)])
+                    data += _band(name, group, curve, x_curve, _COLOURS[number % len(_COLOURS)])
                 if data:
                     charts.append({"title": f"{title} over {x}", "data": data, "layout": _layout(x, title)})
     points: dict[str, list[dict[str, Any]]] = {}
@@ -351,9 +350,11 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
     return charts
 
 
-def _curves(one: Round) -> dict[str, float | None]:
-    """Return the test scores of a round by name."""
-    return {name.removeprefix("test_"): value for name, value in one.values.items() if name.startswith("test_")}
+def _curves(one: Round, held_out: bool) -> dict[str, float | None]:
+    """Return the test scores of a round by name, or the means over clients of those on held-out records."""
+    start, end = ("val_", "_mean") if held_out else ("test_", "")
+    names = [name for name in one.values if name.startswith(start) and name.endswith(end)]
+    return {name.removeprefix(start).removesuffix(end): one.values[name] for name in names}
 
 
 def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: str) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -34,6 +35,7 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retr
 
 _MOST_METRICS = 1000  # in one request
 _LONGEST_TAG = 8000  # characters
+_MOST_CHANGES = 3  # in the name of a run
 _VIEW = "dpfl_lightning"  # of an experiment's page, whose own default shows neither metrics nor parameters
 _VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"
 _COLUMNS = {"attributes": ("Created", "Duration"), "params": ("strategies", "epsilon", "rounds", "seed")}
@@ -57,6 +59,22 @@ class Store:
             self._columns = set[str]()  # those that the experiment's page shows
             self.show(_COLUMNS)
         self.how_to_open = how_to_open(self.uri, self.experiment_id)
+
+    def new_name(self, name: str, params: Mapping[str, str]) -> str:
+        """Return a name that no run has: with the parameters that differ from the first run of this name, or a number.
+
+        For example `noise_aware eps 2 learning_rate 0.3`, and then `noise_aware eps 2 learning_rate 0.3 (2)`.
+        """
+        same, oldest = f"attributes.run_name LIKE '{name}%'", ["start_time ASC"]
+        runs = self.client.search_runs([self.experiment_id], same, order_by=oldest)
+        taken = [run.info.run_name for run in runs]
+        if name not in taken:
+            return name
+        first = runs[taken.index(name)].data.params
+        changed = [f"{key.rpartition('.')[2]} {text}" for key, text in params.items() if first.get(key) != text]
+        name = " ".join([name, *changed[:_MOST_CHANGES]])
+        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        return name if name not in taken else next(one for one in numbered if one not in taken)
 
     def begin(
         self,

@@ -93,16 +93,14 @@ class SeedsTracking:
         """Start the parent run, or resume that of the same folder, and return its id."""
         place, private = str(folder.resolve()), budgets is not None
         tags = {**self._tags, **description.program(), "output_dir": place, "status": "running"}
-        run, name = (
-            {**options, "seed": None},
-            name or description.run_name(options["strategies"], budgets or (), private, options),
-        )
+        run = {**options, "seed": None}
         params = description.params(run, {"epsilon": description.epsilon_span(budgets or (), private)})
         with reported(self.store.uri):
             earlier = self.store.latest("output_dir", place)
             if earlier is not None and self.store.resume(earlier.info.run_id):
                 return earlier.info.run_id
-            return self.store.begin(name, tags, params, options)
+            usual = description.run_name(options["strategies"], budgets or (), private, options)
+            return self.store.begin(name or self.store.new_name(usual, params), tags, params, options)
 
     def end(self, run_id: str, folders: Sequence[Path], text: str) -> None:
         """Log mean and standard deviation over the seeds in each round, and `text` as the description."""
