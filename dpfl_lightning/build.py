@@ -4,7 +4,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.own import own_population
-from dpfl_lightning.errors import require, require_one_of, warn_user
+from dpfl_lightning.errors import require, require_one_of, require_whole, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -29,20 +28,23 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.loop import ServerLoop
 from dpfl_lightning.federated.server.results import RunResult
-from dpfl_lightning.federated.server.settings import client_settings, reported_epsilons
+from dpfl_lightning.federated.server.session import RunSession
+from dpfl_lightning.federated.server.settings import RunConfig, client_settings, reported_epsilons
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
-from dpfl_lightning.federated.transport.sites import RemoteClients, Sites
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
+from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+
+#: makes clients from a population, a module, an engine and the privacy options, as `LocalClients` does
+Remote = Callable[..., LocalClients]
 
 ENGINES: dict[str, type[SerialEngine]] = {
     "fast": FastEngine,
@@ -114,7 +116,7 @@ def new_folder() -> str:
     return datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f")
 
 
-class FederatedLoop(ServerLoop):
+class FederatedLoop(RunSession):
     """Differentially private federated training of one module over a population, with both sides in this process.
 
     Args:
@@ -131,7 +133,7 @@ class FederatedLoop(ServerLoop):
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
-        sites: the nodes that hold the records, if they are not in this process; see `deployment`.
+        remote: makes the clients, as `LocalClients` does, if their records are at sites; see `sites.server`.
 
     The other arguments are options of `config.options`.
 
@@ -168,7 +170,7 @@ class FederatedLoop(ServerLoop):
         exact_times: bool = False,
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
-        sites: Sites | None = None,
+        remote: Remote | None = None,
     ) -> None:
         require(isinstance(population, Population), "population", "be a Population", type(population).__name__)
         require(isinstance(module, nn.Module), "module", "be a ClientModule or another module", type(module).__name__)
@@ -184,17 +186,11 @@ class FederatedLoop(ServerLoop):
             listed = isinstance(parts, Sequence) and not isinstance(parts, str)
             require(listed, key, f"be a list of {key}", parts, f"Write {key}=[...].")
         for key, number, least in (("rounds", rounds, 1), ("evaluate_every", evaluate_every, 1), ("seed", seed, 0)):
-            whole = isinstance(number, Integral) and not isinstance(number, bool)
-            require(whole and number >= least, key, f"be a whole number >= {least}", number)
-        require(
-            engine is None or isinstance(engine, str) or hasattr(engine, "train"),
-            "engine",
-            "be a name or an Engine",
-            engine,
-        )
+            require_whole(key, number, least)
         if isinstance(engine, str):
             require_one_of(ENGINES, "engine", engine)
             engine = build_engine(engine)
+        require(engine is None or hasattr(engine, "train"), "engine", "be a name or an Engine", engine)
         module = module if isinstance(module, ClientModule) else ClientModule(module)
         deciding = [*strategies, *(one for one in callbacks if isinstance(one, Strategy))]
         watching = [one for one in callbacks if not isinstance(one, Strategy)]
@@ -203,58 +199,53 @@ class FederatedLoop(ServerLoop):
         population, module = population.checked().to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
-        require(sites is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
-        local = _clients(sides, ranks, sites)
+        require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
+        local = _clients(sides, ranks, remote)
         settings = client_settings(population.num_records, clients, privacy, seed, population.names)
-        optimizer = None if module.optimizer_from else build_optimizer(clients.optimizer)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
         _notice(module, clients)
-        facts = facts_of(
-            population,
-            batch_size=tuple(client.batch_size for client in settings),
-            reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
-        )
-        at_nodes = "" if sites is None else " --plan PLAN --nodes SOCKET ..."
+        at_nodes = "" if remote is None else " --plan PLAN --nodes SOCKET ..."
         folder = Path(output_dir or new_folder())
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
-        super().__init__(
-            local,
-            module,
-            facts,
-            settings,
-            None if privacy is None else dataclasses.replace(privacy, noise_key=None),
-            registered,
-            [Curves(), GuaranteePage(), *watching],
+        caveats = [one for strategy in registered for one in strategy.caveats]
+        config = RunConfig(
+            facts=facts_of(
+                population,
+                batch_size=tuple(client.batch_size for client in settings),
+                reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
+                at_sites=remote is not None,
+            ),
+            settings=settings,
+            privacy=None if privacy is None else dataclasses.replace(privacy, noise_key=None),
+            strategies=registered,
+            callbacks=[Curves(), GuaranteePage(), *watching],
             rounds=rounds,
-            optimizer=optimizer,
+            optimizer=None if module.optimizer_from else build_optimizer(clients.optimizer),
             rates=build_schedule(clients.schedule),
             network=network,
             seed=seed,
             output_dir=folder,
             evaluate_every=evaluate_every,
-            exact_times=exact_times,
+            caveats=(*local.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ())),
+            exact_times=exact_times or local.simulated or privacy is None,  # nobody is protected without privacy
             options=options or {},
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,
         )
+        super().__init__(local, module, config)
         module.check_optimizer(rounds, [client.steps for client in settings])
 
     def run(self, resume: bool = False) -> RunResult:
-        result = super().run(resume)
+        try:
+            result = super().run(resume)
+        finally:
+            self.module.load(self.model.flat)
         if self._ranks.size == 1:
             return result
-        leads = self._ranks.rank == 0
         trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
-        if leads:
-            return result
         self.module.load(trained)
         return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
-
-    def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
-        result = super()._end(reason, finished, interrupted)
-        self.module.load(self.model.flat)
-        return result
 
     def client_model(self, client: int) -> nn.Module:
         """Return a copy of the net with the final model of a client after `run`, and its personal parameters if any.
@@ -268,9 +259,9 @@ class FederatedLoop(ServerLoop):
         return module.net
 
 
-def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, sites: Sites | None) -> LocalClients:
-    if sites is not None:
-        return RemoteClients(*sides, sites)
+def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | None) -> LocalClients:
+    if remote is not None:
+        return remote(*sides)
     return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
 
 
@@ -304,11 +295,11 @@ def build_loop(
     options: Options,
     more: Sequence[Strategy | Callback] = (),
     population: Population | None = None,
-    sites: Sites | None = None,
+    remote: Remote | None = None,
 ) -> FederatedLoop:
     """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
 
-    With `sites` the clients' records are in the nodes of these sites; see `deployment.remote_loop`.
+    `remote` makes clients whose records are at sites; see `sites.server.deploy.remote_loop`.
     """
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
@@ -329,7 +320,7 @@ def build_loop(
         exact_times=options.evaluation.exact_times,
         options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
-        sites=sites,
+        remote=remote,
     )
 
 

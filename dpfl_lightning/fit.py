@@ -1,4 +1,4 @@
-"""`dpfl fit --config fmnist`: train and report a run; `--resume DIR` resumes it."""
+"""`dpfl fit --config fmnist`: train and report a run; `--resume DIR` resumes it, `--resume auto` does either."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
+_AUTO = "auto"  # value of --resume
 _MOST_COMBINATIONS = 300  # of clients that may be the same in several runs: a second for 60
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
-    from dpfl_lightning.federated.transport.sites import Channel
     from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
     from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
+    from dpfl_lightning.sites.server.clients import Channel
 
     Connect = Callable[[int, float], Sequence[Channel]]
 
@@ -53,9 +54,11 @@ def run(argv: Sequence[str] | None = None, connect: Connect | None = None) -> in
         name="fit",
         description="Train a model by federated learning. Each client has its own privacy budget.",
         examples=("--config digits", "--config config.yaml --rounds 50 --privacy.epsilon 2", "--resume runs/digits"),
-        config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume else None,
+        config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume not in (None, _AUTO) else None,
     )
-    if flags.resume:
+    if flags.resume == _AUTO:
+        flags.resume = _has_begun(options, flags.quiet)
+    elif flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
     if flags.nodes or flags.plan or connect:
         _fit_sites(options, flags, connect)
@@ -66,6 +69,17 @@ def run(argv: Sequence[str] | None = None, connect: Connect | None = None) -> in
     else:
         fit(options, resume=bool(flags.resume), detail="quiet" if flags.quiet else "full")
     return 0
+
+
+def _has_begun(options: Options, quiet: bool) -> bool:
+    """Whether `--resume auto` resumes a run; says which. Raises UserError without a folder."""
+    advice = "For example --output_dir runs/mine."
+    require(options.output_dir is not None, "output_dir", "be given with --resume auto", None, advice)
+    folder = Path(str(options.output_dir))
+    begun = (folder / "options.yaml").is_file()
+    if launched().rank == 0 and not quiet:  # the other ranks serve it, and may come after it has begun
+        print(f"Resuming the run in {folder}." if begun else f"Beginning a run in {folder}: it contains none.")
+    return begun
 
 
 def fit(
@@ -92,8 +106,8 @@ def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | N
         require(bool(flags.plan), "--plan", "be given: the file that the sites have accepted", flags.plan)
         require(not flags.nodes, "--nodes", "be left out: Flower finds the nodes", flags.nodes)
     require(not flags.seeds, "--seeds", "be left out with --plan", flags.seeds, "A plan is for one run.")
-    from dpfl_lightning.deployment.server import remote_loop
-    from dpfl_lightning.federated.transport.sites import SocketChannel
+    from dpfl_lightning.sites.server.clients import SocketChannel
+    from dpfl_lightning.sites.server.deploy import remote_loop
 
     def channels(count: int) -> Sequence[Channel]:
         if connect is None:
@@ -318,7 +332,8 @@ def composed_over_seeds(results: Sequence[Mapping[str, Any]]) -> RunGuarantee:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", metavar="DIR", help="resume the run in DIR after its last complete round")
+    text = "resume the run in DIR after its last complete round; auto: begin or resume the run in --output_dir"
+    parser.add_argument("--resume", metavar="DIR | auto", help=text)
     text = "repeat the run for these seeds, such as 0,1,2, and report mean and standard deviation"
     parser.add_argument("--seeds", metavar="N,N,...", type=seed_list, help=text)
     parser.add_argument("--quiet", action="store_true", help="print only warnings, errors and the result")

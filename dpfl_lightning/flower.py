@@ -11,7 +11,7 @@ from dpfl_lightning.errors import command
 from dpfl_lightning.fit import run
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.transport.flower import Grid
+    from dpfl_lightning.sites.server.flower import Grid
 
 
 def fit(grid: Grid, folder: str, arguments: str) -> None:
@@ -19,7 +19,7 @@ def fit(grid: Grid, folder: str, arguments: str) -> None:
 
     Raises RuntimeError, so that Flower marks its run as failed, if the command fails.
     """
-    from dpfl_lightning.federated.transport.flower import connected
+    from dpfl_lightning.sites.server.flower import connected
 
     os.chdir(folder)
     status = command(functools.partial(run, connect=functools.partial(connected, grid)))(shlex.split(arguments))

@@ -10,13 +10,13 @@ from typing import Any
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
-from dpfl_lightning.federated.messages.receipt import FILE, read_receipts
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
+from dpfl_lightning.sites.receipt import FILE, read_receipts
 
 _MATCHED = {
     "name": "Together: releases of clients with the same name are composed, at the largest delta.",

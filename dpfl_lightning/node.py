@@ -15,8 +15,8 @@ from dpfl_lightning.runtime.spoken import SHORTEST, WORDS, digits_of, in_both_fo
 from dpfl_lightning.runtime.text import at_least, at_most, counted, shown
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.exchange import Terms
-    from dpfl_lightning.federated.node.state import Reservation, StateFolder
+    from dpfl_lightning.sites.exchange import Terms
+    from dpfl_lightning.sites.node.state import Reservation, StateFolder
 
 _ABOUT = (
     "Run the node of a site in a real federation. init: name the records. accept: agree to a plan. serve: answer the "
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     needs_plan = flags.verb in ("accept", "withdraw")
     what = "a file for accept, and the begin of a hash in `status` for withdraw"
     require(needs_plan == (flags.plan is not None), "PLAN", f"be {what}, and left out otherwise", flags.plan)
-    from dpfl_lightning.federated.node.state import StateFolder
+    from dpfl_lightning.sites.node.state import StateFolder
 
     run = {"init": _init, "accept": _accept, "serve": _serve, "status": _status, "verify": _verify}
     run.get(flags.verb, _withdraw)(StateFolder(Path(flags.state)), flags)
@@ -78,8 +78,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _init(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.deployment.site import new_node
-    from dpfl_lightning.federated.node.state import Settings
+    from dpfl_lightning.sites.node.accept import new_node
+    from dpfl_lightning.sites.node.state import Settings
 
     for key in ("name", "data"):
         require(getattr(flags, key) is not None, f"--{key}", "be given to init", None, "See --help.")
@@ -95,9 +95,9 @@ def _init(state: StateFolder, flags: argparse.Namespace) -> None:
 
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.deployment.site import accept
-    from dpfl_lightning.federated.messages.wire import digest
-    from dpfl_lightning.federated.node.state import read_terms
+    from dpfl_lightning.sites.node.accept import accept
+    from dpfl_lightning.sites.terms import read_terms
+    from dpfl_lightning.sites.wire import digest
 
     terms = read_terms(Path(flags.plan))
     if flags.hash is not None:
@@ -131,7 +131,7 @@ def _comparison(
     state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
 ) -> str:
     """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
-    from dpfl_lightning.deployment.site import limits_of, reservation_of
+    from dpfl_lightning.sites.node.accept import limits_of, reservation_of
 
     try:
         reservation = reservation_of(state, terms)
@@ -159,10 +159,10 @@ def _left(state: StateFolder, limits: tuple[float, float]) -> str:
 
 def _meaning(state: StateFolder, terms: Terms) -> str:
     """Return in words what a plan means for this site. Texts of the server come last, each in quotation marks."""
-    from dpfl_lightning.deployment.site import client_of, cost_of
-    from dpfl_lightning.federated.messages.wire import digest
-    from dpfl_lightning.federated.node.state import server_words
     from dpfl_lightning.plan import schedule_text
+    from dpfl_lightning.sites.node.accept import client_of, cost_of
+    from dpfl_lightning.sites.terms import server_words
+    from dpfl_lightning.sites.wire import digest
 
     client, test = client_of(terms, state.settings()), state.settings().test_key is not None
     planned, plan = cost_of(terms, client), terms.plan
@@ -196,8 +196,8 @@ def _budget(state: StateFolder) -> str:
 
 
 def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.deployment.site import open_study
-    from dpfl_lightning.federated.node.service import Listener, Node
+    from dpfl_lightning.sites.node.accept import open_study
+    from dpfl_lightning.sites.node.service import Listener, Node
 
     settings = state.settings()
     node = Node(state, open_study)
@@ -217,7 +217,7 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
 
 
 def _status(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.federated.messages.receipt import public_key
+    from dpfl_lightning.sites.receipt import public_key
 
     settings = state.settings()
     print(f"Site {settings.name}, records from {settings.data}." + (f" {_TEST}." if settings.test_key else ""))
@@ -252,7 +252,7 @@ def _line(state: StateFolder, plan: str, reserved: Reservation) -> str:
 
 
 def _verify(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.deployment.site import verified
+    from dpfl_lightning.sites.node.accept import verified
 
     state.key()
     for plan, reserved in state.plans().items():

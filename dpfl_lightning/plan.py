@@ -15,7 +15,7 @@ from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_most, columns, shown
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.exchange import Site
+    from dpfl_lightning.sites.exchange import Site
 
 
 @command
@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sites: list[Site] = []
     if flags.sites:
-        from dpfl_lightning.deployment.server import planning_loop
-        from dpfl_lightning.federated.node.state import read_site
+        from dpfl_lightning.sites.server.deploy import planning_loop
+        from dpfl_lightning.sites.terms import read_site
 
         sites = [read_site(Path(file)) for file in flags.sites]
         loop = planning_loop(options, sites)
@@ -42,15 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         loop = build_loop(options)
     exported = None
     if flags.export is not None:
-        from dpfl_lightning.deployment.server import export
-        from dpfl_lightning.federated.messages.wire import digest
+        from dpfl_lightning.sites.server.deploy import export
+        from dpfl_lightning.sites.wire import digest
 
         exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
-    planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
+    besides = loop.config.caveats, loop.clients.unprotected
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides)
     notes = loop.describe()
-    names = [loop.facts.name_of(client) for client in range(len(planned))]
+    names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     if flags.json:
         rows = [
             {

@@ -12,12 +12,12 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.evaluation import ClientModels
-from dpfl_lightning.federated.messages.exchange import Released
 from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Released
 
 torch.set_num_threads(1)  # tests run side by side
 

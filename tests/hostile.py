@@ -6,14 +6,14 @@ import math
 import torch
 from sites import a_request
 
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Ask
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, LowestLoss, MeanLoss, NoMechanism, SelectModel
-from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import LaplaceEvent, NonPrivateEvent
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Ask
+from dpfl_lightning.sites.wire import digest
 
 MODEL = torch.zeros(650)
 ROUNDS = 3

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dpfl_lightning"
 #: folders that hold several rooms, one for each folder in them
-DIVIDED = ("privacy", "federated", "strategies")
+DIVIDED = ("privacy", "federated", "sites", "strategies")
 
 
 def sources(package: Path = PACKAGE) -> dict[str, Path]:

@@ -11,18 +11,18 @@ from conftest import FIXED_KEY
 
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.data.sites import site_population
-from dpfl_lightning.deployment.server import loop_over, planning_loop, terms_of
-from dpfl_lightning.deployment.site import accept, open_study, site_of
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Reply, Signed, Site, Terms, Train
 from dpfl_lightning.federated.messages.plan import LocalTraining
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Listener, Node
-from dpfl_lightning.federated.node.state import Settings, StateFolder
-from dpfl_lightning.federated.transport.sites import Sites
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.digests import memory_of
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Reply, Signed, Site, Terms, Train
+from dpfl_lightning.sites.node.accept import accept, open_study, site_of
+from dpfl_lightning.sites.node.records import site_population
+from dpfl_lightning.sites.node.service import Listener, Node
+from dpfl_lightning.sites.node.state import Settings, StateFolder
+from dpfl_lightning.sites.server.clients import Sites
+from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
+from dpfl_lightning.sites.wire import digest
 
 SITES = 3
 

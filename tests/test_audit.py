@@ -116,8 +116,8 @@ def test_what_is_not_training_is_named_and_what_is_is_claimed(make_loop):
     assert left_out == ["client 2: 2 releases of select"]
     assert [(one.purpose, one.count, one.planned.sample_rate) for one in subject.releases][1] == ("first_round", 1, 1.0)
     assert subject.main.purpose == "train"
-    every = loop.accountant.epsilon(loop.schedule.clients[2].events(), 1e-3)
-    assert 0 < subject.epsilon < every <= loop.settings[2].epsilon
+    every = loop.config.accountant.epsilon(loop.schedule.clients[2].events(), 1e-3)
+    assert 0 < subject.epsilon < every <= loop.config.settings[2].epsilon
     assert [event.steps for event in subject.events()] == [subject.main.all_steps, 1]
 
 

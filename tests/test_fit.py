@@ -152,6 +152,14 @@ def test_a_run_with_groups_is_scored_on_what_each_client_sees(tmp_path, capsys):
     assert "`data.groups.sizes" in capsys.readouterr().err
 
 
+def test_resume_auto_begins_or_resumes_and_says_which(tmp_path, refused, capsys):
+    auto, run = [*DIGITS, "--resume", "auto"], ["--output_dir", str(tmp_path / "run")]
+    assert "`output_dir` must be given" in refused(fit, *auto)
+    for said in ("Beginning a run", "Resuming the run"):
+        assert fit([*auto, *run]) == 0 and said in capsys.readouterr().out
+    assert "`rounds` must stay" in refused(fit, *auto, *run, "--rounds", "9")
+
+
 def test_resume_and_evaluate_refuse_other_options_and_folders(tmp_path, refused):
     run = str(tmp_path / "run")
     assert fit([*DIGITS, "--output_dir", run]) == 0

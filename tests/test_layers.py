@@ -10,12 +10,12 @@ from rooms import PACKAGE, ROOT, arrows, drawing, imported, sources
 FLOORS = (
     ("commands",),
     ("search", "auditing"),
-    ("deployment",),
+    ("sites.node", "sites.server"),
     ("build", "distilled"),
-    ("federated.transport", "federated.node", "reporting", "strategies"),
+    ("federated.transport", "reporting", "strategies"),
     ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
     ("data", "sets", "strategies.aggregation"),
-    ("federated.server", "algorithms"),
+    ("federated.server", "algorithms", "sites"),
     ("federated.messages",),
     ("models",),
     ("privacy.ledger",),
@@ -27,7 +27,7 @@ FLOORS = (
 )
 #: the server's side sees messages only
 SERVER_SIDE = ("strategies", "sets", "federated.server", "reporting")
-CLIENT_SIDE = ("federated.client", "federated.node", "federated.transport", "data", "privacy.ledger")
+CLIENT_SIDE = ("federated.client", "federated.transport", "sites", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
     "jinja2": {"reporting.guarantee_page", "reporting.report_page"},
@@ -46,7 +46,7 @@ ONLY_IN = {
     "dp_accounting": {"privacy.accounting.losses"},
     "pandas": {"data.frames"},
     "PIL": {"data.images"},
-    "cryptography": {"privacy.noise", "federated.messages.receipt"},
+    "cryptography": {"privacy.noise", "sites.receipt"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},

@@ -92,9 +92,8 @@ class At(Callback):
 def trained(folder: Path, uri: str | None, resume: bool = False, **actions):
     """A run of all rounds, tracked at the address."""
     tracking = [] if uri is None else [Tracking(EXPERIMENT, uri=uri)]
-    loop = small_loop(parts=[*tracking, At(**actions)], rounds=ROUNDS, privacy=private(), output_dir=folder)
-    loop.evaluate_every = 10
-    return loop.run(resume)
+    options = {"rounds": ROUNDS, "privacy": private(), "output_dir": folder, "evaluate_every": 10}
+    return small_loop(parts=[*tracking, At(**actions)], **options).run(resume)
 
 
 def all_there(server: Server, *folders: Path) -> None:

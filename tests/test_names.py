@@ -10,15 +10,15 @@ from sites import a_request, asked, planned, state_of
 
 from dpfl_lightning import Population
 from dpfl_lightning.config.names import check_columns, check_names
-from dpfl_lightning.deployment.site import open_study
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import read_site, read_terms
 from dpfl_lightning.node import main as node
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.search.options import SweepOptions, check
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.node.accept import open_study
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.terms import read_site, read_terms
+from dpfl_lightning.sites.wire import digest
 
 GOOD = ["berlin", "St. Mary's Hospital", "Charité, Mitte", "北京协和医院", "Clínica (Norte) 2", "अस्पताल", "7"]
 BAD = ["../../etc", "a/b", "a\\b", ".hidden", "-x", "", " ", "a ", "<script>", 'a"b', "x" * 65]

@@ -240,8 +240,12 @@ def test_options_by_name_of_client_in_yaml_and_on_the_command_line(place):
     config = ["--config", "own.yaml", *values, *network]
     options, _ = load([*config, "--clients.reported_epsilon", "{berlin: 1, oslo: 2, rome: 3}"])
     loop = build_loop(options)
-    assert [(one.epsilon, one.batch_size) for one in loop.settings] == [(4.0, 10), (6.0, 9), (8.0, 8)]
-    assert loop.facts.reported_epsilon == (1.0, 3.0, 2.0) and loop.traffic._network.latency == (3.0, 2.0, 1.0)
+    assert [(one.epsilon, one.batch_size) for one in loop.config.settings] == [(4.0, 10), (6.0, 9), (8.0, 8)]
+    assert loop.config.facts.reported_epsilon == (1.0, 3.0, 2.0) and [*loop.traffic._network._latency] == [
+        3.0,
+        2.0,
+        1.0,
+    ]
     assert fit_command([*config, "--quiet"]) == 0
     assert fit_command(["--resume", "run", "--quiet"]) == 0
     merged, _ = load([*config, "--privacy.epsilon.rome", "7"])

@@ -72,7 +72,7 @@ def test_a_handler_of_the_process_stays():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_only_the_main_thread_has_the_handler_and_among_ranks_the_launcher_decides(monkeypatch):
+def test_only_the_main_thread_has_the_handler():
     inside = []
 
     def work():
@@ -82,11 +82,7 @@ def test_only_the_main_thread_has_the_handler_and_among_ranks_the_launcher_decid
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    slurm = {"STEP_NUM_TASKS": "2", "NTASKS": "2", "NNODES": "1", "PROCID": "0", "LOCALID": "0"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    work()
-    assert inside == [signal.SIG_DFL] * 2
+    assert inside == [signal.SIG_DFL]
 
 
 def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(capfd):

@@ -18,7 +18,7 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.server.run import Run
+from dpfl_lightning.federated.server.session import RunSession
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import Composed, read
 from dpfl_lightning.runtime.text import at_most
@@ -492,7 +492,7 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
 @pytest.mark.e2e
 def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path, monkeypatch):
     """Ctrl-C in the set, in a trial and in the final run; then the same command goes on."""
-    out, rounds = tmp_path / "out", Run.evaluate
+    out, rounds = tmp_path / "out", RunSession.evaluate
 
     def stop_in(folder: str):
         def evaluate(self, state):
@@ -500,14 +500,14 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
                 raise KeyboardInterrupt
             return rounds(self, state)
 
-        monkeypatch.setattr(Run, "evaluate", evaluate)
+        monkeypatch.setattr(RunSession, "evaluate", evaluate)
 
     words = write(shared(trials=1), "--final")
     for folder in ("set", "final"):
         stop_in(folder)
         assert sweep(words) == 130
         assert (out / folder / "ledger.jsonl").is_file() and not (out / folder / "result.json").exists()
-    monkeypatch.setattr(Run, "evaluate", rounds)
+    monkeypatch.setattr(RunSession, "evaluate", rounds)
     assert sweep(words) == 0
     both = of_both(out)
     assert [dict(account.releases) for account in both.accounts] == [{"class_gradients": 3, "train": 2}] * 5

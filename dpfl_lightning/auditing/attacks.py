@@ -116,7 +116,7 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     module = copy.deepcopy(loop.module)
     start, copies = module.flat, max(2, min(32, math.ceil(4000 / module.num_params)))
     mechanism, rate = dataclasses.replace(subject.mechanism, sample_rate=1.0), subject.settings.learning_rate
-    records = made_up(loop.population, POOL, loop.seed, start.device, start.dtype)
+    records = made_up(loop.population, POOL, loop.config.seed, start.device, start.dtype)
 
     def harness(streams: Streams) -> Harness:
         engine, eight = build_engine(loop.clients.engine.name, loop.clients.engine.workers), {"eight": torch.arange(8)}
@@ -289,7 +289,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     problems, schedule = [], loop.schedule.clients[subject.client]
     lines = [line for line in schedule.planned if line.count]
     unprotected = [line for line in lines if not line.event.private]
-    epsilon = loop.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
+    epsilon = loop.config.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
     if unprotected and epsilon < math.inf:
         free = ", ".join(line.purpose for line in unprotected)
         problems.append(f"epsilon {at_most(epsilon)}, but {free} without noise")
@@ -297,7 +297,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)
         cpu, dtype = torch.device("cpu"), loop.population.empty_batch[0].dtype
-        pairs = [made_up(loop.population, 8, loop.seed + client, cpu, dtype) for client in range(2)]
+        pairs = [made_up(loop.population, 8, loop.config.seed + client, cpu, dtype) for client in range(2)]
         result = FederatedLoop(
             Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes),
             copy.deepcopy(loop.module),

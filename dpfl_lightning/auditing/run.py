@@ -40,7 +40,7 @@ def audit(
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
-    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
+    require(loop.config.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
     x = loop.population.empty_batch[0]
     must = "be one floating tensor a record to audit, because an audit scales its artificial records"
     require(isinstance(x, torch.Tensor) and x.is_floating_point(), "data", must, loop.population.input_shape)
@@ -61,13 +61,13 @@ def audit(
             findings += [dataclasses.asdict(finding) for finding in check()]
             done += 1
             tell(done, total)
-        name = loop.facts.name_of(subject.client)
+        name = loop.config.facts.name_of(subject.client)
         clients.append({"client": subject.client, "name": name, "claim": subject.as_dict(), "findings": findings})
     all_findings = [(client["name"], finding) for client in clients for finding in client["findings"]]
     refuted = [f"client {client}: {finding['check']}" for client, finding in all_findings if finding["refuted"]]
     return {
         "engine": loop.clients.engine.name,
-        "seed": loop.seed,
+        "seed": loop.config.seed,
         "confidence": confidence,
         "clients": clients,
         "refuted": list(dict.fromkeys(refuted)),
@@ -78,7 +78,7 @@ def audit(
 def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
     """Return the loop with a module that takes plain SGD steps, from which the checks know the noise in a release."""
     module = loop.module
-    if not module.plain_sgd(loop.optimizer):
+    if not module.plain_sgd(loop.config.optimizer):
         left_out.append(
             "the optimiser: the audit uses plain SGD in its place, because every optimiser sees noised gradients only"
         )
@@ -94,7 +94,7 @@ def _checks(
     loop: FederatedLoop, subject: AuditTarget, significance: float, most: int, left_out: list[str]
 ) -> Iterator[tuple[str, Callable[[], Iterable[Finding]]]]:
     """Yield the name of every check of a client, and a function that runs it."""
-    context = loop.module, loop.population, loop.seed
+    context = loop.module, loop.population, loop.config.seed
     by_engine = {
         "sensitivity": exact.sensitivity,
         "isolation": attacks.isolation,
@@ -127,7 +127,7 @@ def _unless_refused(check: Callable[[], Finding], engine: str, left_out: list[st
 
 
 def _scene(loop: FederatedLoop, subject: AuditTarget, significance: float, most: int) -> Scene:
-    module, seed = copy.deepcopy(loop.module), loop.seed + subject.client
+    module, seed = copy.deepcopy(loop.module), loop.config.seed + subject.client
     start, count = module.flat, one_run.number_of_canaries(module.num_params)
     parts = [
         made_up(loop.population, POOL, seed, start.device, start.dtype),

@@ -100,7 +100,7 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Au
 
     None of `chosen` takes the clients with the smallest and the largest budget. Raises UserError for an unknown client.
     """
-    schedule, count = loop.plan_schedule(), loop.population.num_clients
+    schedule, count, facts = loop.plan_schedule(), loop.population.num_clients, loop.config.facts
     for client in chosen or ():
         require(0 <= client < count, "clients", f"be in 0..{count - 1}", client)
     view = loop.view(ServerState(loop.module.flat[None], (0,) * count))
@@ -112,18 +112,18 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Au
         targets.sort(key=lambda target: (target.settings.epsilon, -target.planned.noise_multiplier))
         targets = targets[:1] + targets[1:][-1:]
     no_claim = "it claims no epsilon, because it releases nothing, or releases without noise"
-    left_out = [f"client {loop.facts.name_of(client)}: {no_claim}" for client in silent]
+    left_out = [f"client {facts.name_of(client)}: {no_claim}" for client in silent]
     for target in targets:
         audited, planned = {release.purpose for release in target.releases}, schedule.clients[target.client].planned
         others = [line for line in planned if line.count and line.purpose not in audited]
         left_out += [
-            f"client {loop.facts.name_of(target.client)}: {line.count} releases of {line.purpose}" for line in others
+            f"client {facts.name_of(target.client)}: {line.count} releases of {line.purpose}" for line in others
         ]
     return targets, left_out
 
 
 def _subject(loop: FederatedLoop, view: View, client: int, client_schedule: ClientSchedule) -> AuditTarget:
-    settings, releases = loop.settings[client], []
+    settings, releases = loop.config.settings[client], []
     for line in client_schedule.planned:
         event = line.event
         if not isinstance(event, NoisedEvent) or event.steps * line.count == 0:
@@ -135,7 +135,7 @@ def _subject(loop: FederatedLoop, view: View, client: int, client_schedule: Clie
         client=client,
         releases=tuple(releases),
         settings=settings,
-        accountant=loop.accountant,
-        replace_one=loop.privacy is not None and loop.privacy.adjacency == "replace_one",
+        accountant=loop.config.accountant,
+        replace_one=loop.config.privacy is not None and loop.config.privacy.adjacency == "replace_one",
         sampling=loop.clients.sampling,
     )

@@ -89,7 +89,7 @@ class Source:
         require(len(shapes) == 1, self.where, "yield records of one shape", got, advice)
         labels = [y if self.classes is not None or isinstance(y, str) else _tensor(y, self.where) for _, y in records]
         of_tensors = isinstance(labels[0], Tensor)
-        return tree_map(_stacked, *inputs), torch.stack(labels) if of_tensors else labels
+        return tree_map(lambda *parts: torch.stack(parts), *inputs), torch.stack(labels) if of_tensors else labels
 
     def _labels(self, y: Any) -> Tensor:
         where = f"{self.where}: y"
@@ -126,10 +126,6 @@ def _array(values: Any, where: str) -> np.ndarray:
         return np.asarray(values)
     except ValueError as error:
         raise UserError(f"`{where}` must hold one label for each record, got: {error}.") from None
-
-
-def _stacked(*parts: Tensor) -> Tensor:
-    return torch.stack(parts)
 
 
 def _as_input(part: Tensor | np.ndarray, where: str) -> Tensor:

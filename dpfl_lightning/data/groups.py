@@ -4,15 +4,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require
 
+Share = Annotated[float, Interval(ge=0, le=1)]
 Shift = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -140,12 +142,12 @@ def with_wrong_labels(
     return changed
 
 
-def of_records(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
+def of_records(rows_of: Sequence[Tensor], rng: np.random.Generator, share: Share) -> Tensor:
     """Return rows of this share of each client's records."""
     return torch.cat([rows[_some(len(rows), rng, share)] for rows in rows_of])
 
 
-def of_clients(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
+def of_clients(rows_of: Sequence[Tensor], rng: np.random.Generator, share: Share) -> Tensor:
     """Return all rows of this share of the clients."""
     chosen = _some(len(rows_of), rng, share)
     return torch.cat([rows_of[client] for client in chosen.tolist()] or [rows_of[0][:0]])
@@ -156,5 +158,4 @@ UNITS: dict[str, Callable[..., Tensor]] = {"records": of_records, "clients": of_
 
 def _some(total: int, rng: np.random.Generator, share: float) -> Tensor:
     """Draw a share of `total` at random; a half is rounded up."""
-    require(0 <= share <= 1, "data.label_noise.share", "be in [0, 1]", share)
     return torch.from_numpy(rng.permutation(total)[: math.floor(share * total + 0.5)])

@@ -1,11 +1,12 @@
 """Partitions: functions `(labels [n], num_clients, rng, **options) -> one array of indices into labels per client`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import UserError, require
 
 Parts = list[np.ndarray]
@@ -57,7 +58,7 @@ def dirichlet(
     labels: np.ndarray,
     num_clients: int,
     rng: np.random.Generator,
-    alpha: float = 1.0,
+    alpha: Annotated[float, Interval(gt=0, lt=np.inf)] = 1.0,
     min_records: int = 128,
     max_draws: int = 10_000,
 ) -> Parts:
@@ -66,13 +67,12 @@ def dirichlet(
     The draw is repeated until every client has `min_records`, so that no batch size exceeds a client's records.
 
     Args:
-        alpha: concentration > 0; with a smaller value a client has fewer classes.
+        alpha: concentration; with a smaller value a client has fewer classes.
         min_records: smallest number of records of a client, >= 1.
         max_draws: largest number of draws.
 
     Reference: class-wise as in the public code of the papers, which state no minimum.
     """
-    require(0 < alpha < np.inf, "data.partition.alpha", "be above 0 and finite", alpha)
     mean = len(labels) // num_clients
     must = f"be from 1 to {mean}, the mean number of records of a client"
     require(1 <= min_records <= mean, "data.partition.min_records", must, min_records)

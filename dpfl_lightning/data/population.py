@@ -189,7 +189,8 @@ class Population:
         >>> Population.partitioned(load("digits"), num_clients=4, groups=("rotation", {"count": 2})).groups
         (0, 0, 1, 1)
         """
-        _check_held_out(held_out_per_client, test_per_client)
+        must, advice = f"be null with data.held_out_per_client {held_out_per_client}", "Leave out one of the two."
+        require(not (test_per_client and held_out_per_client), "data.test_per_client", must, test_per_client, advice)
         shape, rng, client_groups = dataset.input_shape, np.random.default_rng(seed), None
         if groups is not None:
             client_groups = grouped(groups[0], num_clients, shape, dataset.num_classes, **groups[1])
@@ -408,15 +409,6 @@ def _stored(
     x, y = torch.cat([dataset.x, dataset.test_x]), torch.cat([dataset.y, dataset.test_y])
     public = torch.arange(private, total) if public_records else None
     return x, y, slice(0, private), slice(total, len(y)), public
-
-
-def _check_held_out(held_out: int | float, test_each: int | None) -> None:
-    is_valid = held_out < 1 or held_out == int(held_out)
-    require(held_out >= 0 and is_valid, "data.held_out_per_client", "be a count, or a share in [0, 1)", held_out)
-    not_both = test_each is None or not held_out
-    advice = "Clients are evaluated on held-out records or on test records: leave out one of the two."
-    require(not_both, "data.test_per_client", f"be null with data.held_out_per_client {held_out}", test_each, advice)
-    require(test_each is None or test_each >= 1, "data.test_per_client", "be at least 1, or null", test_each)
 
 
 def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tuple[Parts, Parts]:

@@ -3,14 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.errors import require
-
-
-def _check(name: str, must: str, value: float, ok: bool) -> None:
-    require(ok, f"clients.schedule.{name}", must, value)
+from dpfl_lightning.config.typed import Interval
 
 
 @dataclass(frozen=True)
@@ -18,14 +14,10 @@ class Constant:
     """The learning rate stays as it is.
 
     Args:
-        warmup_rounds: number of first rounds in which the learning rate rises linearly, >= 0; the decay starts after
-            them.
+        warmup_rounds: number of first rounds in which the learning rate rises linearly; the decay starts after them.
     """
 
-    warmup_rounds: int = 0
-
-    def __post_init__(self) -> None:
-        _check("warmup_rounds", "be >= 0", self.warmup_rounds, self.warmup_rounds >= 0)
+    warmup_rounds: Annotated[int, Interval(ge=0)] = 0
 
     def factor(self, round: int, rounds: int) -> float:
         """Return the factor of every client's learning rate in one of the rounds 1 ... `rounds`; it is public."""
@@ -43,14 +35,10 @@ class Cosine(Constant):
     """Half a cosine from the full learning rate to the share `final` of it, which would follow the last round.
 
     Args:
-        final: share of the learning rate, in [0, 1].
+        final: share of the learning rate.
     """
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check("final", "be in [0, 1]", self.final, 0 <= self.final <= 1)
+    final: Annotated[float, Interval(ge=0, le=1)] = 0.0
 
     def decay(self, round: int, rounds: int) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
@@ -69,17 +57,12 @@ class Step(Constant):
     """Multiplies the learning rate by `gamma` after every `every` rounds; with `every` 1 it decays exponentially.
 
     Args:
-        every: number of rounds with one learning rate, >= 1.
-        gamma: factor, in (0, 1].
+        every: number of rounds with one learning rate.
+        gamma: factor.
     """
 
-    every: int = 10
-    gamma: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check("every", "be >= 1", self.every, self.every >= 1)
-        _check("gamma", "be in (0, 1]", self.gamma, 0 < self.gamma <= 1)
+    every: Annotated[int, Interval(ge=1)] = 10
+    gamma: Annotated[float, Interval(gt=0, le=1)] = 0.5
 
     def decay(self, round: int, rounds: int) -> float:
         return self.gamma ** ((round - 1) // self.every)
@@ -90,16 +73,12 @@ class Inverse(Constant):
     """Divides the learning rate in round t by `1 + t / half_after`.
 
     Args:
-        half_after: number of rounds after which the learning rate has halved, > 0.
+        half_after: number of rounds after which the learning rate has halved.
 
     Reference: Ma et al., "The Power of Bias", section VI, with `half_after` 200, or 100 on CIFAR-10.
     """
 
-    half_after: float = 200.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check("half_after", "be above 0 and finite", self.half_after, 0 < self.half_after < math.inf)
+    half_after: Annotated[float, Interval(gt=0, lt=math.inf)] = 200.0
 
     def decay(self, round: int, rounds: int) -> float:
         return 1 / (1 + round / self.half_after)

@@ -3,15 +3,17 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import UserError, require, require_one_of
+from dpfl_lightning.config.typed import Interval
+from dpfl_lightning.errors import UserError, require
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "sigmoid": nn.Sigmoid}
 POOLINGS: dict[str, Callable[[int], nn.Module] | None] = {"avg": nn.AvgPool2d, "max": nn.MaxPool2d, "none": None}
-NORMS = ("instance", "group", "layer", "none")
+ResidualNorm = Literal["group", "none"]
 
 
 def cnn_small(input_shape: Sequence[int], num_classes: int) -> nn.Module:
@@ -53,11 +55,11 @@ def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 def convnet(
     input_shape: Sequence[int],
     num_classes: int,
-    width: int = 128,
-    depth: int = 3,
-    activation: str = "relu",
-    norm: str = "instance",
-    pooling: str = "avg",
+    width: Annotated[int, Interval(ge=1)] = 128,
+    depth: Annotated[int, Interval(ge=1)] = 3,
+    activation: Literal["relu", "leaky_relu", "sigmoid"] = "relu",
+    norm: Literal["instance", "group", "layer", "none"] = "instance",
+    pooling: Literal["avg", "max", "none"] = "avg",
 ) -> nn.Module:
     """Return `depth` blocks of [3x3 convolution, norm, activation, 2x2 pooling], then one linear layer.
 
@@ -66,17 +68,13 @@ def convnet(
     Args:
         width: channels of every convolution, a multiple of 4 for `norm: group`.
         depth: number of blocks.
-        activation: relu, leaky_relu or sigmoid.
-        norm: instance, group (4 groups), layer or none; each sees one record at a time.
-        pooling: avg, max or none.
+        activation: of each block.
+        norm: each sees one record at a time; group has 4 groups.
+        pooling: of each block.
 
     Reference: Zhao, Mopuri and Bilen (2021), dataset condensation. Its fifth norm, batch, mixes records and is not
     possible with record-level privacy.
     """
-    require(width >= 1 and depth >= 1, "model.width, model.depth", "be at least 1", (width, depth))
-    require_one_of(ACTIVATIONS, "model.activation", activation)
-    require_one_of(NORMS, "model.norm", norm)
-    require_one_of(POOLINGS, "model.pooling", pooling)
     require(norm != "group" or width % 4 == 0, "model.width", "be a multiple of 4 for the norm `group`", width)
     channels, height, across = input_shape
     body: list[nn.Module] = []
@@ -149,7 +147,7 @@ class BasicBlock(nn.Module):
         return self.activation(self.residual(x) + self.shortcut(x))
 
 
-def resnet18(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
+def resnet18(input_shape: Sequence[int], num_classes: int, norm: ResidualNorm = "group") -> nn.Module:
     """ResNet-18 with the ImageNet stem and GroupNorm: 11,181,642 parameters for 3 channels and 10 classes.
 
     `norm` is group (two groups, as many parameters as BatchNorm), or none.
@@ -159,7 +157,7 @@ def resnet18(input_shape: Sequence[int], num_classes: int, norm: str = "group") 
     return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (2, 2, 2, 2), num_classes, norm)
 
 
-def resnet34(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
+def resnet34(input_shape: Sequence[int], num_classes: int, norm: ResidualNorm = "group") -> nn.Module:
     """ResNet-34, otherwise like `resnet18`.
 
     `norm: none` with 10 outputs has the 21,272,778 parameters that the noise-aware paper reports for CIFAR-100.
@@ -167,7 +165,7 @@ def resnet34(input_shape: Sequence[int], num_classes: int, norm: str = "group") 
     return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (3, 4, 6, 3), num_classes, norm)
 
 
-def resnet20(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
+def resnet20(input_shape: Sequence[int], num_classes: int, norm: ResidualNorm = "group") -> nn.Module:
     """The CIFAR ResNet-20 with 1x1-convolution shortcuts: 272,474 parameters for 3x32x32 and 10 classes.
 
     Reference: He et al. (2016), section 4.2 with option B; the selection paper's net for CIFAR-10.
@@ -195,7 +193,6 @@ def _resnet(
 
 
 def _convolution(channels_in: int, channels_out: int, kernel_size: int, stride: int, norm: str) -> list[nn.Module]:
-    require_one_of(("group", "none"), "model.norm", norm)
     conv = nn.Conv2d(channels_in, channels_out, kernel_size, stride, padding=kernel_size // 2, bias=False)
     return [conv, nn.GroupNorm(2, channels_out)] if norm == "group" else [conv]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.typed import Interval
 from dpfl_lightning.errors import require
 
-
-def _check_decay(weight_decay: float) -> None:
-    require(0 <= weight_decay < math.inf, "clients.optimizer.weight_decay", "be >= 0 and finite", weight_decay)
+Share = Annotated[float, Interval(ge=0, lt=1)]
+Penalty = Annotated[float, Interval(ge=0, lt=math.inf)]
 
 
 class LocalOptimizer:
@@ -43,23 +43,21 @@ class SGD(LocalOptimizer):
     """Stochastic gradient descent, as `torch.optim.SGD`.
 
     Args:
-        momentum: factor of the momentum, in [0, 1).
+        momentum: factor of the momentum.
         nesterov: whether to use Nesterov momentum, which requires momentum > 0.
-        weight_decay: L2 penalty, >= 0.
+        weight_decay: L2 penalty.
 
     >>> SGD(momentum=0.5).independent_steps(2)  # the noise of the first step counts 1.5 times
     3.25
     """
 
-    momentum: float = 0.0
+    momentum: Share = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: Penalty = 0.0
 
     def __post_init__(self) -> None:
-        require(0 <= self.momentum < 1, "clients.optimizer.momentum", "be in [0, 1)", self.momentum)
         possible = not self.nesterov or self.momentum > 0
         require(possible, "clients.optimizer.nesterov", "be false without momentum", self.nesterov)
-        _check_decay(self.weight_decay)
 
     @property
     def plain(self) -> bool:  # type: ignore[override]
@@ -82,19 +80,17 @@ class Adam(LocalOptimizer):
 
     Args:
         betas: decay of the two moments, each in [0, 1).
-        eps: added to the denominator, > 0.
-        weight_decay: L2 penalty, >= 0.
+        eps: added to the denominator.
+        weight_decay: L2 penalty.
     """
 
     betas: tuple[float, ...] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: Annotated[float, Interval(gt=0)] = 1e-8
+    weight_decay: Penalty = 0.0
 
     def __post_init__(self) -> None:
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(fits, "clients.optimizer.betas", "be two numbers in [0, 1)", list(self.betas))
-        require(self.eps > 0, "clients.optimizer.eps", "be above 0", self.eps)
-        _check_decay(self.weight_decay)
 
     def over(self, parameters: Iterable[Tensor], learning_rate: float) -> torch.optim.Optimizer:
         first, second = self.betas
@@ -108,10 +104,10 @@ class AdamW(Adam):
     """Adam with decoupled weight decay, as `torch.optim.AdamW`. Use a smaller learning rate than for SGD.
 
     Args:
-        weight_decay: share of each parameter that a step removes, divided by the learning rate, >= 0.
+        weight_decay: share of each parameter that a step removes, divided by the learning rate.
     """
 
-    weight_decay: float = 0.01
+    weight_decay: Penalty = 0.01
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 

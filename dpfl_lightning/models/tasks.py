@@ -26,11 +26,6 @@ def class_logits(output: Tensor, y: Tensor) -> Tensor:
     return output if output.shape[1] > 1 else torch.cat([torch.zeros_like(output), output], dim=1)
 
 
-def token_logits(output: Tensor, y: Tensor) -> Tensor:
-    """Return outputs `[B, T, V]` as logits `[B, V, T]`."""
-    return output.movedim(-1, 1)
-
-
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     losses = F.cross_entropy(logits, y, reduction="none", ignore_index=IGNORED)
     if y.dim() == 1:
@@ -40,10 +35,6 @@ def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def _class_loss(output: Tensor, y: Tensor) -> Tensor:
     return _cross_entropy(class_logits(output, y), (y > 0).long() if y.is_floating_point() else y)
-
-
-def _token_loss(output: Tensor, y: Tensor) -> Tensor:
-    return _cross_entropy(token_logits(output, y), y)
 
 
 def _label_loss(output: Tensor, y: Tensor) -> Tensor:
@@ -58,14 +49,6 @@ def _squared_error(output: Tensor, y: Tensor) -> Tensor:
 
 def _right_classes(output: Tensor, y: Tensor) -> Tensor:
     return class_logits(output, y).argmax(dim=1) == y
-
-
-def _right_tokens(output: Tensor, y: Tensor) -> Tensor:
-    return output.argmax(dim=-1) == y
-
-
-def _right_labels(output: Tensor, y: Tensor) -> Tensor:
-    return (output > 0) == (y > 0)
 
 
 @dataclass(frozen=True)
@@ -151,7 +134,7 @@ TASKS: dict[str, Task] = {
         "labels [B, labels] of 0 and 1 and outputs of the same shape",
         lambda output, y: len(y) == 1 and output == y,
         _label_loss,
-        _right_labels,
+        lambda output, y: (output > 0) == (y > 0),
     ),
     "regression": Task(
         "regression",
@@ -174,8 +157,8 @@ TASKS: dict[str, Task] = {
         "language_modeling",
         "integer labels [B, tokens] and outputs [B, tokens, vocabulary]",
         lambda output, y: len(y) == 1 and len(output) == 2 and output[:1] == y,
-        _token_loss,
-        _right_tokens,
+        lambda output, y: _cross_entropy(output.movedim(-1, 1), y),  # logits [B, vocabulary, tokens]
+        lambda output, y: output.argmax(dim=-1) == y,
         metrics=("perplexity",),
     ),
 }

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,20 +35,33 @@ def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
     return f"stopped by {signal.Signals(error.number).name}", 128 + error.number
 
 
+def handlers() -> dict[int, Any]:
+    """The handlers of the signals that may be handled otherwise, which only the main thread may do."""
+    main = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in _SIGNALS if main}
+    return {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}
+
+
+@contextmanager
+def handled(handler: Any, before: Mapping[int, Any]) -> Iterator[None]:
+    """Handle the signals of `before` by `handler`; then by those of `before`, unless others were installed."""
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, handler_before)
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
     """Raise `Terminated` or KeyboardInterrupt in the main thread at the first signal; later ones are ignored.
 
-    A signal that is already handled or ignored stays so. Nothing is changed among ranks: a launcher sends SIGTERM to
-    all of them when one dies, rank 0 handles it during a run (`federated.transport.ranks`), and the others end
-    immediately.
+    A signal that is already handled or ignored stays so.
     """
     came: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        if not came:
-            came.append(number)
-            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
     def lost(unraisable: Any) -> None:
         """Send a signal again if Python dropped its exception, as in a callback of a weak reference."""
@@ -61,26 +74,37 @@ def terminable() -> Iterator[None]:
 
     hook_before = sys.unraisablehook
     usual = (signal.SIG_DFL, signal.default_int_handler)
-    alone = _in_main_thread() and launched().size == 1
-    before = {number: signal.getsignal(number) for number in _SIGNALS if alone and signal.getsignal(number) in usual}
-    for number in before:
-        signal.signal(number, stop)
-    if before:
+    before = {number: handler for number, handler in handlers().items() if handler in usual}
+    with _raised(came, before, waiting=0):
         sys.unraisablehook = lost
-    try:
-        yield
-    finally:
-        if sys.unraisablehook is lost:
+        try:
+            yield
+        finally:
             sys.unraisablehook = hook_before
-        for number, handler in before.items():
-            if signal.getsignal(number) is stop:
-                signal.signal(number, handler)
 
 
-def ignore_signals() -> None:
-    """Let no signal interrupt the end of the process, whose work is saved."""
-    for number in _SIGNALS if _in_main_thread() else ():
-        signal.signal(number, signal.SIG_IGN)
+@contextmanager
+def _raised(came: list[int], before: Mapping[int, Any], waiting: int) -> Iterator[Callable[[], None]]:
+    """Note signals; after so many that wait raise the next one by its handler before, and ignore later ones.
+
+    Yields a function that raises a waiting one.
+    """
+
+    def note(number: int, frame: FrameType | None = None) -> None:
+        came.append(number)
+        if len(came) <= waiting and launched().rank == 0:
+            os.write(2, b"The round is finished first, because it has been charged. Another signal ends it now.\n")
+        if len(came) == waiting + 1:
+            if not callable(before[number]):  # the default handler of the system would save nothing
+                raise Terminated(number)
+            before[number](number, frame)
+
+    def check() -> None:
+        if came:
+            note(came[0])
+
+    with handled(note, before):
+        yield check
 
 
 @contextmanager
@@ -90,44 +114,14 @@ def between_rounds() -> Iterator[Callable[[], None]]:
     Yields a function to call between rounds; it raises the exception of the signal, if one has arrived. After an
     exception of a signal, further signals are ignored until the block ends, so that it can save the run.
     """
-    signals = _SIGNALS if _in_main_thread() else ()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
-    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
-    came: list[int] = []
-
-    def ignored(number: int, frame: FrameType | None) -> None:
-        pass
-
-    def obey(number: int, frame: FrameType | None = None) -> None:
-        for one in before:
-            signal.signal(one, ignored)
-        if not callable(before[number]):  # the default handler of the system would save nothing
-            raise Terminated(number)
-        before[number](number, frame)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
-            obey(number, frame)
-        else:
-            os.write(2, b"The round is finished first, because it has been charged. Another signal ends it now.\n")
-
-    def check() -> None:
-        if came:
-            obey(came[0])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
+    with _raised([], handlers(), waiting=1) as check:
         yield check
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) in (note, ignored):  # a handler that was called may have installed another one
-                signal.signal(number, handler)
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def ignore_signals() -> None:
+    """Let no signal interrupt the end of the process, whose work is saved."""
+    for number in handlers():
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

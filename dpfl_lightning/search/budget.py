@@ -50,12 +50,12 @@ class RemainingBudget:
         self._options, self._population = options, population
         loop = build_loop(options, [_Beside(others)], population)
         _fixed_cost(loop)  # also plans it
-        budgets = [client.epsilon for client in loop.settings]
+        budgets = [client.epsilon for client in loop.config.settings]
         own = [
             dataclasses.replace(client, planned=tuple(p for p in client.planned if not p.purpose.startswith(_BESIDE)))
             for client in loop.schedule.clients
         ]
-        alone = loop.accountant.search([(client.events(), client.delta) for client in own])
+        alone = loop.config.accountant.search([(client.events(), client.delta) for client in own])
         trains = [any(client.releases) for client in own]
         must = "leave an epsilon for every client of the final run"
         require(all(alone[trains] > 0), "sweep.set_share", must, "nothing", "Set a smaller share.")
@@ -108,7 +108,7 @@ class SharedBudget:
         given, solved = privacy.noise_multiplier, "be null with sweep.set_share: noise is solved from the budget"
         require(given is None, "privacy.noise_multiplier", solved, given)
         self._options, self._population = options, build_population(options)
-        budgets = [client.epsilon for client in build_loop(options, (), self._population).settings]
+        budgets = [client.epsilon for client in build_loop(options, (), self._population).config.settings]
         require(all(map(math.isfinite, budgets)), "privacy.epsilon", must, epsilon)
         share = [sweep.set_share * budget for budget in budgets]
         values = {"strategies": {"distillation": {}}, **sweep.set_with, "privacy.epsilon": share}
@@ -171,7 +171,7 @@ class _Beside(Strategy):
 def _fixed_cost(loop: FederatedLoop) -> Cost:
     """Return the cost of a run. UserError if it has a release without noise, or its plan may change during the run."""
     must = "plan all releases before a run with sweep.set_share"
-    require(not loop.replans, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
+    require(not loop.config.replans, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
     cost, must = planned_cost(loop), "be null if a run releases something without noise"
     leaks = leaks_of(itertools.chain(*cost.events))
     require(not leaks, "sweep.set_share", must, "; ".join(leaks))

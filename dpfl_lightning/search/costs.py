@@ -61,8 +61,8 @@ class Cost:
 
 def planned_cost(loop: FederatedLoop) -> Cost:
     """Return the cost of the run that `loop` is about to make. Its noise is solved; nothing is charged."""
-    clients, accountant = loop.plan_schedule().clients, loop.accountant
-    besides: list[Event] = [*map(Caveat, loop.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
+    clients, accountant = loop.plan_schedule().clients, loop.config.accountant
+    besides: list[Event] = [*map(Caveat, loop.config.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
     events = once_each(lambda schedule: (*schedule.events(), *besides), clients)
     epsilons = _bounds(events, [schedule.delta for schedule in clients], accountant)
     most = [max(own[0], schedule.target_epsilon) for own, schedule in zip(epsilons, clients, strict=True)]
@@ -73,8 +73,8 @@ def planned_cost(loop: FederatedLoop) -> Cost:
         accountant.name,
         accountant.adjacency,
         loop.clients.sampling,
-        loop.facts.names,
-        loop.replans,
+        loop.config.facts.names,
+        loop.config.replans,
     )
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import from_mapping
-from dpfl_lightning.deployment.server import terms_of
-from dpfl_lightning.deployment.site import accept, new_node, open_study
-from dpfl_lightning.federated.messages import signed, wire
-from dpfl_lightning.federated.messages.exchange import Released, Terms, Train, most_header
 from dpfl_lightning.federated.messages.plan import LocalTraining
-from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import Settings
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.sites import signed, wire
+from dpfl_lightning.sites.exchange import Released, Terms, Train, most_header
+from dpfl_lightning.sites.node.accept import accept, new_node, open_study
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.node.state import Settings
+from dpfl_lightning.sites.server.deploy import terms_of
 from experiments.attacks.guess import (
     DELTA,
     RECORDS,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.build import build_loop
-from dpfl_lightning.federated.messages.exchange import Terms
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.privacy.ledger.ledger import Charge, read_ledger
+from dpfl_lightning.sites.exchange import Terms
+from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.wire import digest
 from experiments.flower.federation import SITES, TEST_KEY, Federation, options_of, wait_until
 from experiments.flower.speed import same_model
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.deployment.server import export, planning_loop
-from dpfl_lightning.deployment.site import accept, new_node
-from dpfl_lightning.federated.messages.exchange import Terms
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.state import Settings, StateFolder
 from dpfl_lightning.privacy.ledger.ledger import Charge, read_ledger
+from dpfl_lightning.sites.exchange import Terms
+from dpfl_lightning.sites.node.accept import accept, new_node
+from dpfl_lightning.sites.node.state import Settings, StateFolder
+from dpfl_lightning.sites.server.deploy import export, planning_loop
+from dpfl_lightning.sites.wire import digest
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "examples" / "flower"

@@ -46,7 +46,7 @@ def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, parts=(), rate=R
 def assert_independent(loop: FederatedLoop, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Each client's two releases, `[C, P]`, have different noise."""
     for client in range(4):
-        noise_std = RATE * NOISE / loop.settings[client].num_records  # of one number of the client's update
+        noise_std = RATE * NOISE / loop.config.settings[client].num_records  # of one number of the client's update
         apart = noise_apart(ours[client], theirs[client], noise_std)
         assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
 

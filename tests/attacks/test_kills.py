@@ -4,19 +4,15 @@ import itertools
 import os
 import random
 import time
-from pathlib import Path
 
 import pytest
-import ranked_runs
 import torch
-import warm
 from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
 from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of, timed_run
 from search.test_two_commands import TRIALS, Command, small_fashion  # noqa: F401
 
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies import STRATEGIES
 
@@ -37,7 +33,7 @@ def test_kills_never_overspend_and_never_repeat_a_noise(kills, rounds, tmp_path)
     noise = [client.main.noise_multiplier for client in loop.plan_schedule().clients]
     for round, first, second in found.again():
         for client in range(4):
-            std = RATE * noise[client] / loop.settings[client].num_records
+            std = RATE * noise[client] / loop.config.settings[client].num_records
             apart = noise_apart(first[client], second[client], std)
             assert independent(apart), f"round {round}: the noise of two releases differs by {apart:.2g}"
     lost_at_most_the_broken_round(found)
@@ -101,43 +97,7 @@ def lost_at_most_the_broken_round(found: Killed) -> None:
         assert not again, f"round {round} was complete at start {start}, and is trained again at start {again[0]}"
 
 
-KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of ranks, and of sweeps; the full count is 15
-
-
-@pytest.mark.e2e
-@pytest.mark.usefixtures("in_the_repository")
-def test_a_killed_run_of_two_ranks_is_the_unbroken_one(tmp_path):
-    """One of them is killed at a random moment after the start; the other one ends by itself, one process goes on."""
-    moments = random.Random(time.time_ns())
-    argv = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY, "--rounds", "20"]
-    unbroken = tmp_path / "unbroken"
-    ranks = _ranks(argv, unbroken)
-    begun = time.monotonic()
-    assert [one.wait() for one in ranks] == [0, 0]
-    seconds = time.monotonic() - begun
-    for number in range(KILLS_OF_COMMANDS):
-        broken = tmp_path / f"broken {number}"
-        ranks = _ranks(argv, broken)
-        time.sleep(moments.uniform(0.0, seconds))
-        ranks[moments.randrange(2)].kill()
-        for one in ranks:
-            one.wait(timeout=60)
-        if not (broken / "result.json").is_file():
-            assert fit(["--resume", str(broken)]) == 0
-        ours, theirs = (torch.load(folder / "model.pt") for folder in (broken, unbroken))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"kill {number}"
-        assert read_ledger(broken / "ledger.jsonl") == read_ledger(unbroken / "ledger.jsonl")
-
-
-def _ranks(argv: list[str], folder: Path) -> list[warm.Process]:
-    """Two that have found each other: rank 0 has begun its ledger, before which a broken start leaves no folder."""
-    port, argv = ranked_runs.free_port(), [*argv, "--output_dir", str(folder)]
-    environments = [{**os.environ, **ranked_runs.slurm(rank, 1, 2, port), "OMP_NUM_THREADS": "1"} for rank in (0, 1)]
-    ranks = [warm.Process("-m", "dpfl_lightning.fit", *argv, env=environment) for environment in environments]
-    while not (folder / "ledger.jsonl").exists():
-        assert [one.poll() for one in ranks] == [None, None]
-        time.sleep(0.05)
-    return ranks
+KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of sweeps; the full count is 15
 
 
 @pytest.mark.e2e

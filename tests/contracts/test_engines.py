@@ -48,7 +48,7 @@ def released(engine_name: str, make_loop, job=None, module=None, population=None
     loop = make_loop(engine=engine, module=module or ClientModule(small_net()), population=population, **options)
     state, view = set_up(engine, loop)
     plan = view.plan(job=job)
-    for strategy in loop.strategies:
+    for strategy in loop.config.strategies:
         plan = strategy.plan_round(plan, view)
     return engine.train(plan, state.models, [0] * len(plan.clients)).released
 
@@ -129,7 +129,7 @@ def test_the_reference_is_plain_autograd_with_laplace_noise(make_loop):
     ours, loop = released("serial", make_loop, **options), make_loop(**options)
     loop.plan_schedule()
     net, count = small_net(), loop.module.num_params
-    for client, row in enumerate(loop.settings):
+    for client, row in enumerate(loop.config.settings):
         multiplier = loop.schedule.clients[client].noise_multiplier("train")
         x, y = loop.population.records(client, torch.arange(row.num_records))
         clipped = reference.clipped_sum(net, dict(net.named_parameters()), x, y, 2.0, order=1)
@@ -212,11 +212,12 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     loop.run()
     streams = loop.clients.engine.streams
     clients = []
-    for client, row in enumerate(loop.settings):
+    for client, row in enumerate(loop.config.settings):
         generator = streams.generator("sampling", 1, client)
         draws = [poisson_rows(row.num_records, row.sample_rate, generator) for _ in range(row.steps)]
         clients.append([loop.population.records(client, torch.from_numpy(rows)) for rows in draws])
-    columns = [[getattr(row, n) for row in loop.settings] for n in ("learning_rate", "batch_size", "num_records")]
+    names = ("learning_rate", "batch_size", "num_records")
+    columns = [[getattr(row, name) for row in loop.config.settings] for name in names]
     expected = reference.fedavg_round(net, start, clients, *columns)
     torch.testing.assert_close(loop.state.models[0], expected, rtol=1e-5, atol=1e-5)
 
@@ -297,7 +298,7 @@ def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
     ours = released("serial", make_loop, clients=clients, privacy=None)
     loop, options = make_loop(clients=clients, privacy=None), {k: v for k, v in optimizer.items() if k != "name"}
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer["name"]]
-    for client, row in enumerate(loop.settings):
+    for client, row in enumerate(loop.config.settings):
         net, generator = small_net(), STREAMS.generator("sampling", 1, client)
         start, torchs = loop.module.flat, kind(net.parameters(), lr=0.05, foreach=False, **options)
         for _ in range(row.steps):

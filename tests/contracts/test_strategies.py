@@ -61,7 +61,7 @@ def some_updates(order):
 def test_it_runs_within_budgets(name, make_loop):
     _, loop = in_a_loop(name, make_loop, rounds=2)
     result = loop.run()
-    assert result.finished and result.rounds == loop.rounds
+    assert result.finished and result.rounds == loop.config.rounds
     for client, schedule in zip(result.clients, loop.schedule.clients, strict=True):
         planned = sum(line.count for line in schedule.planned)
         sums = sum(line.count for line in schedule.planned if isinstance(line.event, NoisedEvent))
@@ -90,7 +90,7 @@ def test_facts_are_enough_for_who_declared_so(name, make_loop):
     strategy, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
     view = first_view(loop)
-    if not strategy.needs_updates(view.plan(loop.first_purpose), view):
+    if not strategy.needs_updates(view.plan(loop.schedule.clients[0].planned[0].purpose), view):
         blind = dataclasses.replace(some_updates(range(4)), deltas=None)
         a, b = strategy.weigh(blind, view), strategy.weigh(some_updates(range(4)), view)
         assert a is b is None or torch.equal(a, b)
@@ -144,7 +144,7 @@ def test_callbacks_may_hold_strategies(make_loop):
     def trained(**parts):
         loop = make_loop(rounds=2, **parts)
         loop.run()
-        return [type(one).__name__ for one in loop.strategies], loop.state.models
+        return [type(one).__name__ for one in loop.config.strategies], loop.state.models
 
     first, second = strategies.build({"uniform": None, "server_momentum": None})
     names, model = trained(strategies=[first, second])

@@ -188,10 +188,9 @@ def test_test_records_that_clients_draw_are_their_own_choice(kind):
 
 def test_wrong_draws_are_named():
     one_class = ("shards", {"max_classes": 1})
-    with_held_out = "must be null with data.held_out_per_client 2, got 5. .* leave out one of the two"
+    with_held_out = "must be null with data.held_out_per_client 2, got 5. . Leave out one of the two"
     for options, message in [
         ({"test_per_client": 106}, "must be at most 105, the test records .* of client 0, got 106"),
-        ({"test_per_client": 0}, "must be at least 1, or null, got 0"),
         ({"test_per_client": 5, "held_out_per_client": 2}, with_held_out),
         ({"test_per_client": 80, "partition": one_class}, "at most 21, the test records with classes like those of"),
     ]:
@@ -232,7 +231,7 @@ def test_labels_follow_from_the_seed_and_what_scores_a_model_keeps_its_own():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"label_noise": ("records", {"share": 1.5})}, "`data.label_noise.share` must be in .0, 1., got 1.5"),
+        ({"label_noise": ("records", {"share": 1.5})}, "`data.label_noise.share` must be a number in .0, 1., got 1.5"),
         ({"label_noise": ("record", {"share": 0.5})}, "Did you mean `records`"),
         (
             {"label_noise": ("records", {"share": 0.5}), "partition": ("overlapping", {}), "records_per_client": 500},

@@ -106,7 +106,7 @@ def test_overlapping_has_more_clients_than_records_allow():
     "name, options, message",
     [
         ("idd", {}, r"`data.partition.name` must be one of iid, .* got 'idd'. Did you mean `iid`\?"),
-        ("dirichlet", {"alpha": 0}, "`data.partition.alpha` must be above 0 and finite, got 0"),
+        ("dirichlet", {"alpha": 0}, "`data.partition.alpha` must be a number > 0 and finite, got 0"),
         ("dirichlet", {"min_records": 26}, "`data.partition.min_records` must be from 1 to 25, the mean"),
         ("dirichlet", {"min_records": 25, "max_draws": 5}, "none of 5 draws at alpha 1.0 .* Lower it, or raise alpha"),
         ("iid", {"records_per_client": 26}, "a whole number from 1 to 25.*`overlapping` lets clients share records"),

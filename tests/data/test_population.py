@@ -126,10 +126,8 @@ def test_use_public_never_holds_a_private_record(held_out):
         ({"num_clients": 6, "records_per_client": 101}, "`data.records_per_client` must be a whole number from 1"),
         ({"num_clients": 6, "records_per_client": 90, "held_out_per_client": 11}, "from 1 to 100.*got 101"),
         ({"num_clients": 6, "held_out_per_client": 100}, "must leave a training record of the 100 of client 0"),
-        ({"num_clients": 6, "held_out_per_client": 1.5}, "must be a count, or a share"),
         ({"num_clients": 6, "public_records": 600}, "`data.public_records` must be at least 0 and below the 600"),
         ({"num_clients": 6, "use_public": True}, "must be at least 6 for use_public, got 0. Set it to"),
-        ({"num_clients": 6, "partition": ("iidd", {})}, "Did you mean `iid`"),
         (
             {"num_clients": 6, "records_per_client": 5, "partition": ("overlapping", {"records_per_client": 5})},
             "`data.records_per_client` must be given once",

@@ -61,11 +61,12 @@ def test_more_participants_than_clients_are_refused(make_loop):
 
 
 def test_losses_follow_from_seed_and_round_at_the_stated_rate():
-    network = Network.of(NetworkOptions(dropout=0.3), 1000, seed=1)
-    lost = [network.dropped(round, range(1000)) for round in (1, 2, 1)]
+    network = Network(NetworkOptions(dropout=0.3), 1000, seed=1)
+    lost = [network.training(round, dict.fromkeys(range(1000), 7), 7)[0] for round in (1, 2, 1)]
     assert lost[0] == lost[2] != lost[1]
     assert 250 < len(lost[0]) < 350
-    assert network.dropped(1, [3, 4]) <= {3, 4}
+    some = {*range(3, 50)}
+    assert network.training(1, dict.fromkeys(some, 7), 7)[0] == lost[0] & some, "the other clients do not matter"
 
 
 BAD = {
@@ -87,13 +88,12 @@ def test_values_have_a_range(name, make_loop):
 def test_as_many_are_late_as_the_exponential_distribution_says():
     """P(late) is exp(-(limit - latency) / mean)."""
     options = NetworkOptions(compute_seconds=2.0, time_limit=3.0, latency_seconds=1.0)
-    network = Network.of(options, 1000, seed=1)
-    times = [network.training_times(round, dict.fromkeys(range(1000), 7), 7) for round in (1, 2, 1)]
-    late = [network.late(one) for one in times]
-    assert late[0] == late[2] != late[1] and min(times[0].values()) > 1.0
-    assert abs(len(late[0]) - 1000 * math.exp(-1)) < 60
-    some = network.training_times(1, {3: 7, 4: 7}, 7)
-    assert some == {client: times[0][client] for client in (3, 4)}, "the other participants do not matter"
+    network = Network(options, 1000, seed=1)
+    late = [network.training(round, dict.fromkeys(range(1000), 7), 7) for round in (1, 2, 1)]
+    assert late[0] == late[2] != late[1] and late[0][1] == len(late[0][0])
+    assert abs(late[0][1] - 1000 * math.exp(-1)) < 60
+    some = {*range(3, 50)}
+    assert network.training(1, dict.fromkeys(some, 7), 7)[0] == late[0][0] & some, "the other clients do not matter"
 
 
 def test_a_late_update_is_charged_counted_and_in_no_sum(make_loop):

@@ -40,7 +40,7 @@ def failing(monkeypatch):
 
 def without(loop, round, clients):
     """Like the loop, over a network that loses the updates of these clients in that round."""
-    loop.traffic.lost = lambda plan, view: frozenset(clients) if plan.round == round else frozenset()
+    loop.traffic.lost = lambda plan: frozenset(clients) if plan.round == round else frozenset()
     return loop
 
 

@@ -10,7 +10,7 @@ from rooms import imported
 
 from dpfl_lightning import flower
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.transport import flower as transport
+from dpfl_lightning.sites.server import flower as transport
 
 
 @pytest.fixture(autouse=True)

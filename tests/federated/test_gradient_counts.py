@@ -52,9 +52,9 @@ def with_broken_records() -> Population:
 def expected(loop) -> list[dict]:
     """From the run's own draws, one broken record after the other."""
     rows = []
-    for client, settings in enumerate(loop.settings):
+    for client, settings in enumerate(loop.config.settings):
         drawn = broken = 0
-        for round in range(1, loop.rounds + 1):
+        for round in range(1, loop.config.rounds + 1):
             generator = loop.clients.engine.streams.generator("sampling", round, client)
             for _ in range(settings.steps):
                 batch = poisson_rows(settings.num_records, settings.sample_rate, generator)

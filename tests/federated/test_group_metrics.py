@@ -84,7 +84,8 @@ class Clusters(Strategy):
 
 def test_a_run_says_how_groups_fare_and_keeps_a_picture_of_the_clients(make_loop):
     loop = make_loop(parts=[Clusters()], rounds=2)
-    loop.facts = dataclasses.replace(loop.facts, truth={"groups": (0, 0, 1, 1)})
+    facts = dataclasses.replace(loop.config.facts, truth={"groups": (0, 0, 1, 1)})
+    loop.config = dataclasses.replace(loop.config, facts=facts)
     result = loop.run()
     accuracies = [client["accuracy"] for client in result.clients]
     assert [client["true_group"] for client in result.clients] == [0, 0, 1, 1]

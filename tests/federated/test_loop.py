@@ -124,7 +124,7 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     clients = ClientOptions(count=4, batch_size=None)  # with full batches a strategy may plan anew
     loop = make_loop(rounds=2, clients=clients)
     lines = lambda: len(read_ledger(loop.clients.folder.ledger_file)) if hasattr(loop, "folder") else 0  # noqa: E731
-    loop.strategies.append(Notes(calls, lines))
+    loop.config.strategies.append(Notes(calls, lines))
     train = loop.clients.engine.train
 
     def spy(*args):

@@ -64,7 +64,7 @@ def test_a_round_does_the_same_work_for_any_number_of_clients(many):
     assert {name: calls for name, calls in more.items() if calls >= 50} == {}
     assert (counted._bytes[1] - few._bytes[1]) / 360 < 100, "bytes of the checkpoint for each further client"
     assert len(set(map(id, counted._view.plan().mechanism_of))) <= 4 == 2 * len(BUDGETS)
-    assert len(set(map(id, loop.settings))) == len(BUDGETS)
+    assert len(set(map(id, loop.config.settings))) == len(BUDGETS)
 
 
 def test_equal_guarantees_are_one_object_and_written_once(many):

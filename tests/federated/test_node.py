@@ -16,16 +16,16 @@ import torch
 from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
 from sites import SITES, a_request, accepting, asked, charges, key_of, listening, planned, reply_in, state_of
 
-from dpfl_lightning.deployment.site import accept, open_study, verified
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages import sockets, wire
-from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.ledger.file import Head
+from dpfl_lightning.sites import sockets, wire
+from dpfl_lightning.sites.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
+from dpfl_lightning.sites.node.accept import accept, open_study, verified
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.wire import digest
 
 PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
 QUESTIONS = ("a question", "a loss", "a choice", "sums", "another client's", "exact counts")
@@ -314,7 +314,7 @@ def test_a_plan_that_does_not_hold_is_not_accepted(node, terms, what, tmp_path):
 
 
 def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dpfl_lightning.deployment.site.new_key", lambda: key_of(0))  # which the plan has
+    monkeypatch.setattr("dpfl_lightning.sites.node.accept.new_key", lambda: key_of(0))  # which the plan has
 
     def said(*words) -> str:
         assert main([str(word) for word in words]) == 0
@@ -385,7 +385,7 @@ def test_sites_read_tables_images_and_functions(tmp_path, monkeypatch):
     import pandas
     from PIL import Image
 
-    from dpfl_lightning.data.sites import site_population
+    from dpfl_lightning.sites.node.records import site_population
 
     table = pandas.DataFrame({"age": range(20), "ill": [0, 1] * 10})
     table.to_csv(tmp_path / "records.csv", index=False)

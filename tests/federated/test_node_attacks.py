@@ -11,20 +11,21 @@ import pytest
 import torch
 from sites import a_request, accepting, asked, configured, key_of, listening, planned, reply_in, state_of, with_lines
 
-from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages import signed, sockets, wire
-from dpfl_lightning.federated.messages.exchange import Ask, Hello, Refused, Released, Train
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.query import FeatureSums
-from dpfl_lightning.federated.messages.receipt import digest_of
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import MOST_CONNECTIONS, Listener, Node
-from dpfl_lightning.federated.node.state import Settings, StateFolder, read_terms
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.sites import signed, sockets, wire
+from dpfl_lightning.sites.exchange import Ask, Hello, Refused, Released, Train
+from dpfl_lightning.sites.node.accept import accept, open_study
+from dpfl_lightning.sites.node.service import MOST_CONNECTIONS, Listener, Node
+from dpfl_lightning.sites.node.state import Settings, StateFolder
+from dpfl_lightning.sites.receipt import digest_of
+from dpfl_lightning.sites.terms import read_terms
+from dpfl_lightning.sites.wire import digest
 
 NOISE = 50.0
 
@@ -190,14 +191,14 @@ def test_a_node_outlives_connections_that_it_cannot_accept(tmp_path, monkeypatch
             raise OSError(24, "Too many open files")
         return accept(self)
 
-    monkeypatch.setattr("dpfl_lightning.federated.node.service._PAUSE", 0.001)
+    monkeypatch.setattr("dpfl_lightning.sites.node.service._PAUSE", 0.001)
     monkeypatch.setattr(socket.socket, "accept", full)
     with listening(Loud(), tmp_path / "s"), said_hello(tmp_path / "s") as connection:
         assert connection.recv(1)
 
 
 def test_idle_connections_leave_their_seats(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpfl_lightning.federated.node.service._IDLE", 0.1)
+    monkeypatch.setattr("dpfl_lightning.sites.node.service._IDLE", 0.1)
     idle = [socket.socket(socket.AF_UNIX) for _ in range(MOST_CONNECTIONS)]
     with listening(Loud(), tmp_path / "s"), contextlib.ExitStack() as stack:
         for one in map(stack.enter_context, idle):

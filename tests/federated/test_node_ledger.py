@@ -6,13 +6,13 @@ import pytest
 import torch
 from sites import a_request, accepting, asked, charges, planned
 
-from dpfl_lightning.deployment.site import open_study
-from dpfl_lightning.federated.messages.exchange import Hello, Refused, Released
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Listener, Node
-from dpfl_lightning.federated.node.state import StateFolder
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.sites.exchange import Hello, Refused, Released
+from dpfl_lightning.sites.node.accept import open_study
+from dpfl_lightning.sites.node.service import Listener, Node
+from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.wire import digest
 
 ROUNDS = 4
 

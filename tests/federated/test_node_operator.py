@@ -8,21 +8,22 @@ import pytest
 import torch
 from sites import a_request, asked, charges, configured, nodes_of, over, planned, state_of
 
-from dpfl_lightning.deployment.server import remote_population
-from dpfl_lightning.deployment.site import accept, cost_of, open_study
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Ask
 from dpfl_lightning.federated.messages.query import SelectModel
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import StateFolder, read_terms
 from dpfl_lightning.node import main
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.runtime.spoken import WORDS, digits_of, words_of
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import MOST_HEADER, Ask
+from dpfl_lightning.sites.node.accept import accept, cost_of, open_study
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.server.deploy import remote_population
+from dpfl_lightning.sites.terms import read_terms
+from dpfl_lightning.sites.wire import digest
 
 MODEL = torch.zeros(650)
 
@@ -124,7 +125,7 @@ def test_lines_that_release_nothing_are_refused(terms):
 
 
 def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch):
-    monkeypatch.setattr("dpfl_lightning.federated.node.service.Listener.serve", lambda self: None)
+    monkeypatch.setattr("dpfl_lightning.sites.node.service.Listener.serve", lambda self: None)
     accept(state, terms, 3.0)
     assert f"{digest(terms)[:12]}  active: 0 of 2 releases paid" in said("serve") and "ready" in said("serve")
     state.save(dataclasses.replace(state.settings(), data="nowhere.csv"))

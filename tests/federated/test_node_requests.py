@@ -8,15 +8,15 @@ from hostile import UNFIT, changed, one_is
 from sites import a_request, accepting, charges, configured, nodes_of, over, planned, reply_in, with_lines
 
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import REFUSALS, Ask, Refused, Released, Train
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, MeanLoss, SelectModel
-from dpfl_lightning.federated.messages.wire import digest
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import REFUSALS, Ask, Refused, Released, Train
+from dpfl_lightning.sites.wire import digest
 
 NOISE, MANY = 400.0, 200
 WHOLE = GaussianEvent(1.0, NOISE, 1)

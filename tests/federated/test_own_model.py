@@ -493,7 +493,7 @@ def test_schedules_by_round():
         (build_optimizer, {"name": "adam", "momentum": 0.9}, "be an option of adam"),
         (build_optimizer, {"name": "adamm"}, "Did you mean `adam`"),
         (build_schedule, {"name": "cosine", "final": 2}, "clients.schedule.final"),
-        (build_schedule, {"name": "inverse", "half_after": 0}, "above 0"),
+        (build_schedule, {"name": "inverse", "half_after": 0}, "> 0"),
     ],
 )
 def test_options_out_of_range_are_refused(build, options, words):

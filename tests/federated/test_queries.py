@@ -359,7 +359,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     )
     asked, ask = [], loop.clients.engine.ask
     loop.clients.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
-    planned = client_plans(loop.plan_schedule().clients, loop.accountant, [(100, 10)] * 4)
+    planned = client_plans(loop.plan_schedule().clients, loop.config.accountant, [(100, 10)] * 4)
     result, printed = loop.run(), paper.file.getvalue()
     capsys.readouterr()
     assert ledger_command([str(loop.output_dir), "--json"]) == 0
@@ -390,7 +390,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
         "live": last.epsilon_spent,
     }.items():
         assert is_bare(epsilons) == bare, place
-    curves = of_round(last, loop.facts).values
+    curves = of_round(last, loop.config.facts).values
     assert (curves["train_epsilon_max"] is None) == bool(bare), "no bound, and not the largest of the others"
     assert bare <= is_bare([one.guarantee.epsilon for one in planned]), "what is planned may not happen"
     assert ("do not have differential privacy" in page or "No client has" in page) == bool(bare)

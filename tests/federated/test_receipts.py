@@ -13,20 +13,20 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sites import asked, charges, configured, key_of, nodes_of, over, planned, reply_in, with_copy
 
-from dpfl_lightning.deployment.server import loop_over
-from dpfl_lightning.deployment.site import open_study
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.messages import signed, wire
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.exchange import Hello, Paid, Refused, Released, Signed, Train, Welcome
-from dpfl_lightning.federated.messages.receipt import Receipt, digest_of, public_key
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.transport.sites import Sites, SocketChannel
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.file import Head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
+from dpfl_lightning.sites import signed, wire
+from dpfl_lightning.sites.exchange import Hello, Paid, Refused, Released, Signed, Train, Welcome
+from dpfl_lightning.sites.node.accept import open_study
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.receipt import Receipt, digest_of, public_key
+from dpfl_lightning.sites.server.clients import Sites, SocketChannel
+from dpfl_lightning.sites.server.deploy import loop_over
+from dpfl_lightning.sites.wire import digest
 
 MOST = wire.Limits(1 << 16, 1 << 16)
 TWO = {"clients": {"count": 2, "learning_rate": 0.5, "batch_size": 240}, "privacy": {"epsilon": [2, 4]}}

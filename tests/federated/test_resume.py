@@ -55,7 +55,8 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
     assert result.finished and result.rounds == 5 and tries == [(4, [1] * 4), (5, [0] * 4)]
     assert [charged_rounds(loop).count(round) for round in range(1, 6)] == [4, 8, 4, 8, 4]
     assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
-    assert sum(loop.clients.account(client).steps for client in range(4)) == 7 * sum(own.steps for own in loop.settings)
+    steps = [loop.clients.account(client).steps for client in range(4)]
+    assert sum(steps) == 7 * sum(own.steps for own in loop.config.settings)
     ledger = loop.clients.folder.ledger_file.read_bytes()
     again = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
     assert again.run(resume=True).reason == result.reason and loop.clients.folder.ledger_file.read_bytes() == ledger

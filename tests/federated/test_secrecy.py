@@ -105,8 +105,8 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
 
     tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
     personal = ClientModule(small_net(), personal=["0.bias"])
-    loop = make_loop(privacy=PROTECTED, module=personal, parts=[tracking])
-    loop.options = {"rounds": 3, "privacy": {"delta": 1e-3}}
+    options = {"rounds": 3, "privacy": {"delta": 1e-3}}
+    loop = make_loop(privacy=PROTECTED, module=personal, parts=[tracking], options=options)
     keys, data_key = [], ClientFolder.data_key
     monkeypatch.setattr(ClientFolder, "data_key", lambda *args: keys.append(data_key(*args)) or keys[-1])
     assert loop.run().finished

@@ -12,22 +12,22 @@ from conftest import FIXED_KEY, PowerCut
 from sites import SITES, charges, configured, listening, nodes_of, over, planned, state_of, with_copy
 
 from dpfl_lightning.build import build_loop
-from dpfl_lightning.deployment.server import export, loop_over, planning_loop, terms_of
-from dpfl_lightning.deployment.site import accept, open_study
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
-from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.wire import digest
-from dpfl_lightning.federated.node.service import Node
-from dpfl_lightning.federated.node.state import read_site, read_terms
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.transport import flower
-from dpfl_lightning.federated.transport.sites import Sites, SocketChannel
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.curves import read
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.node.accept import accept, open_study
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.server import flower
+from dpfl_lightning.sites.server.clients import Sites, SocketChannel
+from dpfl_lightning.sites.server.deploy import export, loop_over, planning_loop, terms_of
+from dpfl_lightning.sites.terms import read_site, read_terms
+from dpfl_lightning.sites.wire import digest
 
 FOUR = {
     "clients": {"count": 4, "learning_rate": 0.5, "batch_size": 180},
@@ -65,9 +65,9 @@ def compared(folder, **more):
     expected = read_ledger(folder / "simulated" / "ledger.jsonl")
     assert by_client(read_ledger(folder / "real" / "ledger.jsonl")) == by_client(expected), "the mirror"
     assert not (folder / "real" / "private.json").exists(), "the server has no private counts"
-    training, test = (description.dataset(loop.facts, loop.info, context) for context in ("training", "test"))
+    training, test = (description.dataset(loop.config.facts, loop.info, context) for context in ("training", "test"))
     assert (training["name"], test["name"]) == ("records of sites", "digits") and "digits" not in training["source"]
-    assert loop.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
+    assert loop.config.facts.origin == {} and math.isnan(loop.info.estimated_seconds), "the server knows neither"
     for client, node in enumerate(nodes):
         assert charges(node.state, terms) == [one for one in expected if one.client == client]
         node.close()

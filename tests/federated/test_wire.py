@@ -10,15 +10,15 @@ from conftest import blobs
 from hostile import changed
 
 from dpfl_lightning import strategies
-from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.federated.messages.evaluation import Evaluation, Score
-from dpfl_lightning.federated.messages.exchange import Hello, Paid, Released, Request, Train, Welcome
 from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining
 from dpfl_lightning.federated.messages.query import MeanLoss, Query
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Hello, Paid, Released, Request, Train, Welcome
 
 EVENT = GaussianEvent(0.1, 1.2345678901234567, 3)
 TRAIN = Train("ab", 1, "train", EVENT, LocalTraining(), 0.5, torch.arange(6.0).view(2, 3), None, 0.0)

@@ -13,7 +13,6 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.special import logsumexp
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.federated.messages import wire
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import (
@@ -30,6 +29,7 @@ from dpfl_lightning.privacy.accounting.guarantee import guarantee
 from dpfl_lightning.privacy.ledger.export import as_dp_event
 from dpfl_lightning.privacy.mechanism import MECHANISMS, mechanism_of
 from dpfl_lightning.privacy.sampling import SAMPLERS, OfEachClass
+from dpfl_lightning.sites import wire
 
 DELTA = 1e-5
 OF_NUMBERS = [kind for kind in RELEASES if kind.private]

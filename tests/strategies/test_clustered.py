@@ -272,7 +272,7 @@ def test_unsure_groups_are_drawn_evenly_between_equal_models(start):
     with pytest.warns(UserWarning, match="models begin with groups that may be wrong"):
         loop.run()
     assert not clustered.confident and clustered.last_drawn_round == 1
-    fair = drawn_groups(torch.ones(COUNT, 3), range(COUNT), 2, loop.seed)
+    fair = drawn_groups(torch.ones(COUNT, 3), range(COUNT), 2, loop.config.seed)
     assert seen.reports[1].metrics["group"].tolist() == list(fair)
     assert paid(loop, "select") == [3]
 
@@ -455,7 +455,7 @@ def test_the_first_round_has_the_noise_that_separates_groups_unless_it_costs_too
     assert separating(10**9) < capped < planned(1)[0] == pytest.approx(separating(1))
     (batch,) = [line for line in schedule.planned if line.purpose == "first_round"]
     assert batch.count == 1
-    assert 3.98 < loop.accountant.epsilon(batch.events(), schedule.delta) <= 4.0
+    assert 3.98 < loop.config.accountant.epsilon(batch.events(), schedule.delta) <= 4.0
 
 
 @pytest.mark.slow

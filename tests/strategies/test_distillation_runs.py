@@ -34,7 +34,7 @@ def test_a_resumed_run_equals_the_unbroken_one(privacy, make_loop):
             broken.run(resume=round > 2)
         broken = again(output_dir=broken.output_dir)
     broken.run(resume=True)
-    ours, theirs = (loop.strategies[0].state_dict() for loop in (broken, unbroken))
+    ours, theirs = (loop.config.strategies[0].state_dict() for loop in (broken, unbroken))
     assert torch.equal(ours["images"], theirs["images"]) and torch.equal(ours["velocity"], theirs["velocity"])
     assert torch.equal(broken.state.models, unbroken.state.models) and ours["age"] == theirs["age"]
 
@@ -58,7 +58,7 @@ def test_a_run_leaves_its_set_and_a_card(make_loop):
         "# Data card: 6 synthetic images made from records of the clients",
         "| largest delta | 0.001 |",
         "| neighbouring data sets | add or remove one record |",
-        f"| 0 | {loop.facts.num_records[0]} | ",
+        f"| 0 | {loop.config.facts.num_records[0]} | ",
         "- other runs on the same records",
         "A further set, model or run",
         "built in Python",

@@ -42,7 +42,7 @@ def planned(make_loop, *parts, epsilon=EPSILON, batch_size=(4, 8, 16, 32) * 2, r
         rounds=rounds,
     )
     loop.plan_schedule()
-    return loop, loop.strategies[0]
+    return loop, loop.config.strategies[0]
 
 
 def announced(loop, clients=range(COUNT)):
@@ -56,9 +56,9 @@ def announced(loop, clients=range(COUNT)):
 def moved(loop, updates, view):
     """What the server adds to its model."""
     plan = view.plan(clients=updates.clients)
-    raw = raw_weights(loop.strategies, plan, updates, view)
+    raw = raw_weights(loop.config.strategies, plan, updates, view)
     updates = dataclasses.replace(updates, route=(raw > 0).double())
-    return loop.strategies[0].scale(combine(raw, updates), updates, normalised(raw), view)[0]
+    return loop.config.strategies[0].scale(combine(raw, updates), updates, normalised(raw), view)[0]
 
 
 def like_noise(updates, seed=0, signal=0.0):

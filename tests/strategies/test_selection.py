@@ -133,7 +133,7 @@ def test_quotas_follow_reported_budgets_and_noise_the_true_ones(make_loop):
     false = {"clients": ClientOptions(count=COUNT, batch_size=None, reported_epsilon=[100.0, *EPSILON[1:]])}
     plain = planned(make_loop, BiasedSelection(COHORT, dissimilarity=0.0))
     liar = planned(make_loop, BiasedSelection(COHORT, dissimilarity=0.0), **false)
-    quotas = [loop.strategies[-1]._quota for loop in (plain, liar)]
+    quotas = [loop.config.strategies[-1]._quota for loop in (plain, liar)]
     assert quotas[0][0] == 0 and quotas[1][0] == ROUNDS
     schedule = liar.schedule.clients[0]
     assert schedule.target_epsilon == EPSILON[0] >= liar.accountant.epsilon(schedule.events(), DELTA)
@@ -141,13 +141,13 @@ def test_quotas_follow_reported_budgets_and_noise_the_true_ones(make_loop):
 
 def test_options_bound_quotas(make_loop):
     def quota_of(privacy=(), **options):
-        return planned(make_loop, BiasedSelection(COHORT, **options), privacy=privacy).strategies[-1]._quota
+        return planned(make_loop, BiasedSelection(COHORT, **options), privacy=privacy).config.strategies[-1]._quota
 
     spread = [quota_of(dissimilarity=dissimilarity).std() for dissimilarity in (0.0, 0.1, 10.0, 1e6)]
     assert spread == sorted(spread, reverse=True) and spread[-1] == 0 < spread[1], "from least noise to equal quotas"
     assert quota_of({"epsilon": [math.inf, *EPSILON[1:]]}, dissimilarity=0.0)[0] == ROUNDS
     loop = planned(make_loop, BiasedSelection(COHORT), privacy={"reserve_rounds": 2})
-    quota = loop.strategies[-1]._quota
+    quota = loop.config.strategies[-1]._quota
     counts = [schedule.count_of("train") for schedule in loop.schedule.clients]
     assert counts == [n + 2 if n else 0 for n in quota.tolist()] and quota.max() <= ROUNDS, "a reserve comes on top"
 
@@ -183,7 +183,7 @@ def test_slots_that_cannot_be_used_any_more_are_forfeited_and_reported(make_loop
     loop = federation(make_loop, Absent(dict.fromkeys(range(1, ROUNDS), (7,))), BiasedSelection(COHORT))
     with pytest.warns(UserNotice, match="planned participations were not used, because clients were away"):
         result = loop.run()
-    quota = loop.strategies[-1]._quota
+    quota = loop.config.strategies[-1]._quota
     assert result.clients[7]["releases"] <= 1 < quota[7]
     assert result.metrics["forfeited_participations"] == quota[7] - result.clients[7]["releases"]
     assert all(row["releases"] == n for row, n in zip(result.clients[:7], quota[:7], strict=True))
@@ -205,7 +205,7 @@ def test_a_lost_update_has_used_its_slot(make_loop):
     engine.release = failing
     with pytest.warns(UserNotice, match="are not finite"):
         result = loop.run()
-    strategy = loop.strategies[1]
+    strategy = loop.config.strategies[1]
     assert result.clients[7]["releases"] == strategy._quota[7] == strategy._taken[7]
     took_part = [7 in report.clients for report in seen.reports]
     assert sum(took_part) == strategy._quota[7] - 1 and not took_part[lost[0] - 1]
@@ -216,8 +216,8 @@ def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop):
     first = break_off(federation(make_loop, BiasedSelection(COHORT), **options), 3)
     again = federation(make_loop, BiasedSelection(COHORT), output_dir=first.output_dir, **options)
     result = again.run(resume=True)
-    quota = again.strategies[-1]._quota
-    assert again.strategies[-1]._taken.tolist() == quota.tolist()
+    quota = again.config.strategies[-1]._quota
+    assert again.config.strategies[-1]._taken.tolist() == quota.tolist()
     assert sum(row["releases"] for row in result.clients) == quota.sum() + COHORT
     assert all(row["epsilon_spent"] <= e for row, e in zip(result.clients, EPSILON, strict=True))
 
@@ -229,7 +229,7 @@ def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop):
 def test_growth_of_noise_is_solved_where_batches_are_sampled(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT), **SAMPLED)
     result = loop.run()
-    noise = loop.strategies[-1]._noise
+    noise = loop.config.strategies[-1]._noise
     assert ((noise.exponent > 0.3) & (noise.exponent < 1.2)).all()
     assert all(row["epsilon_spent"] <= e for row, e in zip(result.clients, EPSILON, strict=True))
     for client, schedule in enumerate(loop.schedule.clients):
@@ -263,7 +263,7 @@ def test_personal_inputs_stay_with_the_selected_clients(make_loop):
     model = loop.state.models[0]
     assert int(personal.sum()) == 12 and torch.equal(model[personal], start[personal])
     assert not torch.equal(model[~personal], start[~personal])
-    for client, quota in enumerate(loop.strategies[-1]._quota):
+    for client, quota in enumerate(loop.config.strategies[-1]._quota):
         trained = loop.clients.engine.personalised(model, client)[personal]
         assert torch.equal(trained, start[personal]) == (quota == 0)
 

@@ -12,13 +12,12 @@ from scipy.optimize import minimize
 from torch import nn
 
 from dpfl_lightning import strategies
-from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.model import Model
-from dpfl_lightning.models.optimizers import SGD
 from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 from dpfl_lightning.strategies.aggregation.fedyogi import FedYogi
 from dpfl_lightning.strategies.aggregation.geometric_median import GeometricMedian
@@ -268,8 +267,8 @@ def test_a_noise_floor_is_refused_beside_a_pull(name, make_loop):
 
 def test_a_noise_floor_is_refused_beside_weight_decay(make_loop):
     """After many steps it would leave out all honest clients: the noise of early steps has shrunk."""
-    loop = make_loop(parts=strategies.build({"size_weighted": None, "noise_floor": None}))
-    loop.optimizer = SGD(weight_decay=0.01)
+    decaying = ClientOptions(count=4, batch_size=16, optimizer={"name": "sgd", "weight_decay": 0.01})
+    loop = make_loop(parts=strategies.build({"size_weighted": None, "noise_floor": None}), clients=decaying)
     with pytest.raises(UserError, match=r"`clients.optimizer.weight_decay` must be 0 with noise_floor, got 0.01"):
         loop.plan_schedule()
 

@@ -63,8 +63,8 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, kind, ma
         assert charges[client, "loss"] == reports * early[client]
         assert charges[client, "later_train"] == late[client] == strategy._quota[client]
         events, delta = loop.clients.budgets.ledger.events(client), loop.schedule.clients[client].delta
-        spent = loop.accountant.epsilon(events, delta)
-        whole = loop.accountant.epsilon(planned.clients[client].events(), delta)
+        spent = loop.config.accountant.epsilon(events, delta)
+        whole = loop.config.accountant.epsilon(planned.clients[client].events(), delta)
         assert spent <= budget and whole <= budget, "the first plan alone would have fitted, too"
         if first[client]:
             assert whole > budget * (1 - 1e-4)
@@ -146,7 +146,7 @@ def cut(make_loop, round, kind=TwoStageSelection, **options):
 
 def assert_within_budgets(loop):
     for client, budget in enumerate(EPSILON):
-        assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), DELTA) <= budget
+        assert loop.config.accountant.epsilon(loop.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
 def test_a_run_pays_for_what_it_repeats(make_loop):
@@ -217,7 +217,7 @@ def test_choices_of_models_fit_where_epsilons_are_pure(first, make_loop):
     assert all(isinstance(client.planned[-1].event, SelectionEvent) for client in planned.clients)
     loop.run()
     for client, budget in enumerate(EPSILON):
-        assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), 0.0) <= budget
+        assert loop.config.accountant.epsilon(loop.clients.budgets.ledger.events(client), 0.0) <= budget
 
 
 @pytest.mark.parametrize("name", ["mr_mtl", "ifca"])

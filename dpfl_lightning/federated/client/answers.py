@@ -169,10 +169,6 @@ def _evidence(
     return [part[:count] for part in (rows_of(x, y), *vmap(forward, randomness="different")(x, y))]
 
 
-def _chunks(num_records: int) -> list[slice]:
-    return [slice(first, first + FORWARD_CHUNK) for first in range(0, num_records, FORWARD_CHUNK)]
-
-
 def _scores(rows: Tensor) -> Tensor:
     return torch.where(rows.isfinite(), rows, 0.0).clamp(0.0, 1.0)
 
@@ -234,7 +230,8 @@ def summed_losses(module: ClientModule, models: Tensor, x: Inputs, y: Tensor) ->
     """The unbounded sum of each model's loss over all records, `[M]` float64 on the CPU; NaN counts as infinite."""
     totals = models.new_zeros(len(models), dtype=summing_dtype(models))
     with evaluating(module.net):
-        for records in _chunks(len(y)):
+        for first in range(0, len(y), FORWARD_CHUNK):
+            records = slice(first, first + FORWARD_CHUNK)
             losses = losses_at(module, models, take(x, records), y[records])
             totals += losses.nan_to_num(nan=math.inf, posinf=math.inf).sum(dim=0, dtype=totals.dtype)
     return totals.cpu().double()

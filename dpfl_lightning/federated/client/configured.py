@@ -84,7 +84,8 @@ class ConfiguredOptimizer:
         settings, idle = GroupSettings(self), []
         for round in range(1, rounds + 1):
             numbers = {self.steps_taken(round, steps, step) for step in range(steps)}
-            rates = [rate for number in numbers for rate in rates_of(settings.after(number))]
+            groups = [group for number in numbers for group in settings.after(number)]
+            rates = [float(group.get("lr", 1.0)) for group in groups]  # some optimisers have none
             for rate in rates:
                 must = f"give learning rates >= 0 that are finite, also in round {round}"
                 require(0 <= rate < math.inf, self.key, must, rate)
@@ -125,11 +126,6 @@ class GroupSettings:
         return [
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
         ]
-
-
-def rates_of(groups: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the learning rates of parameter groups, 1 for an optimiser that has none."""
-    return [float(group.get("lr", 1.0)) for group in groups]
 
 
 def on_one_vector(optimizer: torch.optim.Optimizer, trainable: Sequence[Tensor], flat: Tensor) -> bool:

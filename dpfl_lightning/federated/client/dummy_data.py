@@ -160,30 +160,22 @@ def check_fits(module: ClientModule, population: Population) -> None:
     with tensors_restored(module.net):
         module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
     x, y = dummy_batch(population, records=2, device=module.device)
-    try:
-        with torch.no_grad():
-            with drawing_alike(module.device):
-                output = module.output(module.named_trainable, x)
-            task = module.infer_task(output, y, population.num_classes)
-            module.task = task = (
-                replace(task, probabilities=True) if _gives_probabilities(module, task, population) else task
-            )
-            if task.zero_or_one and y.is_floating_point():
-                y = (y > 0).to(y.dtype)
-            if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
-                y = torch.full_like(y, population.num_classes - 1)
-            losses = module.sample_loss(module.named_trainable, x, y)
-        problem = "" if losses.shape == (2,) else f"losses of shape {tuple(losses.shape)} for 2 records"
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        problem = str(error).strip().splitlines()[0]
-    if problem:
-        outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
-        raise UserError(
-            f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
-            "Choose another model, or another shape of data."
-        )
+    outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
+    must = f"take records of shape {population.input_shape} and give {outputs} for each"
+    with _users_errors(must, "Choose another model, or another shape of data."), torch.no_grad():
+        with drawing_alike(module.device):
+            output = module.output(module.named_trainable, x)
+        task = module.infer_task(output, y, population.num_classes)
+        if _gives_probabilities(module, task, population):
+            task = replace(task, probabilities=True)
+        module.task = task
+        if task.zero_or_one and y.is_floating_point():
+            y = (y > 0).to(y.dtype)
+        if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
+            y = torch.full_like(y, population.num_classes - 1)
+        losses = module.sample_loss(module.named_trainable, x, y)
+        if losses.shape != (2,):
+            raise ValueError(f"losses of shape {tuple(losses.shape)} for 2 records")
     shapes = tuple(output.shape[1:]), tuple(y.shape[1:])
     module.task_note = described(task, *shapes, module.named_task is not None)
     if module.named_task is None and (others := other_tasks(task, *shapes)):
@@ -196,15 +188,10 @@ def check_fits(module: ClientModule, population: Population) -> None:
     task.check(population.y)
     check_metrics(module.metrics, task)
     _check_scores(module, task, x, output, y, population.num_classes)
-    try:
+    with _users_errors("take one record, and many", "Look for squeeze() without a dimension."):
         x, y = dummy_batch(population, 4, module.device, whole_numbers(module, population))
         _check_finite(module, x, y)
         _check_alone(_copied(module, x, y), x, y)
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        problem, advice = str(error).strip().splitlines()[0], "Look for squeeze() without a dimension."
-        raise UserError(f"`model` must take one record, and many, got: {problem}. {advice}") from error
     _check_whole_numbers(module, population)
 
 
@@ -274,18 +261,24 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
 def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
     """Compute all that an evaluation computes, before anything is charged."""
     metrics = Metrics(module.metrics or task.metrics, task, num_classes)
-    try:
-        with torch.no_grad():
-            rows = torch.arange(len(y), device=y.device)
-            of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
+    must = f"give outputs that an evaluation of task {task.name} can score"
+    with _users_errors(must, "Change its loss or `evaluation.metrics`."), torch.no_grad():
+        rows = torch.arange(len(y), device=y.device)
+        of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
         metrics.update(output, y)
         metrics.values()
+
+
+@contextmanager
+def _users_errors(must: str, advice: str) -> Iterator[None]:
+    """Turn an error of the user's model on random records into a UserError."""
+    try:
+        yield
     except UserError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         problem = str(error).strip().splitlines()[0]
-        must = f"give outputs that an evaluation of task {task.name} can score"
-        raise UserError(f"`model` must {must}, got: {problem}. Change its loss or `evaluation.metrics`.") from error
+        raise UserError(f"`model` must {must}, got: {problem}. {advice}") from error
 
 
 @torch.no_grad()
@@ -323,23 +316,18 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
 @torch.no_grad()
 def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
     """Return a copy, as threads use them, if it computes with its own parameters."""
-    try:
+    with _users_errors("allow copy.deepcopy", "Remove attributes that keep tensors of a pass."):
         copied = copy.deepcopy(module)
-        params, losses = moved_parameters(module.net), []
-        for one in (module, copied):
-            with drawing_alike(module.device), tensors_restored(one.net):
-                losses.append(one.sample_loss(params, x, y))
-        if not torch.equal(*(one.nan_to_num() for one in losses)):
-            raise UserError(
-                "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look "
-                "for functions in attributes, such as self.block = lambda x: self.layer(x): write methods instead."
-            )
-        return copied
-    except (RuntimeError, TypeError) as error:
-        problem = str(error).strip().splitlines()[0]
+    params, losses = moved_parameters(module.net), []
+    for one in (module, copied):
+        with drawing_alike(module.device), tensors_restored(one.net):
+            losses.append(one.sample_loss(params, x, y))
+    if not torch.equal(*(one.nan_to_num() for one in losses)):
         raise UserError(
-            f"`model` must allow copy.deepcopy, got: {problem}. Remove attributes that keep tensors of a pass."
-        ) from error
+            "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look "
+            "for functions in attributes, such as self.block = lambda x: self.layer(x): write methods instead."
+        )
+    return copied
 
 
 @torch.no_grad()

@@ -38,7 +38,6 @@ _COLUMNS = {
     "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
 }
 _SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
-_PLACES = {"data": ("folder", "download")}  # options that say where files are
 
 
 def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, Any]:
@@ -69,9 +68,8 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
 def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a resolved configuration that decide releases, ready for JSON."""
     chosen = {key: value for key, value in options.items() if key not in FREE}
-    for section, places in _PLACES.items():
-        if chosen.get(section) is not None:
-            chosen[section] = {key: value for key, value in options[section].items() if key not in places}
+    if chosen.get("data") is not None:  # but not where its files are
+        chosen["data"] = {key: value for key, value in options["data"].items() if key not in ("folder", "download")}
     return _for_json(chosen)
 
 

@@ -86,7 +86,11 @@ class LightningLoss:
 
     def sample_loss(self, params: Params, x: Any, y: Tensor) -> Tensor:
         """The loss of each record, `[B]`, by the whole `training_step`."""
-        return self._of_each(params, x, y)
+
+        def of_one(x: Any, y: Tensor) -> Tensor:
+            return self._of_all(params, tree_map(lambda one: one[None], x), y[None])
+
+        return vmap(of_one, randomness="different")(x, y)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """The loss of each record `[B]` from outputs `[B, ...]` of the module."""
@@ -111,7 +115,7 @@ class LightningLoss:
             together, drawn = _drawn(y.device, lambda: self._of_all(params, x, y))
             one_alone, _ = _drawn(y.device, lambda: self._of_all(params, *one))
             others = [_drawn(y.device, lambda: self._of_all(params, *one, index))[0] for index in (1, 7)]  # noqa: B023
-            alone = self._of_each(params, x, y)
+            alone = self.sample_loss(params, x, y)
         except UserError:
             raise
         except Exception as error:  # a user's code may raise anything
@@ -188,12 +192,6 @@ class LightningLoss:
             return _close(self.loss(outputs, y), torch.cat(alone))
         except Exception:  # a user's code may raise anything for an unexpected output
             return False
-
-    def _of_each(self, params: Params, x: Any, y: Tensor) -> Tensor:
-        def of_one(x: Any, y: Tensor) -> Tensor:
-            return self._of_all(params, tree_map(lambda one: one[None], x), y[None])
-
-        return vmap(of_one, randomness="different")(x, y)
 
     def _of_all(self, params: Params, x: Any, y: Tensor, index: int = 0) -> Tensor:
         named = {f"module.{name}": value for name, value in params.items()}

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.sites import AbsentRecords
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
@@ -47,7 +46,6 @@ def facts_of(population: Population, **extra: Any) -> Facts:
         "test_set": population.test is not None,
         "features": population.features,
         "origin": population.origin,
-        "at_sites": isinstance(population, AbsentRecords),
         "empty_x": population.empty_batch[0],
     }
     return Facts(*shape, truth=truth, names=population.names, **extra)

@@ -115,14 +115,13 @@ class ClientUpdates:
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
 
     def without(self, lost: frozenset[int]) -> ClientUpdates:
-        """The updates of all but these clients; a sum must have been taken without them."""
+        """The updates of all but these clients, which are `absent`; a sum must have been taken without them."""
         rows = [row for row, client in enumerate(self.clients) if client not in lost]
-        if len(rows) == len(self.clients):
-            return self
         columns = ("clients", "steps", "noise_std", "model_of", "mechanism_of")
         kept: dict[str, Any] = {name: tuple(getattr(self, name)[row] for row in rows) for name in columns}
         deltas = None if self.deltas is None else self.deltas[rows]
-        return dataclasses.replace(self, **kept, deltas=deltas, lost=tuple(sorted({*self.lost, *lost})))
+        kept |= {name: tuple(sorted({*getattr(self, name), *lost})) for name in ("lost", "absent")}
+        return dataclasses.replace(self, **kept, deltas=deltas)
 
     @property
     def rows_by_model(self) -> list[list[int]]:

@@ -27,7 +27,8 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
 
     def answer(strategy: Strategy, updates: ClientUpdates) -> Tensor | None:
         visible = answer_of(strategy, "needs_updates", plan, view)
-        factor = answer_of(strategy, "weigh", updates if visible else without_single(updates), view)
+        shown = updates if visible else dataclasses.replace(updates, deltas=None, total=None)
+        factor = answer_of(strategy, "weigh", shown, view)
         return None if factor is None else _checked(factor, strategy, num_models, num_clients)
 
     for strategy in strategies:
@@ -38,10 +39,6 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
         if strategy.role != "route" and (factor := answer(strategy, routed)) is not None:
             product = product * factor
     return product
-
-
-def without_single(updates: ClientUpdates) -> ClientUpdates:
-    return dataclasses.replace(updates, deltas=None, total=None)
 
 
 def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: int) -> Tensor:
@@ -69,12 +66,12 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 
 
 def without_lost(
-    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts, dropped: frozenset[int]
+    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None, facts: Facts
 ) -> tuple[RoundPlan, Tensor | None]:
     """The plan and the raw weights `[K, C]` without the lost clients; warns of those that sent no sound update."""
     if not updates.lost:
         return plan, raw_weights
-    if not_finite := [client for client in updates.lost if client not in dropped.union(updates.absent)]:
+    if not_finite := [client for client in updates.lost if client not in updates.absent]:
         names = ", ".join(map(facts.name_of, not_finite))
         why = "their updates are not finite, or above 1e6"
         warn_user(f"round {plan.round}: left out of this round, because {why}: clients {names}")

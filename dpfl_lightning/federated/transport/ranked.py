@@ -1,7 +1,6 @@
 """Distribution of the clients' work over ranks: which rank trains which clients, and how the results are joined."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import equal_ranks
@@ -18,9 +17,10 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
-from dpfl_lightning.federated.transport.ranks import Ranks
+from dpfl_lightning.federated.transport.ranks import LostRank, Ranks
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.runtime.stopping import between_rounds
 
 STEP = 16  # a step takes as long, beside its gradients, as the gradients of so many records
 T = TypeVar("T")
@@ -42,24 +42,6 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
         pieces[rank].append(piece)
         loads[rank] += costs[piece]
     return [sorted(assigned) for assigned in pieces]
-
-
-def _share(plan: RoundPlan, models: Tensor, rows: Sequence[int]) -> tuple[RoundPlan, Tensor]:
-    """The plan of its clients at `rows`, which are ascending, and the models that they use, to which it refers."""
-    clients = {plan.clients[row] for row in rows}
-    plan = plan.only(lambda client: client in clients)
-    models, model_of = _used(models, plan.model_of)
-    plan = dataclasses.replace(plan, model_of=model_of)
-    if plan.anchors is not None:
-        anchors, anchor_of = _used(plan.anchors, plan.anchor_of)
-        plan = dataclasses.replace(plan, anchors=anchors, anchor_of=anchor_of)
-    return plan, models
-
-
-def _used(table: Tensor, rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-    """The rows of `table` that occur in `rows`, each once, and for each of `rows` its index among them."""
-    used, places = torch.tensor(rows).unique(return_inverse=True)
-    return table[used], tuple(places.tolist())
 
 
 class RankedEngine:
@@ -87,20 +69,16 @@ class RankedEngine:
     # -- rank 0
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
-        self._take(module, population)
-        self.inner.setup(module, population, streams, sampling)
+        self.take(module, population)
+        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
+        everyone = [(rank,) for rank in range(self.ranks.size)]
+        (workers, identity), *others = self._on_all("_set_up", everyone, *work)
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
-        identity = equal_ranks(self.inner, population, module)
-        message = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
-        self.workers = self.inner.workers or 1
-        for rank, (workers, theirs) in self._together("_set_up", [None, *[message] * (self.ranks.size - 1)]):
-            self.workers += workers or 1
+        self.workers = (workers or 1) + sum(theirs or 1 for theirs, _ in others)
+        for rank, (_, theirs) in enumerate(others, start=1):
             for name, value in identity.items():
-                if theirs[name] != value:
-                    raise UserError(
-                        f"`ranks` must all have the same {name}, got another one on rank {rank} than on rank 0. Start "
-                        "all ranks from the same installation and configuration, on equal machines."
-                    )
+                advice = "Start all ranks from the same installation and configuration, on equal machines."
+                require(theirs[name] == value, "ranks", f"all have the same {name}", f"another on rank {rank}", advice)
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
@@ -108,22 +86,15 @@ class RankedEngine:
         state = self.inner.state_dict()
         groups = one_batch.groups(plan, self.module)  # splitting a group would change bits
         costs = [records + STEP * steps for records, steps in zip(plan.expected_records, plan.steps, strict=True)]
-        groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
-        parts: list[tuple | None] = []
-        added_to: list[list[int]] = []  # rows of the models to which the updates of each rank are added
-        for assigned in groups_of:
-            rows = sorted(row for group in assigned for row in groups[group])
-            weights = None if raw_weights is None else raw_weights[:, rows]
-            added_to.append([] if weights is None else weights.any(dim=1).nonzero().flatten().tolist())
-            weights = None if weights is None else weights[added_to[-1]]
-            clients = {plan.clients[row] for row in rows}
-            personal = {client: value for client, value in state["personal"].items() if client in clients}
-            numbers = [charge_numbers[row] for row in rows]
-            parts.append((*_share(plan, models, rows), numbers, weights, personal) if rows else None)
+        shares = [
+            sorted(row for group in assigned for row in groups[group])
+            for assigned in spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
+        ]
         received = UpdateBuffer(plan, raw_weights)
         self.failed.clear()
-        for rank, (updates, theirs, failed) in self._together("_train", parts):
-            received.merge(updates, added_to[rank])
+        work = (plan, models, charge_numbers, raw_weights, state["personal"])
+        for updates, added_to, theirs, failed in self._on_all("_train", shares, *work):
+            received.merge(updates, added_to)
             self.failed |= failed
             state["personal"].update(theirs["personal"])
             state["counts"] += theirs["counts"]
@@ -131,14 +102,10 @@ class RankedEngine:
         return received.updates()
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        records = [float(self.population.num_records[client]) for client in query.clients]
-        parts: list[tuple | None] = []
-        for rows in spread(records, self.ranks.size):
-            clients = tuple(query.clients[row] for row in rows)
-            parts.append((query.only(clients), round, [charge_numbers[row] for row in rows]) if rows else None)
+        shares = spread([float(self.population.num_records[client]) for client in query.clients], self.ranks.size)
         answers: dict[int, object] = {}
         self.failed.clear()
-        for _, (theirs, failed) in self._together("_ask", parts):
+        for theirs, failed in self._on_all("_ask", shares, query, round, charge_numbers):
             answers |= theirs
             self.failed |= failed
         return {client: answers[client] for client in query.clients if client in answers}
@@ -146,12 +113,11 @@ class RankedEngine:
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         chunk = forward_chunk(model.device)
         chunks = -(-len(rows) // chunk)
-        parts = rows.split(-(-chunks // self.ranks.size) * chunk)
-        if len(parts) == 1:
+        size = -(-chunks // self.ranks.size) * chunk
+        if len(rows) <= size:
             return self.inner.outputs(model, rows)
-        model_copy = model.clone()  # a message with a view would contain the whole memory behind it
-        answers = dict(self._together("outputs", [(model_copy, part.clone()) for part in parts]))
-        return torch.cat([answers[rank] for rank in range(len(parts))])
+        shares = [rows[rank * size :][:size] for rank in range(self.ranks.size)]
+        return torch.cat(self._on_all("_outputs", shares, model.clone()))  # a view brings the whole memory behind it
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
         return self.inner.personalised(model, client)
@@ -162,37 +128,40 @@ class RankedEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state)
 
-    def _together(self, command: str, parts: Sequence[tuple | None]) -> Iterator[tuple[int, Any]]:
-        """Call `command(*part)` on every rank that has a part, concurrently; yield each rank's answer as it arrives."""
-        others = [rank for rank in self.ranks.others if rank < len(parts) and parts[rank] is not None]
-        for rank in others:
-            self.ranks.send(rank, (command, parts[rank]))
-        if parts[0] is not None:
-            yield 0, self._call(command, parts[0])
-        for _ in others:
-            rank, answer = self.ranks.receive()
+    def _on_all(self, method: str, shares: Sequence[Any], *arguments: Any) -> list[Any]:
+        """Call a method with its share of the work on every rank that has one, and return what they answer."""
+        self.ranks.broadcast((method, (shares, *arguments)))
+        answers = self.ranks.gather(self._answer(method, shares, *arguments))
+        for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
-            yield rank, answer
+        return [answer for answer in answers if answer is not None]
 
     # -- all ranks
 
-    def serve(self, module: ClientModule, population: Population) -> Any:
+    def serve(self) -> Any:
         """Work for rank 0 until its run has ended successfully, and return the result of the run."""
-        self._take(module, population)
-        return self.ranks.serve(self._call)
+        while True:
+            method, content = self.ranks.broadcast((None, ()))
+            if method is None:
+                return content
+            self.ranks.gather(self._answer(method, *content))
 
-    def _call(self, command: str, part: tuple) -> Any:
-        """Call a method of this object, whose name begins with an underscore, or of this rank's engine."""
-        return getattr(self if command.startswith("_") else self.inner, command)(*part)
-
-    def _take(self, module: ClientModule, population: Population) -> None:
+    def take(self, module: ClientModule, population: Population) -> None:
         self.module, self.population = module, population
         if self.inner.workers is None and module.device.type == "cpu":
             self.inner.workers = self.ranks.cores
 
+    def _answer(self, method: str, shares: Sequence[Any], *arguments: Any) -> Any:
+        """The result of a method, or its exception: the other ranks wait for this rank in any case."""
+        share = shares[self.ranks.rank]
+        try:
+            return getattr(self, method)(share, *arguments) if len(share) else None
+        except Exception as error:
+            return error if self.ranks.rank == 0 else self.ranks.portable(error)
+
     def _set_up(
-        self, streams: Streams, sampling: str, net: dict[str, Tensor], threads: int
+        self, _: Any, streams: Streams, sampling: str, net: dict[str, Tensor], threads: int
     ) -> tuple[int | None, dict[str, str]]:
         self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
         self.inner.setup(self.module, self.population, streams, sampling)
@@ -201,19 +170,35 @@ class RankedEngine:
 
     def _train(
         self,
+        rows: Sequence[int],
         plan: RoundPlan,
         models: Tensor,
         charge_numbers: Sequence[int],
         raw_weights: Tensor | None,
         personal: dict[int, Tensor],
-    ) -> tuple[ClientUpdates, dict[str, Any], dict[int, Exception]]:
-        """Train a share's clients; return updates, personal parameters and counts of this round, and errors."""
-        self.inner.load_state_dict({"personal": personal, "counts": torch.zeros_like(self.inner.counts)})
-        updates = self.inner.train(plan, models, charge_numbers, raw_weights)
-        return updates, self.inner.state_dict(), self._errors()
+    ) -> tuple[ClientUpdates, list[int] | None, dict[str, Any], dict[int, Exception]]:
+        """Train this rank's share; return updates and the models to which they are added, personal parameters and
+        counts of this round, and errors.
+        """
+        clients = {plan.clients[row] for row in rows}
+        weights = added_to = None
+        if raw_weights is not None:
+            added_to = raw_weights[:, rows].any(dim=1).nonzero().flatten().tolist()
+            weights = raw_weights[added_to][:, rows]
+        ours = {client: value for client, value in personal.items() if client in clients}
+        self.inner.load_state_dict({"personal": ours, "counts": torch.zeros_like(self.inner.counts)})
+        numbers = [charge_numbers[row] for row in rows]
+        updates = self.inner.train(plan.only(clients.__contains__), models, numbers, weights)
+        return updates, added_to, self.inner.state_dict(), self._errors()
 
-    def _ask(self, *part: Any) -> tuple[Answers, dict[int, Exception]]:
-        return self.inner.ask(*part), self._errors()
+    def _ask(
+        self, rows: Sequence[int], query: ChargedQuery, round: int, charge_numbers: Sequence[int]
+    ) -> tuple[Answers, dict[int, Exception]]:
+        part = query.only(tuple(query.clients[row] for row in rows))
+        return self.inner.ask(part, round, [charge_numbers[row] for row in rows]), self._errors()
+
+    def _outputs(self, rows: Tensor, model: Tensor) -> Tensor:
+        return self.inner.outputs(model, rows)
 
     def _errors(self) -> dict[int, Exception]:
         failed, here = dict(self.inner.failed), self.ranks.rank == 0
@@ -237,6 +222,17 @@ class RankedClients(LocalClients):
         return f"{super().description}, {self.ranks.size} ranks"
 
     def run(self, work: Callable[[], T]) -> T:
-        if self.ranks.rank > 0:
-            return self.engine.serve(self.module, self.population)
-        return self.ranks.lead(work)
+        """Rank 0 does the work; the other ranks train their shares for it, and return its result, too."""
+        try:
+            if self.ranks.rank == 0:
+                return self.ranks.broadcast((None, work()))[1]
+            self.engine.take(self.module, self.population)
+            with between_rounds() as check_signals:
+                try:
+                    return self.engine.serve()
+                except LostRank:
+                    check_signals()  # rank 0 ended because of a signal, which this rank has received, too
+                    raise
+        except BaseException:
+            self.ranks.leave()
+            raise

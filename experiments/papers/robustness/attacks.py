@@ -84,7 +84,7 @@ def attacked(context: CellContext) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(dataclasses.replace(options, output_dir=f"{folder}/run"), [recorder])
         if attack in ATTACKS:
-            count = loop.facts.num_clients
+            count = loop.config.facts.num_clients
             order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed)).tolist()
             attackers = frozenset(order[: round(share * count)])
             loop.clients = HostileClients(loop.clients, ATTACKS[attack], attackers, options.seed)  # type: ignore[assignment]

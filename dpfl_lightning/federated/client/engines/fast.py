@@ -74,7 +74,8 @@ class FastEngine(SerialEngine):
         self._pool: ThreadPoolExecutor | None = None  # later: rank 0 says how many threads are within an operator
 
     def choose_clipped_sum(self) -> CheckedSum:
-        clipped_sum, reason = checked_clipped_sum(self)
+        x, y = dummy_batch(self.population, records=4, device=self.module.device)
+        clipped_sum, reason = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
         self.description = reason.removeprefix("fast: ")
         return clipped_sum
 
@@ -148,10 +149,3 @@ class FastEngine(SerialEngine):
         for x, y in batches:
             dp_step(task, task.sum_of(params, x, y, request), theta, move, self._step)
         return theta
-
-
-def checked_clipped_sum(engine: SerialEngine) -> tuple[CheckedSum, str]:
-    """Return the clipped sum for the engine's module, and why."""
-    module = engine.module
-    x, y = dummy_batch(engine.population, records=4, device=module.device)
-    return clipped_sum_for(module.net, module.sample_loss, x, y)

@@ -2,12 +2,12 @@
 
 import logging
 import warnings
+from typing import Any
 
 import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.module import LocalTask
 
@@ -34,12 +34,10 @@ class TrainerEngine(SerialEngine):
                 enable_model_summary=False,
             )
             try:
-                trainer.fit(self.module, DataLoader(batches, batch_size=None, collate_fn=_unchanged))  # type: ignore[arg-type]
+                # the default would make lists of tuples
+                loader: Any = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+                trainer.fit(self.module, loader)
             except SystemExit as error:  # a Trainer turns Ctrl-C into it
                 raise error.__context__ or error from None
         self.module.to(device)
         return self.module.flat
-
-
-def _unchanged(batch: Batch) -> Batch:
-    return batch  # the default makes lists of tuples

@@ -22,17 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages import (
-    clients,
-    evaluation,
-    exchange,
-    facts,
-    plan,
-    query,
-    receipt,
-    schedule,
-    update,
-)
+from dpfl_lightning.federated.messages import clients, evaluation, facts, plan, query, schedule, update
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
@@ -40,6 +30,7 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.runtime.digests import memory_of
 from dpfl_lightning.runtime.strict_json import parsed
+from dpfl_lightning.sites import exchange, receipt
 
 T = TypeVar("T")
 

@@ -14,18 +14,6 @@ from torch import Tensor
 
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.local_clients import LocalClients
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import (
-    MOST_MODELS,
-    Ask,
-    Paid,
-    Refused,
-    Released,
-    Reply,
-    Terms,
-    Train,
-    Welcome,
-)
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
@@ -36,13 +24,26 @@ from dpfl_lightning.federated.messages.query import (
     event_of,
 )
 from dpfl_lightning.federated.messages.update import LARGEST
-from dpfl_lightning.federated.node.state import kept_releases, server_words
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
 from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.runtime.files import write_atomically
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import (
+    MOST_MODELS,
+    Ask,
+    Paid,
+    Refused,
+    Released,
+    Reply,
+    Terms,
+    Train,
+    Welcome,
+)
+from dpfl_lightning.sites.node.state import kept_releases
+from dpfl_lightning.sites.terms import server_words
 
 KEPT_ROUNDS = 2  # rounds of which a node keeps the releases, to send them again
 MOST_RATE = 1e6  # learning rate or pull: a larger one only breaks the computation, after it was charged

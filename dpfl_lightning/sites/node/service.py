@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages import signed, sockets, wire
-from dpfl_lightning.federated.messages.exchange import MOST_HEADER, Hello, Refused, Reply, Request
-from dpfl_lightning.federated.messages.receipt import digest_of
-from dpfl_lightning.federated.node.state import StateFolder
-from dpfl_lightning.federated.node.study import Study
 from dpfl_lightning.privacy.ledger.file import holds
+from dpfl_lightning.sites import signed, sockets, wire
+from dpfl_lightning.sites.exchange import MOST_HEADER, Hello, Refused, Reply, Request
+from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.node.study import Study
+from dpfl_lightning.sites.receipt import digest_of
 
 MOST_CONNECTIONS = 16
 _IDLE = 60.0  # seconds without a request after which a connection is closed; servers connect again

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Refused, Reply, Signed, Welcome
-from dpfl_lightning.federated.messages.receipt import Receipt, digest_of
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.runtime.digests import memory_of
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Refused, Reply, Signed, Welcome
+from dpfl_lightning.sites.receipt import Receipt, digest_of
 
 _MOST_RECEIPT = 1 << 12  # bytes
 

@@ -14,15 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.data.sites import AbsentRecords
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import deciding_options
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages import signed, sockets, wire
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
-from dpfl_lightning.federated.messages.exchange import (
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
+from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
+from dpfl_lightning.privacy.ledger.ledger import Charge
+from dpfl_lightning.sites import signed, sockets, wire
+from dpfl_lightning.sites.exchange import (
     MOST_ANSWER,
     MOST_HEADER,
     MOST_MODELS,
@@ -38,15 +43,10 @@ from dpfl_lightning.federated.messages.exchange import (
     most_header,
     most_numbers,
 )
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
-from dpfl_lightning.federated.messages.receipt import FILE as RECEIPTS
-from dpfl_lightning.federated.messages.receipt import Receipt, read_receipts, write_receipts
-from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.signed import Answer
-from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
-from dpfl_lightning.privacy.ledger.ledger import Charge
+from dpfl_lightning.sites.receipt import FILE as RECEIPTS
+from dpfl_lightning.sites.receipt import Receipt, read_receipts, write_receipts
+from dpfl_lightning.sites.server.records import AbsentRecords
+from dpfl_lightning.sites.signed import Answer
 
 #: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
 Channel = Callable[[bytes], bytes | bytearray]

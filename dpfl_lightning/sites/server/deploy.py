@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,19 +11,18 @@ from pathlib import Path
 import dpfl_lightning
 from dpfl_lightning.build import FederatedLoop, build_loop, build_population
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.data.sites import AbsentRecords, alike
-from dpfl_lightning.deployment.site import check_version
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Site, Terms, client_names
-from dpfl_lightning.federated.node.state import read_terms
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
-from dpfl_lightning.federated.transport.sites import Channel, Sites
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.runtime.files import write_text
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Site, Terms, client_names
+from dpfl_lightning.sites.server.clients import Channel, RemoteClients, Sites
+from dpfl_lightning.sites.server.records import AbsentRecords, alike
+from dpfl_lightning.sites.terms import check_version, read_terms
 
 
 def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
@@ -80,7 +80,8 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     """Return the loop of a configuration over `sites`."""
     terms = sites.terms
     check_version(terms)
-    loop = build_loop(options, more, remote_population(options, terms.sites), sites)
+    remote = functools.partial(RemoteClients, sites=sites)
+    loop = build_loop(options, more, remote_population(options, terms.sites), remote)
     loop.plan_schedule()
     check_deployable(loop)
     if personal := ", ".join(loop.module.personal):
@@ -107,7 +108,7 @@ def check_deployable(loop: FederatedLoop) -> None:
 
     A site accepts a plan that is complete before the run and in which every release is noised.
     """
-    options, privacy = loop.options, loop.privacy
+    options, privacy = loop.config.options, loop.config.privacy
     require(bool(options), "--config", "be the configuration of the run", None, "Nodes build the model from it.")
     require(privacy is not None, "privacy", "be given: sites release nothing without noise", None)
     assert privacy is not None  # for mypy
@@ -123,7 +124,7 @@ def check_deployable(loop: FederatedLoop) -> None:
     ):
         value = (options.get(section) or {}).get(key)
         require(value is None, f"{section}.{key}", f"be null: {why}", value)
-    for strategy in loop.strategies:
+    for strategy in loop.config.strategies:
         name = f"strategies: {type(strategy).__name__}"
         must = "keep its schedule during the run, as sites accept it beforehand"
         require(not overrides(strategy, "replan"), name, must, "a strategy with `replan`", "Choose another strategy.")

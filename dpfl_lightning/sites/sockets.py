@@ -7,7 +7,7 @@ import math
 import socket
 import time
 
-from dpfl_lightning.federated.messages import wire
+from dpfl_lightning.sites import wire
 
 _PATIENCE = 60.0  # seconds for a message of no length
 _SLOWEST = 1 << 17  # bytes in each further second, about 1 Mbit/s

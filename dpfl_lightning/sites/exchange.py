@@ -9,10 +9,10 @@ from torch import Tensor
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.plan import Job
 from dpfl_lightning.federated.messages.query import Query
-from dpfl_lightning.federated.messages.receipt import Receipt
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.file import Head
+from dpfl_lightning.sites.receipt import Receipt
 
 MOST_HEADER = 1 << 18  # bytes of a request without its tensors; 75 kB are an augmentation of 1000 classes
 MOST_MODELS = 64  # that one question may compare

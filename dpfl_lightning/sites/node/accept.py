@@ -8,23 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import dpfl_lightning
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.sites import seated, site_population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages import wire
-from dpfl_lightning.federated.messages.exchange import Site, Terms, client_names, most_numbers
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.receipt import new_key, public_key
-from dpfl_lightning.federated.node.state import Reservation, Settings, StateFolder
-from dpfl_lightning.federated.node.study import Study
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
 from dpfl_lightning.privacy.clipping.inputs import record_shape
@@ -32,6 +25,13 @@ from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Site, Terms, client_names, most_numbers
+from dpfl_lightning.sites.node.records import seated, site_population
+from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
+from dpfl_lightning.sites.node.study import Study
+from dpfl_lightning.sites.receipt import new_key, public_key
+from dpfl_lightning.sites.terms import check_version
 
 
 def site_of(settings: Settings, population: Population, key: bytes, schema: Mapping[str, Any] | None = None) -> Site:
@@ -165,11 +165,6 @@ def reservation_of(state: StateFolder, terms: Terms) -> Reservation:
     cost, adjacency = cost_of(terms, client).guarantee, str(_privacy(terms)["adjacency"])
     numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
     return Reservation(cost.epsilon, cost.delta, client, adjacency, numbers)
-
-
-def check_version(terms: Terms) -> None:
-    here, must = dpfl_lightning.__version__, "be of the version of dpfl_lightning that is installed here"
-    require(terms.version == here, "PLAN", f"{must}, {here}", terms.version, "Install the same version on all sides.")
 
 
 def _check_module(module: ClientModule, terms: Terms) -> None:

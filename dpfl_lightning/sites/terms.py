@@ -1,0 +1,91 @@
+"""The files that cross between a server and its sites: the plan of a run, and the public facts about a site."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import dpfl_lightning
+from dpfl_lightning.config.names import check_columns, check_names
+from dpfl_lightning.config.reading import read_bytes
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Site, Terms
+from dpfl_lightning.sites.receipt import is_public_key
+
+T = TypeVar("T")
+
+_MOST_TEXT = 1 << 28  # bytes of a plan's file
+_MOST_WORDS = 1000  # characters of a caveat
+_MOST_SCHEMA = 1 << 16  # characters
+
+
+def check_version(terms: Terms) -> None:
+    here, must = dpfl_lightning.__version__, "be of the version of dpfl_lightning that is installed here"
+    require(terms.version == here, "PLAN", f"{must}, {here}", terms.version, "Install the same version on all sides.")
+
+
+def read_terms(path: Path) -> Terms:
+    """Return the plan of a run from its file.
+
+    Raises UserError if it is none, of another version, or has text that could be taken for words of this program.
+    """
+    terms = _read(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
+    plan = terms.plan
+    agree = len(plan.schedule.clients) == len(terms.sites) and plan.schedule.rounds == plan.rounds
+    agree = agree and [one.num_records for one in plan.settings] == [site.num_records for site in terms.sites]
+    require(agree, "PLAN", "have one number of clients, of their records, and of rounds", "several")
+    sizes = [min(one.num_records, one.batch_size, one.local_epochs) for one in plan.settings]
+    require(min(sizes, default=0) >= 1, "PLAN", "have clients with at least one record, in a batch, and epoch", sizes)
+    purposes = [line.purpose for client in plan.schedule.clients for line in client.planned]
+    require(re.fullmatch("[0-9a-f]{32}", terms.run) is not None, "PLAN", "have a run of 32 digits", terms.run)
+    for texts, pattern in ((purposes, r"\w[\w ]{0,59}"), (plan.strategies, r"\d+ [\w.<>]{1,200}")):
+        for text in texts:
+            fits = re.fullmatch(pattern, text, re.ASCII) is not None
+            require(fits, "PLAN", "have names of letters and digits for purposes and strategies", text)
+    for text in (*plan.caveats, plan.accountant):
+        require(text.isprintable() and len(text) <= _MOST_WORDS, "PLAN", "have short texts of one line each", text)
+    for site in terms.sites:
+        _check_site("PLAN", site)
+    return terms
+
+
+def server_words(text: str) -> str:
+    """Mark a free text of a plan, so that it cannot be taken for words of this program.
+
+    >>> server_words("This is perfectly safe.")
+    "The server writes: 'This is perfectly safe.'"
+    """
+    return f"The server writes: {text!r}"
+
+
+def read_site(path: Path, key: str = "--sites") -> Site:
+    """Return the facts of a site from its file. Raises UserError, about `key`, if it is none, or has odd names."""
+    site = _read(Site, path, key, "be files site.json that `dpfl node init` wrote")
+    _check_site(key, site)
+    return site
+
+
+def _check_site(key: str, site: Site) -> None:
+    check_names(f"{key}: name", [site.name])
+    check_columns(f"{key}: features", site.features)
+    advice = "`dpfl node init` draws one."
+    must = "be 64 hexadecimal digits of a key with which only its owner can sign"
+    require(is_public_key(site.public_key), f"{key}: public_key", must, site.public_key, advice)
+    try:
+        schema = json.dumps(site.schema, allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        raise UserError(f"`{key}: schema` must have finite numbers, got others.") from None
+    fits = len(schema) <= _MOST_SCHEMA and schema.isprintable() and "\\u" not in schema
+    must = f"have at most {_MOST_SCHEMA} characters as JSON, all of them printable"
+    require(fits, f"{key}: schema", must, f"others, or {len(schema)}")
+
+
+def _read(kind: type[T], path: Path, key: str, must: str) -> T:
+    content = read_bytes(path, key, _MOST_TEXT, f"It must {must}.")
+    try:
+        return wire.from_text(kind, content)
+    except wire.WireError as error:
+        raise UserError(f"`{key}` must {must} with the same version of this package, got {path}: {error}.") from None
