@@ -61,19 +61,20 @@ class Store:
         self.how_to_open = how_to_open(self.uri, self.experiment_id)
 
     def new_name(self, name: str, params: Mapping[str, str]) -> str:
-        """Return a name that no run has: with the parameters that differ from the first run of this name, or a number.
+        """Return a name that no run has: after what differs from the first run of this name, or after a number.
 
-        For example `noise_aware eps 2 learning_rate 0.3`, and then `noise_aware eps 2 learning_rate 0.3 (2)`.
+        For example `learning_rate 0.3, noise_aware eps 2`, and then `2: learning_rate 0.3, noise_aware eps 2`: the
+        table of runs shows the beginning of a name only.
         """
-        same, oldest = f"attributes.run_name LIKE '{name}%'", ["start_time ASC"]
+        same, oldest = f"attributes.run_name LIKE '%{name}'", ["start_time ASC"]
         runs = self.client.search_runs([self.experiment_id], same, order_by=oldest)
         taken = [run.info.run_name for run in runs]
         if name not in taken:
             return name
         first = runs[taken.index(name)].data.params
         changed = [f"{key.rpartition('.')[2]} {text}" for key, text in params.items() if first.get(key) != text]
-        name = " ".join([name, *changed[:_MOST_CHANGES]])
-        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        name = ", ".join([*changed[:_MOST_CHANGES], name])
+        numbered = (f"{number}: {name}" for number in itertools.count(2))
         return name if name not in taken else next(one for one in numbered if one not in taken)
 
     def begin(
