@@ -34,12 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.json:
         print(json.dumps(report))
         return 0
-    from dpfl_lightning.reporting.progress import print_table, score_columns, score_words
+    from dpfl_lightning.federated.server.scores import Column, in_words, remarks, score_columns
+    from dpfl_lightning.reporting.progress import print_table
 
-    print(score_words(report, held_out=not report["test_set"]) or "There is nothing to evaluate.")
-    if scores := score_columns(report["clients"]):
+    print("\n".join([in_words(report) or "There is nothing to evaluate.", *remarks([report])]))
+    if scores := score_columns([[row] for row in report["clients"]]):
         print("Held-out records of each client:")
-        print_table({"client": ([row["name"] for row in report["clients"]], ""), **scores})
+        print_table({"client": Column([row["name"] for row in report["clients"]]), **scores})
     return 0
 
 
@@ -130,7 +131,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     ]
     test = scores.test
     on_test = {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics}
-    return {"test_set": population.test is not None, **on_test, "personal": personal, "clients": rows}
+    more = {"baseline": dict(scores.baseline), "undefined": dict(test.undefined), "personal": personal}
+    return {"test_set": population.test is not None, **on_test, **more, "clients": rows}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
-from dpfl_lightning.runtime.text import at_most, columns, counted, shown
+from dpfl_lightning.runtime.text import counted, shown
 
 _AUTO = "auto"  # value of --resume
 _MOST_COMBINATIONS = 300  # of clients that may be the same in several runs: a second for 60
@@ -162,15 +162,17 @@ def _loggers(given: Sequence[Mapping[str, Any]], folder: str) -> list[Logger]:
     return made
 
 
-def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") -> dict:
+def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") -> dict[str, Any]:
     """Train the same run for every seed, in `output_dir/seed_<n>`. Skips finished runs and resumes started ones.
 
-    Returns the `summarise` of the runs, and writes it to `output_dir/result.json`.
+    Returns the `summarise` of the runs, and writes it to `output_dir/result.json`; ranks above 0 return nothing.
     """
     advice = "For example --output_dir runs/mine."
     require(options.output_dir is not None, "output_dir", "be given with --seeds", None, advice)
     from dpfl_lightning.build import so_far
+    from dpfl_lightning.federated.server.scores import remarks, seed_rows, stated
     from dpfl_lightning.federated.transport.ranks import Ranks
+    from dpfl_lightning.reporting.progress import print_rows
 
     ranks = Ranks(options.engine.device)
     parent = Path(str(options.output_dir))
@@ -194,18 +196,19 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
         if tracking is not None and parent_run is not None:
             tracking.stopped(parent_run)
         raise
-    summary = summarise(seeds, results)
     if ranks.rank > 0:
-        return summary
+        return {}
     guarantee = composed_over_seeds(results)
-    summary["guarantee"] = guarantee.as_dict()
+    rows, limits = seed_rows(seeds, results, stated(guarantee.epsilon, guarantee.delta)), remarks(results)
     if tracking is not None and parent_run is not None:
-        tracking.end(
-            parent_run, [Path(folder) for folder in summary["runs"]], _description(summary, results, guarantee)
-        )
+        means = ", ".join(f"{name} {cell}" for name, cell in rows[-1].items() if name != "seed")
+        over = f"Mean and standard deviation over seeds {', '.join(map(str, seeds))}."
+        words = [f"**{means}**", over, *limits, f"**Guarantee.** {guarantee}"]
+        tracking.end(parent_run, [Path(result["output_dir"]) for result in results], "\n\n".join(words))
+    summary = summarise(seeds, results, guarantee)
     write_text(parent / "result.json", json.dumps(summary, indent=2) + "\n")
-    print(f"\n{seeds_table(summary, results)}\n")
-    print(shown(f"Guarantee: {guarantee.words()}"))
+    print_rows(rows)
+    print(shown("\n".join([*limits, f"Guarantee: {guarantee.words()}"])))
     if detail == "quiet":
         print(f"Output folder: {parent}")
         return summary
@@ -216,38 +219,6 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     if tracking is not None:
         print(tracking.how_to_open)
     return summary
-
-
-def seeds_table(summary: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
-    """Format the scores and the largest epsilon of every seed, and mean and standard deviation of the scores."""
-
-    def scores(one: Mapping[str, Any], end: str = "") -> dict[str, float | None]:
-        return {"accuracy": one[f"test_accuracy{end}"], "loss": one[f"test_loss{end}"], **one[f"test_metrics{end}"]}
-
-    def cells(values: Mapping[str, float | None]) -> list[str]:
-        return [_score(name, values.get(name)) for name in names]
-
-    names = [name for name, mean in scores(summary).items() if mean is not None]
-    epsilons = [at_most(_largest_epsilon(one)) for one in results]
-    rows = [
-        [seed, *cells(scores(one)), epsilon]
-        for seed, one, epsilon in zip(summary["seeds"], results, epsilons, strict=True)
-    ]
-    rows += [["mean", *cells(scores(summary)), ""], ["std", *cells(scores(summary, "_std")), ""]]
-    return f"{_scored_on(results)}:\n{columns([['seed', *names, 'largest epsilon'], *rows])}"
-
-
-def _score(name: str, value: float | None) -> str:
-    return "-" if value is None else f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
-
-
-def _scored_on(results: Sequence[Mapping[str, Any]]) -> str:
-    return "Test scores" if any(one["test_set"] for one in results) else "Mean over clients on held-out records"
-
-
-def _largest_epsilon(result: Mapping[str, Any]) -> float:
-    spent = [client["epsilon_spent"] for client in result["clients"]]
-    return max(math.inf if one is None else one for one in spent)
 
 
 def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | None, str | None]:
@@ -279,31 +250,21 @@ def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -
     )
 
 
-def _description(summary: dict, results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> str:
-    """Describe the runs of all seeds in Markdown."""
-    accuracy, spread = (_score("accuracy", summary[key]) for key in ("test_accuracy", "test_accuracy_std"))
-    known = summary["test_accuracy"] is not None
-    scored = [f"**{_scored_on(results)}: accuracy {accuracy} +- {spread}**"] if known else []
-    seeds = f"Mean and standard deviation over seeds {', '.join(map(str, summary['seeds']))}."
-    return "\n\n".join([*scored, seeds, f"**Guarantee.** {guarantee}"])
+def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> dict[str, Any]:
+    """Return mean and standard deviation of the test scores over seeds, and the guarantee of all runs together."""
+    from dpfl_lightning.federated.server.scores import scores_of
 
-
-def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
-    """Return mean and spread of test scores over seeds."""
-    accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
-    losses = [result["test_loss"] for result in results if result["test_loss"] is not None]
-    metrics = [result["test_metrics"] for result in results]
-    values = {name: [one[name] for one in metrics if one[name] is not None] for name in metrics[0]}
+    each = [scores_of(result, "test_") for result in results]
+    known = {name: [value for one in each if (value := one.get(name)) is not None] for name in each[0]}
     return {
         "seeds": list(seeds),
-        "test_accuracy": fmean(accuracies) if accuracies else None,
-        "test_accuracy_std": stdev(accuracies) if len(accuracies) > 1 else 0.0,
-        "test_accuracy_of": accuracies,
-        "test_loss": fmean(losses) if losses else None,
-        "test_loss_std": stdev(losses) if len(losses) > 1 else 0.0,
-        "test_metrics": {name: fmean(known) if known else None for name, known in values.items()},
-        "test_metrics_std": {name: stdev(known) if len(known) > 1 else 0.0 for name, known in values.items()},
+        "scores": {
+            name: {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else 0.0, "of_seeds": values}
+            for name, values in known.items()
+            if values
+        },
         "runs": [result["output_dir"] for result in results],
+        "guarantee": guarantee.as_dict(),
     }
 
 

@@ -13,7 +13,9 @@ import torch
 from dpfl_lightning import build
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
+from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.reporting.progress import Progress
+from dpfl_lightning.runtime.text import at_most
 
 pytestmark = pytest.mark.e2e
 
@@ -80,14 +82,17 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
     argv = [*DIGITS, "--seeds", "0,1", "--output_dir", str(tmp_path / "runs")]
     assert fit(argv) == 0
     summary = json.loads((tmp_path / "runs" / "result.json").read_text())
-    first, second = summary["test_accuracy_of"]
-    assert summary["test_accuracy"] == pytest.approx((first + second) / 2)
-    assert summary["test_accuracy_std"] == pytest.approx(abs(first - second) / 2**0.5)
+    first, second = summary["scores"]["accuracy"]["of_seeds"]
+    assert summary["scores"]["accuracy"]["mean"] == pytest.approx((first + second) / 2)
+    assert summary["scores"]["accuracy"]["std"] == pytest.approx(abs(first - second) / 2**0.5)
+    together = read([tmp_path / "runs" / f"seed_{seed}" / "ledger.jsonl" for seed in (0, 1)]).weakest
+    assert summary["guarantee"]["epsilon"] == together.epsilon and summary["guarantee"]["delta"] == together.delta
     for words in ("All 2 runs are composed", "per record (add or remove one record)", "Poisson", "PLD"):
         assert words in summary["guarantee"]["words"], words
     text = capsys.readouterr().out
-    table = [line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 ", "mean", "std"))]
-    assert [row[0] for row in table] == ["0", "1", "mean", "std"] and len(text.splitlines()) < 22
+    table = [line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 ", "all "))]
+    assert [row[0] for row in table] == ["0", "1", "all"] and len(text.splitlines()) < 24
+    assert f"{at_most(together.epsilon)} at delta 0.001" in text
     assert "Not covered: 5 points, listed in guarantee.html of each run." in text
     assert fit(argv) == 0
     assert "round" not in capsys.readouterr().out.replace("rounds", "")

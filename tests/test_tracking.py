@@ -284,7 +284,9 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
     end(tracking, view)
     run = only_run()
     note = run.tags["mlflow.note.content"]
-    assert note.startswith("**Test accuracy 50.00%; epsilon 3 at delta 0.001 per record, the largest of 3 clients.**\n\n") and note.endswith(f"are done.\n\n{plan}")
+    assert note.startswith(
+        "**Test accuracy 50.00%; epsilon 3 at delta 0.001 per record, the largest of 3 clients.**\n\n"
+    ) and note.endswith(f"are done.\n\n{plan}")
     assert not [name for name in run.metrics if "epsilon" in name]
     assert run.files("figures") == {"figures/accuracy_over_rounds.png"}
 

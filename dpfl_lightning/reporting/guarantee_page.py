@@ -3,19 +3,18 @@
 import math
 import platform
 import shlex
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
 import dpfl_lightning
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
+from dpfl_lightning.federated.server.scores import Column, client_columns, in_words, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.files import write_text
@@ -41,7 +40,15 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
 
     **Privacy** Shows the content of `result.json` and `guarantees.json`. Accuracies are on held-out records.
     """
-    budgets = [math.inf if row["epsilon_budget"] is None else row["epsilon_budget"] for row in result.clients]
+    columns = {
+        **client_columns([vars(result)]),
+        "releases": Column([row["releases"] for row in result.clients], "{:,}".format),
+        "steps": Column([row["steps"] for row in result.clients], "{:,}".format),
+    }
+    rows = [
+        {**row, "share of budget": _share(promise.epsilon, client["epsilon_budget"])}
+        for row, promise, client in zip(rows_of(columns), guarantees, result.clients, strict=True)
+    ]
     order = sorted(range(len(guarantees)), key=lambda client: (-guarantees[client].epsilon, client))
     weakest = guarantees[order[0]]
     ledger = shlex.quote(f"{result.output_dir}/ledger.jsonl")
@@ -59,8 +66,10 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         covered=_covered(guarantees),
         gaps=_gaps(guarantees),
         num_clients=f"{len(order):,}",
-        summary=_summary(result, guarantees, budgets) if len(order) > _MOST_ROWS else None,
-        rows=[_client_row(result.clients[i], guarantees[i], budgets[i]) for i in order[:_MOST_ROWS]],
+        scores=in_words(vars(result)),
+        remarks=remarks([vars(result)]),
+        summary=summarised(columns) if len(order) > _MOST_ROWS else None,
+        rows=[rows[client] for client in order[:_MOST_ROWS]],
         command=f"python -m dpfl_lightning.ledger {ledger}",
         versions=[*versions, *(f"{name} {version(name)}" for name in _LIBRARIES)],
     )
@@ -93,48 +102,14 @@ def _gaps(guarantees: Sequence[Guarantee]) -> list[str]:
     return [*lines[:_MOST_GAPS], f"{more:,} more; see guarantees.json for each client"] if more > 0 else lines
 
 
-def _client_row(row: dict[str, Any], guarantee: Guarantee, budget: float) -> dict[str, str | float]:
-    noise, bounded = row["noise_multiplier"], math.isfinite(guarantee.epsilon) and math.isfinite(budget)
-    return {
-        "client": row["name"],
-        "records": f"{row['num_records']:,}",
-        "batch": f"{row['batch_size']:,}",
-        "noise multiplier": "-" if noise is None else f"{noise:.6g}",
-        "releases": f"{row['releases']:,}",
-        "steps": f"{row['steps']:,}",
-        "epsilon spent": _bound(guarantee.epsilon),
-        "of budget": _bound(budget, "none"),
-        "delta": at_most(guarantee.delta),
-        "share of budget": guarantee.epsilon / budget if bounded else "",
-    }
-
-
-def _summary(result: RunResult, guarantees: Sequence[Guarantee], budgets: Sequence[float]) -> list[dict[str, str]]:
-    """Return smallest, median and largest value over all clients, separately for each column."""
-    noises = [row["noise_multiplier"] for row in result.clients if row["noise_multiplier"] is not None]
-    number = "{:.6g}".format
-    columns: dict[str, tuple[Sequence[float], Callable[[float], str]]] = {
-        "epsilon spent": ([guarantee.epsilon for guarantee in guarantees], _bound),
-        "of budget": (budgets, partial(_bound, infinite="none")),
-        "noise multiplier": (noises or [0.0], number),
-        "records": ([row["num_records"] for row in result.clients], number),
-        "releases": ([row["releases"] for row in result.clients], number),
-    }
-    rows = []
-    for name, pick in (("smallest", min), ("median", statistics.median_high), ("largest", max)):
-        picked = {title: show(pick(values)) for title, (values, show) in columns.items()}
-        rows.append({"": name, **picked})
-    return rows
+def _share(spent: float, budget: float | None) -> float | str:
+    return spent / budget if budget is not None and math.isfinite(spent) else ""
 
 
 def _listed(words: Iterable[str]) -> str:
     different = list(dict.fromkeys(words))
     more = f"; and {len(different) - _MOST_KINDS} more" if len(different) > _MOST_KINDS else ""
     return "; ".join(different[:_MOST_KINDS]) + more
-
-
-def _bound(value: float, infinite: str = "\N{INFINITY}") -> str:
-    return at_most(value) if math.isfinite(value) else infinite
 
 
 _TEMPLATES = Environment(loader=PackageLoader(__name__, "."), autoescape=True)

@@ -2,21 +2,33 @@
 
 import atexit
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import rich.progress
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column as Heading
+from rich.table import Table
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.scores import (
+    Column,
+    Rows,
+    bound,
+    client_columns,
+    in_words,
+    listed,
+    remarks,
+    rows_of,
+    scores_of,
+    summarised,
+)
 from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
@@ -30,8 +42,7 @@ _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no rou
 #: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
 #: silent: only why a run stopped
 Detail = Literal["full", "short", "quiet", "silent"]
-#: title -> values (None: not known), and their format
-_Columns = dict[str, tuple[Sequence[Any], str | Callable[[float], str]]]
+_PLANNED = ("records", "delta")  # columns of clients that the plan has shown
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
@@ -92,7 +103,7 @@ class Progress(Callback):
         run = view.run
         estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
-        score = _score(report.test_accuracy, report.test_loss, report.test_metrics)
+        score = listed(scores_of(vars(report), "test_"))
         epsilon = _largest_epsilon(report.epsilon_spent) + " (simulated)" * view.run.simulated
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
@@ -123,13 +134,15 @@ class Progress(Callback):
         if self.detail == "silent":
             return
         if self.detail == "full":
-            print_table(_result_columns(result), self.console)
-        score = score_words(result.as_dict(), held_out=not result.test_set)
+            columns = client_columns([vars(result)])
+            print_table({name: column for name, column in columns.items() if name not in _PLANNED}, self.console)
         self._print(
-            f"{score or 'Not evaluated'} after {counted(result.rounds, 'round')} in "
+            f"{in_words(vars(result)) or 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{_times(view, result)}; {result.reason}.",
             style="bold",
         )
+        for line in remarks([vars(result)]):
+            self._print(line)
         if self.detail == "short":
             return
         for line in filter(None, (_sent(result), _groups(result)) if self.detail == "full" else ()):
@@ -157,10 +170,10 @@ class Progress(Callback):
 
     def _start_bar(self, view: View) -> None:
         columns = (
-            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
+            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=Heading(no_wrap=True)),
             rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=Column(no_wrap=True)),
-            _TimeLeft(table_column=Column(no_wrap=True)),
+            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=Heading(no_wrap=True)),
+            _TimeLeft(table_column=Heading(no_wrap=True)),
         )
         self._bar = _Line(*columns, console=self.console, refresh_per_second=2, expand=True, transient=True)
         run, ends = view.run, self._begun + view.run.estimated_seconds
@@ -197,79 +210,51 @@ class _TimeLeft(rich.progress.ProgressColumn):
         return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
 
 
-def print_table(columns: _Columns, console: Console | None = None) -> None:
+def print_table(columns: Mapping[str, Column], console: Console | None = None) -> None:
     """Print one row for each client, or smallest, median and largest value of many."""
-    console = Console() if console is None else console
-    texts = [[_text(value, form) for value in values] for values, form in columns.values()]
-    count = len(texts[0])
+    console, count = Console() if console is None else console, len(next(iter(columns.values())).values)
+    print_rows(summarised(columns) if count > _MOST_ROWS else rows_of(columns), console)
     if count > _MOST_ROWS:
-        summaries = [_summarised(values, form) for values, form in list(columns.values())[1:]]  # not the names
-        texts = [["smallest", "median", "largest"], *summaries]
+        console.print(f"Each column is summarised separately, over {count} clients.\n", highlight=False)
+
+
+def print_rows(rows: Rows, console: Console | None = None) -> None:
+    """Print a table."""
+    console = Console() if console is None else console
     # heads wrap between words, numbers are never cut, and the names of clients get what is left
-    widths = [max(map(len, (*head.split(), *cells))) for head, cells in zip(columns, texts, strict=True)]
+    widths = [max(len(word) for word in (*head.split(), *(row[head] for row in rows))) for head in rows[0]]
     gaps = 2 * len(widths) - 1  # between columns, and after the last
     widths[0] = min(widths[0], max(10, console.width - sum(widths[1:]) - gaps))
     heads = [
-        Column(head, justify="right", min_width=width, max_width=None if number else width, no_wrap=not number)
-        for number, (head, width) in enumerate(zip(columns, widths, strict=True))
+        Heading(head, justify="right", min_width=width, max_width=None if number else width, no_wrap=not number)
+        for number, (head, width) in enumerate(zip(rows[0], widths, strict=True))
     ]
     table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
-    for row in zip(*texts, strict=True):
-        table.add_row(*map(escape, row))
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
     console.print()
     console.print(table, width=max(console.width, sum(widths) + gaps), crop=False, soft_wrap=True)
-    if count > _MOST_ROWS:
-        console.print(f"Each column is summarised separately, over {count} clients.", highlight=False)
     console.print()
 
 
-def _text(value: Any, form: str | Callable[[float], str]) -> str:
-    return "-" if value is None else f"{value:{form}}" if isinstance(form, str) else form(value)
-
-
-def _summarised(values: Sequence[Any], form: str | Callable[[float], str]) -> list[str]:
-    known = [value for value in values if isinstance(value, int | float)]
-    return [_text(pick(known) if known else None, form) for pick in (min, statistics.median_low, max)]
-
-
-def _plan_columns(view: View) -> _Columns:
+def _plan_columns(view: View) -> dict[str, Column]:
     schedules, records = view.schedule.clients, view.facts.num_records
-    columns: _Columns = {
-        "client": ([view.facts.name_of(client) for client in range(len(records))], ""),
-        "records": (records, ","),
-        "batch": ([schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)], ","),
-        "steps a round": ([schedule.main.steps for schedule in schedules], ","),
+    batches = [schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)]
+    columns = {
+        "client": Column([view.facts.name_of(client) for client in range(len(records))]),
+        "records": Column(records, "{:,}".format),
+        "batch size": Column(batches, "{:,}".format),
+        "steps a round": Column([schedule.main.steps for schedule in schedules], "{:,}".format),
     }
     if _noised(view):
         planned = [schedule.target_epsilon for schedule in schedules]
-        columns["budget"] = view.run.budgets, at_most
+        columns["budget"] = Column(view.run.budgets, bound)
         if planned != list(view.run.budgets):
-            columns["planned"] = planned, at_most
-        columns["delta"] = [schedule.delta for schedule in schedules], at_most
-        columns["noise"] = [noise_multiplier(schedule) for schedule in schedules], ".4g"
+            columns["planned"] = Column(planned, bound)
+        columns["delta"] = Column([schedule.delta for schedule in schedules], at_most)
+        noise = [noise_multiplier(schedule) for schedule in schedules]
+        columns["noise multiplier"] = Column(noise, "{:.5g}".format)
     return columns
-
-
-def _result_columns(result: RunResult) -> _Columns:
-    def values(key: str, missing: float | None = None) -> list:
-        return [missing if client[key] is None else client[key] for client in result.clients]
-
-    columns: _Columns = {"client": (values("name"), "")}
-    if _private(result):
-        spent = "simulated epsilon" if result.simulated else "epsilon spent"
-        columns[spent] = values("epsilon_spent", math.inf), at_most
-        columns["of budget"] = values("epsilon_budget", math.inf), at_most
-    columns["batch"] = values("batch_size"), ","
-    if _private(result):
-        columns["noise"] = values("noise_multiplier"), ".4g"
-    return columns | score_columns(result.clients)
-
-
-def score_columns(clients: Sequence[Mapping[str, Any]]) -> _Columns:
-    """Return the columns of accuracy, or else of the loss, and of the metrics of clients."""
-    scores = [_measured(client["accuracy"], client.get("loss"), client.get("metrics", {})) for client in clients]
-    names = dict.fromkeys(name for one in scores for name, value in one.items() if value is not None)
-    return {name: ([one.get(name) for one in scores], ".1%" if name == "accuracy" else ".4g") for name in names}
 
 
 def _frame(view: View) -> str:
@@ -290,25 +275,6 @@ def _noised(view: View) -> bool:
 
 def _private(result: RunResult) -> bool:
     return any(client["noise_multiplier"] for client in result.clients)
-
-
-def _measured(
-    accuracy: float | None, loss: float | None, metrics: Mapping[str, float | None]
-) -> dict[str, float | None]:
-    """Return what is shown of some scores: the accuracy, or else the loss if it is known, and the metrics."""
-    known = {} if loss is None or math.isnan(loss) else {"loss": loss}
-    return {**(known if accuracy is None else {"accuracy": accuracy}), **metrics}
-
-
-def _score(accuracy: float | None, loss: float | None, metrics: Mapping[str, float | None]) -> str:
-    scores = _measured(accuracy, loss, metrics).items()
-    return ", ".join(f"{name} {_text(value, '.2%' if name == 'accuracy' else '.4g')}" for name, value in scores)
-
-
-def score_words(result: Mapping[str, Any], held_out: bool) -> str:
-    """Return the test scores of a result, and whether they are those on held-out records; empty without scores."""
-    score = _score(result["test_accuracy"], result["test_loss"], result["test_metrics"])
-    return score and (f"Mean over clients on held-out records: {score}" if held_out else f"Test {score}")
 
 
 def _largest_epsilon(spent: Sequence[float]) -> str:

@@ -4,18 +4,35 @@ import base64
 import dataclasses
 import html
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, pstdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
+from dpfl_lightning.federated.server.scores import (
+    Rows,
+    aligned,
+    bound,
+    client_columns,
+    formatted,
+    headline,
+    in_words,
+    main_scores,
+    remarks,
+    rows_of,
+    score_cells,
+    scores_of,
+    seed_rows,
+    spread,
+    stated,
+    title,
+    worst,
+)
 from dpfl_lightning.reporting.curves import Round, history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
@@ -37,8 +54,6 @@ _MOST_ROWS = 200  # clients in a table, and trials
 _NOT_COMPARED = ("tracking", "output_dir")
 _UNFINISHED = "Unfinished: no guarantee is stated yet. `dpfl ledger {}` states what every client has spent so far."
 _DRAWN_HERE = ("accuracy_over_rounds",)  # figures that the page has as charts
-
-Rows = list[dict[str, str]]
 
 
 def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str, str]) -> str:
@@ -76,12 +91,20 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
         "name": name,
         "badges": _badges(group),
         "ledger": bad,
-        "guarantee": group.guarantee or _UNFINISHED.format(group.runs[0].folder),
+        "guarantee": group.guarantee,
+        "unfinished": _UNFINISHED.format(group.runs[0].folder),
+        "remarks": [*map(in_words, results if len(group.runs) == 1 else ()), *remarks(results)],
+        "seeds": _seeds(group, results) if len(group.runs) > 1 else [],
         "no_curves": any(run.result is not None and run.result["rounds"] and not run.rounds for run in group.runs),
-        "clients": _clients(results),
+        "clients": rows_of(client_columns(results))[:_MOST_ROWS] if results else [],
         "more": max(0, max((len(result["clients"]) for result in results), default=0) - _MOST_ROWS),
         "figures": _figures(group.runs[0]) if len(group.runs) == 1 else {},
     }
+
+
+def _seeds(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> Rows:
+    seeds = [run.options.get("seed", "") for run in group.runs if run.result is not None]
+    return seed_rows(seeds, results, _epsilon(group, results))
 
 
 def _badges(group: RunGroup) -> list[str]:
@@ -103,52 +126,29 @@ def _privacy(run: RunFiles) -> Mapping[str, Any] | None:
 
 def _summaries(names: Sequence[str], groups: Sequence[RunGroup], ledgers: Mapping[str, str]) -> Rows:
     """Return one row for each group; the columns of scores stand together."""
-    scores = [_test_cells(group) for group in groups]
+    scores = [score_cells(list(map(_scored, group.runs))) for group in groups]
     titles = list(dict.fromkeys(title for cells in scores for title in cells))
     every = [{title: cells.get(title, "") for title in titles} for cells in scores]
     rows = zip(names, groups, every, strict=True)
-    return _aligned([_summary(name, group, cells, ledgers) for name, group, cells in rows])
+    return aligned([_summary(name, group, cells, ledgers) for name, group, cells in rows])
 
 
-def _test_cells(group: RunGroup) -> dict[str, str]:
-    scores, held_out = [_test_scores(run) for run in group.runs], _held_out(group)
-    names = dict.fromkeys(name for one in scores for name in one)
-    return {_title(name, held_out): _spread([one.get(name) for one in scores], name) for name in names}
+def _scored(run: RunFiles) -> Mapping[str, Any]:
+    """Return the result of a run, or its latest scores if it is not finished."""
+    if run.result is not None:
+        return run.result
+    held_out = _held_out(run)
+    latest = {name: value for one in run.rounds for name, value in _curves(one, held_out).items() if value is not None}
+    metrics = {name: value for name, value in latest.items() if name not in ("accuracy", "loss")}
+    scores = {"test_accuracy": latest.get("accuracy"), "test_loss": latest.get("loss"), "test_metrics": metrics}
+    return {**scores, "test_set": not held_out, "clients": ()}
 
 
-def _test_scores(run: RunFiles) -> dict[str, float]:
-    """Return the known test scores of a run: its accuracy, loss and metrics, so far if it is not finished."""
-    if run.result is None:
-        names = dict.fromkeys(name for one in run.rounds for name in one.values if name.startswith("test_"))
-        scores = {name.removeprefix("test_"): _last(run, name) for name in names}
-    else:
-        scores = _scores(run.result, "test_")
-    return {name: value for name, value in scores.items() if value is not None}
-
-
-def _scores(row: Mapping[str, Any], start: str = "") -> dict[str, float | None]:
-    """Return accuracy, loss and metrics of a result (`start` is `test_`) or of one of its clients."""
-    values = {"accuracy": row.get(f"{start}accuracy"), "loss": row.get(f"{start}loss")}
-    return {**values, **(row.get(f"{start}metrics") or {})}
-
-
-def _main_score(scores: Sequence[Mapping[str, float | None]]) -> str | None:
-    """Return the name of the score that stands for some scores: the accuracy, else the first metric, else the loss."""
-    known = list(dict.fromkeys(name for one in scores for name, value in one.items() if value is not None))
-    return next((name for name in known if name != "loss"), "loss" if known else None)
-
-
-def _held_out(group: RunGroup) -> bool:
+def _held_out(run: RunFiles) -> bool:
     """Return whether test scores are means over clients on held-out records, because there is no test set."""
-    finished = [run.result for run in group.runs if run.result is not None]
-    if finished:
-        return not any(result["test_set"] for result in finished)
-    return not any(name.startswith("test_") for one in group.runs[0].rounds for name in one.values)
-
-
-def _title(score: str, held_out: bool) -> str:
-    words = score.replace("_", " ")
-    return f"{words} on held-out records" if held_out else f"test {words}"
+    if run.result is not None:
+        return not run.result["test_set"]
+    return not any(name.startswith("test_") for one in run.rounds for name in one.values)
 
 
 def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Mapping[str, str]) -> dict[str, str]:
@@ -161,15 +161,15 @@ def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Map
         "finished" if finished else f"unfinished after {done[0]} of {group.runs[0].options.get('rounds', '?')} rounds"
     )
     verified = sum(ledgers[str(run.folder)] == "verified" for run in group.runs)
-    score, of_results = _of_clients(results)
-    worst = [_worst(score, values) for values in of_results if values]
+    worst_of = [(name, worst(name, values)) for name, values in map(main_scores, results) if values]
+    score = worst_of[0][0] if worst_of else ""
     return {
         "run": name,
         "": ", ".join(_badges(group)),
         "state": state,
         **scores,
-        "worst client": " ".join(filter(None, ["" if score == "accuracy" else score, _spread(worst, score)])),
-        "largest epsilon": _largest(results) if len(finished) == len(group.runs) else _largest_so_far(group),
+        "worst client": f"{score} {spread(score, [value for _, value in worst_of])}" if worst_of else "",
+        "largest epsilon": _epsilon(group, results),
         "clients": f"{len(results[0]['clients']):,}" if results else "",
         "ledger": "verified" if verified == len(group.runs) else "not verified",
     }
@@ -179,30 +179,15 @@ def _last(run: RunFiles, name: str) -> float | None:
     return next(reversed(history(run.rounds, name).values()), None)
 
 
-def _largest(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the largest epsilon of any client and seed, and its delta."""
-    rows = [client for result in results for client in result["clients"]]
-    if not rows:
-        return ""
-    worst = max(rows, key=lambda client: math.inf if client["epsilon_spent"] is None else client["epsilon_spent"])
-    if worst["epsilon_spent"] is None:
-        return "\N{INFINITY}"
-    return f"{at_most(worst['epsilon_spent'])} at delta {at_most(worst['delta'])}"
+def _epsilon(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest epsilon: of a run, of all seeds composed, or so far.
 
-
-def _largest_so_far(group: RunGroup) -> str:
-    """Return the largest epsilon after the finished rounds; a round that was charged and not finished adds to it."""
+    A round that was charged and not finished adds to the one so far.
+    """
+    if group.guarantee is not None and len(results) == len(group.runs):
+        return stated(group.guarantee.epsilon, group.guarantee.delta)
     known = [epsilon for run in group.runs if (epsilon := _last(run, "train_epsilon_max")) is not None]
     return f"at least {at_most(max(known))} so far" if known else "see the ledger"
-
-
-def _spread(values: Sequence[float | None], score: str) -> str:
-    """Return the mean of a score, with several values also their standard deviation; empty without values."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    shown = "{:.2%}".format if score == "accuracy" else "{:.4g}".format
-    return shown(fmean(known)) + (f" \N{PLUS-MINUS SIGN} {shown(stdev(known))}" if len(known) > 1 else "")
 
 
 def _options(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
@@ -234,69 +219,23 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
     rows = []
     for name, group in zip(names, groups, strict=True):
         results = [run.result for run in group.runs if run.result is not None]
-        score, of_results = _of_clients(results)
-        if known := [values for values in of_results if values]:
-            functions: dict[str, Callable[[Sequence[float]], float]] = {
-                "mean": fmean,
-                "std over clients": pstdev,
-                "worst": partial(_worst, score),
-                "gap": lambda values: max(values) - min(values),
-            }
-            values = {title: _spread(list(map(function, known)), score) for title, function in functions.items()}
-            parts = sorted({part for result in results for part in result.get("accuracy_of_groups") or {}})
-            of_groups = {
-                f"group {part}" if part.isdigit() else part: _spread(
-                    [result["accuracy_of_groups"].get(part) for result in results], "accuracy"
-                )
-                for part in parts
-            }
-            rows.append({"run": name, "score": score, **values, **of_groups})
-    return _aligned(rows)
-
-
-def _of_clients(results: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float]]]:
-    """Return the main score of clients on held-out records, and of each result its values; "" if none is known."""
-    clients = [[_scores(client) for client in result["clients"]] for result in results]
-    score = _main_score([one for rows in clients for one in rows]) or ""
-    return score, [[value for one in rows if (value := one.get(score)) is not None] for rows in clients]
-
-
-def _worst(score: str, values: Sequence[float]) -> float:
-    return max(values) if score in SMALLER_IS_BETTER else min(values)
-
-
-def _aligned(rows: Rows) -> Rows:
-    """Give all rows the same columns, without those that are empty; a cell that a row does not have is empty."""
-    columns = [title for title in dict.fromkeys(title for row in rows for title in row) if _filled(rows, title)]
-    return [{title: row.get(title, "") for title in columns} for row in rows]
-
-
-def _filled(rows: Rows, title: str) -> bool:
-    return any(row.get(title) for row in rows)
-
-
-def _clients(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return one row for each client; over seeds, the means of its scores and its largest epsilon."""
-    rows = []
-    for client, first in enumerate(results[0]["clients"][:_MOST_ROWS] if results else ()):
-        same = [result["clients"][client] for result in results if client < len(result["clients"])]
-        rows.append(
-            {
-                "client": str(first.get("name", first["client"])),
-                "records": f"{first['num_records']:,}",
-                "batch size": f"{first['batch_size']:,}",
-                "noise multiplier": _number(first["noise_multiplier"], "-"),
-                "epsilon": _largest([{"clients": same}]).partition(" ")[0],
-                "budget": "none" if first["epsilon_budget"] is None else at_most(first["epsilon_budget"]),
-                "delta": at_most(first["delta"]),
-                **{name: _spread([_scores(one).get(name) for one in same], name) for name in _scores(first)},
-            }
-        )
-    return _aligned(rows)
-
-
-def _number(value: float | None, missing: str) -> str:
-    return missing if value is None else f"{value:.5g}"
+        known = [(score, values) for score, values in map(main_scores, results) if values]
+        if not known:
+            continue
+        score, of_groups = known[0][0], [result.get("accuracy_of_groups") or {} for result in results]
+        functions: dict[str, Callable[[Sequence[float]], float]] = {
+            "mean": fmean,
+            "std over clients": pstdev,
+            "worst": partial(worst, score),
+            "gap": lambda values: max(values) - min(values),
+        }
+        values = {title: spread(score, [of(values) for _, values in known]) for title, of in functions.items()}
+        parts = {
+            f"group {part}" if part.isdigit() else part: spread("accuracy", [one[part] for one in of_groups])
+            for part in sorted(set.intersection(*map(set, of_groups)))
+        }
+        rows.append({"run": name, "score": score, **values, **parts})
+    return aligned(rows)
 
 
 def _figures(run: RunFiles) -> dict[str, str]:
@@ -326,27 +265,27 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
     numbered = [(html.escape(name, quote=False), group) for name, group in zip(names, groups, strict=True)]
     charts = []
     for held_out in (False, True):
-        some = [(number, *one) for number, one in enumerate(numbered) if _held_out(one[1]) == held_out]
-        of_groups = [[_curves(one, held_out) for run in group.runs for one in run.rounds] for _, _, group in some]
-        main_scores = set(map(_main_score, of_groups))
-        for score in dict.fromkeys(name for curves in of_groups for one in curves for name in one):
-            title = _title(score, held_out)
-            title = title[0].upper() + title[1:]
+        some = [(number, *one) for number, one in enumerate(numbered) if _held_out(one[1].runs[0]) == held_out]
+        main = [headline(list(map(_scored, group.runs))) for _, _, group in some]
+        rounds = [one for _, _, group in some for run in group.runs for one in run.rounds]
+        measured = [name for one in rounds for name in _curves(one, held_out)]
+        for score in dict.fromkeys([*filter(None, main), *measured]):
+            heading = _capital(title(score, held_out))
             curve = f"val_{score}_mean" if held_out else f"test_{score}"
-            for x, x_curve in {"round": None, **(epsilons if score in main_scores else {})}.items():
+            for x, x_curve in {"round": None, **(epsilons if score in main else {})}.items():
                 data = []
                 for number, name, group in some:
                     data += _band(name, group, curve, x_curve, _COLOURS[number % len(_COLOURS)])
                 if data:
-                    charts.append({"title": f"{title} over {x}", "data": data, "layout": _layout(x, title)})
+                    charts.append({"title": f"{heading} over {x}", "data": data, "layout": _layout(x, heading)})
     points: dict[str, list[dict[str, Any]]] = {}
     for number, (name, group) in enumerate(numbered):
-        score, _ = _of_clients([run.result for run in group.runs if run.result is not None])
+        score = next((score for run in group.runs if run.result and (score := main_scores(run.result)[0])), "")
         if (of_group := _client_points(name, group, score, number))["x"]:
             points.setdefault(score, []).append(of_group)
     for score, data in points.items():
-        layout, title = _layout("epsilon spent", _title(score, held_out=True)), score[0].upper() + score[1:]
-        charts.append({"title": f"{title} of each client over its epsilon", "data": data, "layout": layout})
+        layout = _layout("epsilon spent", title(score, held_out=True))
+        charts.append({"title": f"{_capital(score)} of each client over its epsilon", "data": data, "layout": layout})
     return charts
 
 
@@ -355,6 +294,10 @@ def _curves(one: Round, held_out: bool) -> dict[str, float | None]:
     start, end = ("val_", "_mean") if held_out else ("test_", "")
     names = [name for name in one.values if name.startswith(start) and name.endswith(end)]
     return {name.removeprefix(start).removesuffix(end): one.values[name] for name in names}
+
+
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]
 
 
 def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: str) -> list[dict[str, Any]]:
@@ -382,10 +325,10 @@ def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: s
 
 def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[str, Any]:
     rows = [client for run in group.runs if run.result is not None for client in run.result["clients"]]
-    rows = [client for client in rows if None not in (client["epsilon_spent"], _scores(client).get(score))]
+    rows = [client for client in rows if None not in (client["epsilon_spent"], scores_of(client).get(score))]
     return {
         "x": [float(at_most(one["epsilon_spent"])) for one in rows],
-        "y": [_scores(client)[score] for client in rows],
+        "y": [scores_of(client)[score] for client in rows],
         "text": [html.escape(str(client.get("name", client["client"])), quote=False) for client in rows],
         "name": name,
         "mode": "markers",
@@ -413,7 +356,7 @@ def _search(search: Search) -> dict[str, Any]:
         {
             "trial": str(trial["number"]) + (" (best)" if trial["number"] in best else ""),
             "state": trial["state"] + (f": {trial['reason']}" if trial.get("reason") else ""),
-            **{score: _number(trial["scores"].get(score), "") for score in scores},
+            **{score: formatted(score, value) for score, value in trial["scores"].items()},
             **{key: _text(trial["params"].get(key, "")) for key in keys},
         }
         for trial in order[:_MOST_ROWS]
@@ -423,14 +366,14 @@ def _search(search: Search) -> dict[str, Any]:
     sums = [
         {
             "client": name,
-            "epsilon": "\N{INFINITY}" if epsilon is None else at_most(epsilon),
+            "epsilon": bound(epsilon),
             "delta": at_most(delta),
         }
         for name, epsilon, delta in zip(names, cost["epsilon"], cost["delta"], strict=True)
     ]
     return {
         "name": search.name,
-        "rows": _aligned(rows),
+        "rows": aligned(rows),
         "guarantee": search.result.get("guarantee", []),
         "clients": sums[:_MOST_ROWS],
         "more": max(0, len(sums) - _MOST_ROWS),

@@ -15,7 +15,17 @@ from dpfl_lightning.reporting.curves import Round
 
 # of a result and of its clients; those that have a default may be missing
 _KEYS = [one.name for one in fields(RunResult) if one.default is MISSING and one.default_factory is MISSING]
-_KEYS_OF_CLIENT = ("client", "epsilon_spent", "epsilon_budget", "delta", "accuracy", "noise_multiplier")
+_KEYS_OF_CLIENT = (
+    "client",
+    "name",
+    "num_records",
+    "batch_size",
+    "noise_multiplier",
+    "epsilon_spent",
+    "epsilon_budget",
+    "delta",
+    "accuracy",
+)
 
 
 @dataclass(frozen=True)

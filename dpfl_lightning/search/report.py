@@ -7,6 +7,7 @@ from typing import Any
 
 from dpfl_lightning.config.options import Options, changed_options
 from dpfl_lightning.config.yaml_text import dump
+from dpfl_lightning.federated.server.scores import formatted
 from dpfl_lightning.runtime.text import duration
 from dpfl_lightning.search.study import Trial
 
@@ -82,7 +83,7 @@ def scores_text(trial: Trial, most: int | None = None) -> str:
     for name, value in [*trial.scores.items()][:most]:
         spread = trial.facts.get(f"{name}_std")
         texts.append(
-            score_text(name, value) + ("" if spread is None else f" \N{PLUS-MINUS SIGN} {_number(name, spread)}")
+            score_text(name, value) + ("" if spread is None else f" \N{PLUS-MINUS SIGN} {formatted(name, spread)}")
         )
     return ", ".join(texts)
 
@@ -95,8 +96,4 @@ def score_text(name: str, value: float) -> str:
     """
     if name == "num_params":
         return f"{value:,.0f} parameters"
-    return duration(value) if name == "seconds" else f"{name} {_number(name, value)}"
-
-
-def _number(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
+    return duration(value) if name == "seconds" else f"{name} {formatted(name, value)}"

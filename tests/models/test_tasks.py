@@ -114,6 +114,13 @@ def value_of(task: str, name: str, output, y, batches: int = 1, classes: int = K
     return metrics.values()[name]
 
 
+def why_undefined(task: str, name: str, output, y) -> str:
+    metrics = Metrics([name], TASKS[task], K)
+    metrics.update(output, y)
+    assert metrics.values() == {name: None}
+    return metrics.undefined()[name]
+
+
 def score(metric, *tensors, **options) -> float:
     return metric(*(tensor.numpy() for tensor in tensors), **options)
 
@@ -182,11 +189,22 @@ def test_the_metrics_of_which_smaller_values_are_better_are_those_of_torchmetric
 
 def test_a_set_that_does_not_define_a_metric_has_none_of_it():
     logits, y = torch.randn(6, K), torch.tensor([0, 0, 0, 1, 1, 1])
-    assert value_of("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) is None
-    assert value_of("regression", "r2", logits[:1, :1], torch.ones(1)) is None
-    assert value_of("multiclass", "auroc", logits / 0, y) is None
+    assert why_undefined("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) == "have one class"
+    assert why_undefined("regression", "r2", logits[:1, :1], torch.ones(1)) == "are fewer than two, or have one label"
+    assert why_undefined("multiclass", "auroc", logits / 0, y) == "have outputs that are not finite"
     expected = [score(sk.roc_auc_score, y == label, logits.softmax(1)[:, label]) for label in (0, 1)]
     assert value_of("multiclass", "auroc", logits, y) == pytest.approx(sum(expected) / 2)  # class 2 is absent
+
+
+def test_the_baseline_is_the_best_constant_prediction():
+    rare, real = (torch.arange(50) < 3).long(), torch.arange(50.0) ** 2
+    found = evaluation.of_constant(["auroc", "average_precision", "f1", "calibration_error"], TASKS["binary"], 2, rare)
+    expected = {"accuracy": 0.94, "auroc": 0.5, "average_precision": 0.06, "f1": 0.0}
+    assert found == pytest.approx(expected)
+    found = evaluation.of_constant(["mae", "rmse", "r2"], TASKS["regression"], 1, real)
+    mean = torch.full((50,), float(real.mean()))
+    errors = {"mae": score(sk.mean_absolute_error, real, mean), "rmse": float(real.std(correction=0)), "r2": 0.0}
+    assert found.pop("accuracy") is None and found == pytest.approx(errors)
 
 
 @pytest.mark.parametrize("task", NETS)
@@ -211,6 +229,7 @@ def test_every_task_trains_and_reports(task, tmp_path):
     assert (result.test_accuracy is None) == (task == "regression") and math.isfinite(result.test_loss)
     assert set(result.test_metrics) == set(fitting) == set(result.clients[0]["metrics"]) == set(result.metrics_mean)
     assert all(value is not None and math.isfinite(value) for value in result.test_metrics.values())
+    assert set(result.baseline) == {"accuracy", *fitting} - {"calibration_error"} and result.undefined == {}
     assert seen["test_metrics"] == result.test_metrics and result.clients[2]["metrics"] == {}
 
 

@@ -1,8 +1,9 @@
 """Accuracy, loss and metrics on test and held-out records, which the guarantee does not cover."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -14,17 +15,24 @@ from dpfl_lightning.federated.client.metrics import Metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
-from dpfl_lightning.models.tasks import Task
+from dpfl_lightning.models.tasks import CUSTOM, IGNORED, Task
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 MOST_NUMBERS = 1 << 25  # of the outputs of a batch: language models have one for each token and word
 _NOTHING = Score(None, math.nan)
 
 
-def evaluate(module: ClientModule, population: Population, final_models: ClientModels, engine: Engine) -> Evaluation:
+def evaluate(
+    module: ClientModule,
+    population: Population,
+    final_models: ClientModels,
+    engine: Engine,
+    baseline: Mapping[str, float | None] | None = None,
+) -> Evaluation:
     """Score each client's model on the common test set and on the client's held-out records.
 
-    Without a common test set, `test` is the mean over clients of their scores on held-out records.
+    Without a common test set, `test` is the mean over clients of their scores on held-out records. `baseline` is that
+    of an earlier evaluation on the same records, if there was one.
     """
     groups: dict[int, list[int]] = {}  # clients that share a model
     for client, row in enumerate(final_models.model_of):
@@ -40,7 +48,44 @@ def evaluate(module: ClientModule, population: Population, final_models: ClientM
             tests[client] = on_test
         for client, score in zip(scored, on_held_out, strict=True):
             clients[client] = score
-    return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
+    constant = _baseline(module, population) if baseline is None else baseline
+    return Evaluation(_mean(clients if population.test is None else tests), tuple(clients), constant)
+
+
+def _baseline(module: ClientModule, population: Population) -> dict[str, float | None]:
+    """Return the scores of the best constant predictions: on the test set, or the means over held-out records."""
+    if (task := module.task) is None or task is CUSTOM:
+        return {}
+    sets = population.held_out_of if population.test is None else [population.test]
+    names, labels = module.metrics or task.metrics, (population.y[rows] for rows in sets if len(rows))
+    return mean_metrics(of_constant(names, task, population.num_classes, y) for y in labels)
+
+
+def of_constant(names: Sequence[str], task: Task, num_classes: int, y: Tensor) -> dict[str, float | None]:
+    """Return accuracy and metrics of the best prediction that is the same for all records, on labels `y [n, ...]`.
+
+    It is their mean, or the share of each class, label or token. Calibration has no baseline.
+    """
+    task = dataclasses.replace(task, probabilities=False)
+    if task.real:
+        constant = y.double().mean(dim=0)
+    elif task.zero_or_one:
+        constant = y.double().mean(dim=0).logit(eps=1e-7)
+    else:
+        counts = y[y != IGNORED].bincount(minlength=num_classes).double()
+        constant = (counts / counts.sum()).clamp(min=1e-30).log()
+        if task.name == "language_modeling":
+            constant = constant.expand(*y.shape[1:], -1)
+        else:
+            constant = constant.view(-1, *[1] * (y.dim() - 1)).expand(-1, *y.shape[1:])
+    metrics = Metrics([name for name in names if name != "calibration_error"], task, num_classes)
+    hits = y.new_zeros(2, dtype=torch.float64)
+    for part in y.split(max(1, MOST_NUMBERS // max(1, constant.numel()))):
+        output = constant.expand(len(part), *constant.shape).contiguous()
+        metrics.update(output, part)
+        hits += torch.stack(task.hits(output, part)).sum(dim=1)
+    exact = {"r2": 0.0} if "r2" in names else {}  # by its definition, without rounding errors
+    return {"accuracy": finite_or_none(float(hits[0] / hits[1])), **metrics.values(), **exact}
 
 
 def of_records(losses: Tensor, task: Task, output: Tensor, y: Tensor) -> Tensor:
@@ -74,7 +119,7 @@ def _scores(
     sums = values[0].new_zeros(3, len(sets)).index_add_(1, of_set, torch.cat(values, dim=1)[:, place])
     losses, accuracies = (sums[0] / sizes).tolist(), (sums[1] / sums[2]).tolist()  # 0 / 0 is NaN
     return [
-        Score(finite_or_none(accuracy), loss, metric.values()) if size else _NOTHING
+        Score(finite_or_none(accuracy), loss, metric.values(), metric.undefined()) if size else _NOTHING
         for accuracy, loss, metric, size in zip(accuracies, losses, metrics, sizes.tolist(), strict=True)
     ]
 

@@ -69,6 +69,7 @@ class LocalClients:
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
+        self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._accepted: tuple[RoundPlan, list[int]] | None = None
         self._everyone = range(population.num_clients)
 
@@ -235,7 +236,9 @@ class LocalClients:
         return self.ledger.head.as_dict()
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
-        return evaluate(self.module, self.population, final_models, self.engine)
+        scores = evaluate(self.module, self.population, final_models, self.engine, self._baseline)
+        self._baseline = scores.baseline
+        return scores
 
     def seconds_per_record(self, batch_size: int) -> float:
         return seconds_per_record(self.engine, self.module, self.population, batch_size)

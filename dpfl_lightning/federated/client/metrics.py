@@ -62,6 +62,7 @@ METRICS: dict[str, Metric] = {
     "perplexity": Metric(("language_modeling",), lambda task, num: Perplexity(ignore_index=IGNORED)),
 }
 _OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
+_UNDEFINED = {**dict.fromkeys(_OF_RANKS, "have one class"), "r2": "are fewer than two, or have one label"}
 
 
 def higher_is_better(name: str) -> bool | None:
@@ -104,6 +105,14 @@ class Metrics:
         """Return the value of each metric; None if the set does not define it, or an output was not finite."""
         values = {name: _value(name, metric) for name, metric in self._metrics.items()}
         return {name: finite_or_none(value) if self._finite else None for name, value in values.items()}
+
+    def undefined(self) -> dict[str, str]:
+        """Return why metrics have no value: "the records ..." is completed by the words."""
+        missing = [name for name, value in self.values().items() if value is None]
+        return {
+            name: _UNDEFINED.get(name, "do not define it") if self._finite else "have outputs that are not finite"
+            for name in missing
+        }
 
 
 def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,23 +22,26 @@ class Score:
     """Accuracy in [0, 1] (None for a regression, and without records) and mean loss of a model on some records.
 
     Accuracy is the share of right predictions: of records, labels (multilabel), pixels or tokens. `metrics` have None
-    where the records do not define a value.
+    where the records do not define a value, and `undefined` says why: "the records ..." is completed by its words.
     """
 
     accuracy: float | None
     loss: float
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    undefined: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """`test`: mean over clients of their models' scores on the test set. `clients`: scores on held-out records.
 
-    Without a test set, `test` is the mean of `clients`.
+    Without a test set, `test` is the mean of `clients`. `baseline` has the accuracy and the metrics of the best
+    constant prediction on the records of `test`.
     """
 
     test: Score
     clients: tuple[Score, ...]
+    baseline: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def mean_metrics(metrics: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:

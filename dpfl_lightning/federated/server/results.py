@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics, Score
 from dpfl_lightning.federated.server.folder import HISTORY
+from dpfl_lightning.federated.server.scores import in_words
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 
@@ -132,6 +133,8 @@ class RunResult:
         task: what was learnt, such as "multiclass", and whether it was named or inferred.
         test_set: whether there is one; without it, test scores are the means over clients on their held-out records.
         at_sites: whether records are at the nodes of sites, so that models have no scores on held-out records.
+        baseline: accuracy and metrics of the best constant prediction on the same records as the test scores.
+        undefined: why a test metric is None, in words.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: what strategies and the run report of the last round.
@@ -156,6 +159,8 @@ class RunResult:
     test_accuracy: float | None
     test_loss: float | None
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    baseline: Mapping[str, float | None] = field(default_factory=dict)
+    undefined: Mapping[str, str] = field(default_factory=dict)
     test_set: bool = True
     task: str = ""
     simulated: bool = False
@@ -187,11 +192,9 @@ class RunResult:
         return [{"round": one["round"], **one["values"], "clients": one["clients"]} for one in rounds]
 
     def __repr__(self) -> str:
-        accuracy = "" if self.test_accuracy is None else f", test accuracy {self.test_accuracy:.2%}"
-        metrics = "".join(f", test {name} {one:.4g}" for name, one in self.test_metrics.items() if one is not None)
-        ended = "finished" if self.finished else "not finished"
-        words = f"{ended} after {self.rounds} rounds{accuracy}{metrics}; {self.guarantee.words()}"
-        return f"RunResult({self.output_dir}: {words})"
+        ended = f"{'finished' if self.finished else 'not finished'} after {self.rounds} rounds"
+        parts = filter(None, (ended, in_words(vars(self)), self.guarantee.words()))
+        return f"RunResult({self.output_dir}: {'; '.join(parts)})"
 
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}

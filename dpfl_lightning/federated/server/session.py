@@ -448,6 +448,8 @@ class RunSession:
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
             model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
+            baseline={} if scores is None else dict(scores.baseline),
+            undefined={} if scores is None else dict(scores.test.undefined),
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
             **_on_test(scores),
@@ -479,6 +481,7 @@ class RunSession:
                 "accuracy": score.accuracy,
                 "loss": finite_or_none(score.loss),
                 "metrics": dict(score.metrics),
+                "undefined": dict(score.undefined),
                 "model": models.model_of[client],
                 "true_group": None if groups is None else groups[client],
             }

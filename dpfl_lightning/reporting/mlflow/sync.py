@@ -109,9 +109,10 @@ def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None
     if result := _result(run):
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
-    requested = [*(run.options.get("evaluation") or {}).get("metrics", ()), "accuracy", "loss"]
-    names = [name for score in requested for name in (f"test_{score}", f"val_{score}_mean")]
-    first = next((name for name in names if any(name in one for one in values.values())), None)
+    known = dict.fromkeys(name for one in values.values() for name, value in one.items() if value is not None)
+    test = [name for name in known if name.startswith("test_")]
+    scores = test or [name for name in known if name.startswith("val_") and name.endswith("_mean")]
+    first = min(scores, key=lambda name: ("loss" in name, "accuracy" in name), default=None)  # a metric, if any
     if first is not None:
         values = {step: {**one, f"{_FIRST}/{first}": one.get(first)} for step, one in values.items()}
     return values

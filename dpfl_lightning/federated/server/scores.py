@@ -1,0 +1,243 @@
+"""Scores in words and tables, for the terminal, reports and MLflow: the requested metric beside its baseline.
+
+A result is a mapping as in `result.json`, or `vars` of a `RunResult`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
+from dpfl_lightning.runtime.text import at_most
+
+Result = Mapping[str, Any]
+Rows = list[dict[str, str]]
+
+_MOST_NAMES = 5  # of clients in a sentence
+#: what predicts the same for all records: of a score with a direction, by its name
+_CONSTANT = {
+    **dict.fromkeys(("accuracy", "f1", "precision", "recall", "iou", "dice"), "majority class"),
+    **dict.fromkeys(("auroc", "average_precision"), "chance"),
+    **dict.fromkeys(("mae", "mse", "rmse", "r2"), "predicting the mean"),
+    "perplexity": "token shares",
+}
+
+
+class Column(NamedTuple):
+    """The values of a column of a table, None where there is none, and how they are shown."""
+
+    values: Sequence[Any]
+    text: Callable[[Any], str] = str
+
+    def cells(self) -> list[str]:
+        return ["-" if value is None else self.text(value) for value in self.values]
+
+
+def rows_of(columns: Mapping[str, Column]) -> Rows:
+    """Return the rows of a table as text."""
+    cells = [column.cells() for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True)]
+
+
+def summarised(columns: Mapping[str, Column]) -> Rows:
+    """Return the smallest, median and largest value of each column of numbers, separately."""
+    kept = {name: [one for one in column.values if one is not None] for name, column in columns.items()}
+    numbers = {name: known for name, known in kept.items() if known and not isinstance(known[0], str)}
+    rows = []
+    for word, pick in (("smallest", min), ("median", statistics.median_low), ("largest", max)):
+        rows.append({"": word, **{name: columns[name].text(pick(known)) for name, known in numbers.items()}})
+    return rows
+
+
+# ---- single scores
+
+
+def scores_of(result: Result, start: str = "") -> dict[str, float | None]:
+    """Return the scores of a result (`start` is `test_`) or of a client by name, the headline first.
+
+    These are the requested metrics (None: not defined) or those of the task, the accuracy and, without both, the loss.
+
+    >>> scores_of({"accuracy": 0.5, "loss": 0.7, "metrics": {"auroc": None}})
+    {'auroc': None, 'accuracy': 0.5}
+    """
+    accuracy, loss = result.get(f"{start}accuracy"), result.get(f"{start}loss")
+    scores = {**(result.get(f"{start}metrics") or {}), **({} if accuracy is None else {"accuracy": accuracy})}
+    return scores or ({} if loss is None or math.isnan(loss) else {"loss": loss})
+
+
+def formatted(name: str, value: float | None) -> str:
+    """Format a score.
+
+    >>> formatted("accuracy", 0.5), formatted("mae", 0.123456), formatted("auroc", None)
+    ('50.00%', '0.1235', 'undefined')
+    """
+    return "undefined" if value is None else f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
+
+
+def spread(name: str, values: Sequence[float]) -> str:
+    """Format the mean of a score, and its standard deviation if values differ; undefined without values.
+
+    >>> spread("accuracy", [0.5]), spread("mae", [1.0, 2.0])
+    ('50.00%', '1.5 \N{PLUS-MINUS SIGN} 0.7071')
+    """
+    mean = formatted(name, statistics.fmean(values) if values else None)
+    return mean if len(set(values)) < 2 else f"{mean} \N{PLUS-MINUS SIGN} {formatted(name, statistics.stdev(values))}"
+
+
+def listed(scores: Mapping[str, float | None]) -> str:
+    """Format scores with their names."""
+    return ", ".join(f"{name} {formatted(name, value)}" for name, value in scores.items())
+
+
+def bound(epsilon: float | None) -> str:
+    """Format an epsilon or a budget, rounded up; None and infinity are no bound."""
+    return "no bound" if epsilon is None or math.isinf(epsilon) else at_most(epsilon)
+
+
+def stated(epsilon: float | None, delta: float) -> str:
+    """Format an epsilon with its delta."""
+    return bound(epsilon) + ("" if bound(epsilon) == bound(None) else f" at delta {at_most(delta)}")
+
+
+def _number(epsilon: float | None) -> float:
+    return math.inf if epsilon is None else epsilon
+
+
+# ---- results in words
+
+
+def headline(results: Sequence[Result]) -> str:
+    """Return the name of the score that stands for results, empty if they have none."""
+    return next((name for result in results for name in scores_of(result, "test_")), "")
+
+
+def in_words(result: Result) -> str:
+    """Return the test scores, each with its baseline on the same records; empty if nothing was scored."""
+    scores, baseline = scores_of(result, "test_"), result.get("baseline") or {}
+    beside = {
+        name: f" ({_CONSTANT.get(name, 'constant')} {formatted(name, one)})"
+        for name, one in baseline.items()
+        if one is not None
+    }
+    parts = [f"{name} {formatted(name, value)}{beside.get(name, '')}" for name, value in scores.items()]
+    where = "Test " if result["test_set"] else "Mean over clients on held-out records: "
+    return f"{where}{', '.join(parts)}" if parts else ""
+
+
+def remarks(results: Sequence[Result]) -> list[str]:
+    """Return sentences on what the scores do not show: those that are no better than a constant prediction, and those
+    that the records do not define."""
+    columns, low = _columns([scores_of(one, "test_") for one in results]), []
+    for name, constants in _columns([one.get("baseline") or {} for one in results]).items():
+        if name in _CONSTANT and (known := columns.get(name)) and constants:
+            value, constant = statistics.fmean(known), statistics.fmean(constants)
+            if not (value < constant if name in SMALLER_IS_BETTER else value > constant):
+                low.append(f"{name} {formatted(name, value)} ({_CONSTANT[name]} {formatted(name, constant)})")
+    sentences = [f"No better than the baseline: {', '.join(low)}."] if low else []
+    undefined: dict[str, dict[str, None]] = {}  # what to say -> of which clients
+    for result in results:
+        for metric, words in (result.get("undefined") or {}).items():
+            undefined[f"{metric}: the test records {words}."] = {}
+        for client in result["clients"]:
+            for metric, words in (client.get("undefined") or {}).items():
+                sentence = f"{metric}: the held-out records of {{}} {words}."
+                undefined.setdefault(sentence, {})[str(client["name"])] = None
+    return sentences + [sentence.format(_listed(list(clients))) for sentence, clients in undefined.items()]
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMES} more clients"] * (len(names) > _MOST_NAMES)
+    *some, last = [*names[:_MOST_NAMES], *more] or [""]
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def title(score: str, held_out: bool) -> str:
+    """Return the title of a column or of a chart of test scores."""
+    words = score.replace("_", " ")
+    return f"{words} on held-out records" if held_out else f"test {words}"
+
+
+# ---- rows of runs and clients
+
+
+def score_cells(results: Sequence[Result]) -> dict[str, str]:
+    """Return the scores of a run, or of one run for several seeds, by title; the baseline follows the headline."""
+    name, baselines = headline(results), _columns([one.get("baseline") or {} for one in results])
+    held_out = bool(results) and not any(one["test_set"] for one in results)
+    cells: dict[str, str] = {}
+    for score, values in _columns([scores_of(one, "test_") for one in results]).items():
+        cells[title(score, held_out)] = spread(score, values)
+        if score == name and baselines.get(score):
+            cells["baseline"] = spread(score, baselines[score])
+    return cells
+
+
+def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return the known values of each score."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
+
+
+def largest_epsilon(results: Sequence[Result]) -> str:
+    """Return the largest epsilon of any client of one of the results, with its delta; empty without a result."""
+    rows = [client for result in results for client in result["clients"]]
+    if not rows:
+        return ""
+    largest = max(rows, key=lambda one: _number(one["epsilon_spent"]))
+    return stated(largest["epsilon_spent"], largest["delta"])
+
+
+def seed_rows(seeds: Sequence[int], results: Sequence[Result], together: str) -> Rows:
+    """Return a row for each seed, and one for all, whose epsilon `together` is that of all runs composed."""
+    each = [
+        {"seed": str(seed), **score_cells([one]), "largest epsilon": largest_epsilon([one])}
+        for seed, one in zip(seeds, results, strict=True)
+    ]
+    return aligned([*each, {"seed": "all", **score_cells(results), "largest epsilon": together}])
+
+
+def aligned(rows: Rows) -> Rows:
+    """Give all rows the same columns, without those that are empty; a cell that a row does not have is empty."""
+    columns = dict.fromkeys(name for row in rows for name, cell in row.items() if cell)
+    return [{name: row.get(name, "") for name in columns} for row in rows]
+
+
+def client_columns(results: Sequence[Result]) -> dict[str, Column]:
+    """Return the columns of the table of clients; over seeds, the largest epsilon and the mean of each score."""
+    clients = list(zip(*(result["clients"] for result in results), strict=False))  # of each client, a row for each seed
+    first = [rows[0] for rows in clients]
+    spent = [max(_number(row["epsilon_spent"]) for row in rows) for rows in clients]
+    private = {
+        "noise multiplier": Column([row["noise_multiplier"] for row in first], "{:.5g}".format),
+        "epsilon spent": Column(spent, bound),
+        "of budget": Column([_number(row["epsilon_budget"]) for row in first], bound),
+        "delta": Column([row["delta"] for row in first], at_most),
+    }
+    return {
+        "client": Column([str(row["name"]) for row in first]),
+        "records": Column([row["num_records"] for row in first], "{:,}".format),
+        "batch size": Column([row["batch_size"] for row in first], "{:,}".format),
+        **(private if any(row["noise_multiplier"] for row in first) else {}),
+        **score_columns(clients),
+    }
+
+
+def score_columns(clients: Sequence[Sequence[Result]]) -> dict[str, Column]:
+    """Return the columns of the scores of clients, each with a row for each seed."""
+    known = [_columns([scores_of(row) for row in rows]) for rows in clients]
+    names = dict.fromkeys(name for of_client in known for name, values in of_client.items() if values)
+    return {name: Column([one.get(name) or None for one in known], partial(spread, name)) for name in names}
+
+
+def main_scores(result: Result) -> tuple[str, list[float]]:
+    """Return the headline of the clients' scores on held-out records and its values; "" if none is known."""
+    every = [scores_of(client) for client in result["clients"]]
+    name = next((name for one in every for name, value in one.items() if value is not None), "")
+    return name, [value for one in every if (value := one.get(name)) is not None]
+
+
+def worst(name: str, values: Sequence[float]) -> float:
+    """Return the worst value of a score."""
+    return max(values) if name in SMALLER_IS_BETTER else min(values)

@@ -1,0 +1,60 @@
+"""Scores in words and tables: the headline beside its baseline, and what it does not show."""
+
+import pytest
+from fakes import a_result, a_view
+
+from dpfl_lightning.federated.server.scores import client_columns, in_words, remarks, rows_of, score_cells, seed_rows
+
+RARE = {"test_accuracy": 0.94, "test_metrics": {"auroc": 0.7}, "baseline": {"accuracy": 0.94, "auroc": 0.5}}
+ONE_CLASS = {"auroc": "have one class"}
+
+
+@pytest.fixture
+def a(tmp_path):
+    """`a(name=value, ...)`: the content of a result with these changes."""
+    return lambda **changes: vars(a_result(a_view(tmp_path), **changes))
+
+
+def test_the_requested_metric_comes_first_beside_its_baseline(a):
+    assert in_words(a(**RARE)) == "Test auroc 0.7 (chance 0.5), accuracy 94.00% (majority class 94.00%)"
+    assert list(score_cells([a(**RARE)])) == ["test auroc", "baseline", "test accuracy"]
+    without = {"test_accuracy": None, "test_metrics": {"mae": 2.0}, "baseline": {"mae": 1.5, "accuracy": None}}
+    assert (
+        in_words(a(**without, test_set=False))
+        == "Mean over clients on held-out records: mae 2 (predicting the mean 1.5)"
+    )
+    assert in_words(a(test_accuracy=None, test_loss=1.5)) == "Test loss 1.5"
+    assert in_words(a(test_accuracy=None, test_loss=float("nan"))) == ""
+
+
+def test_what_is_no_better_than_the_baseline_is_said(a):
+    assert remarks([a(**RARE)]) == ["No better than the baseline: accuracy 94.00% (majority class 94.00%)."]
+    errors = {"test_accuracy": None, "test_metrics": {"mae": 2.0, "r2": 0.1}, "baseline": {"mae": 1.5, "r2": 0.0}}
+    assert remarks([a(**errors)]) == ["No better than the baseline: mae 2 (predicting the mean 1.5)."]
+    better = a(**{**errors, "test_metrics": {"mae": 0.9, "r2": 0.1}})
+    assert remarks([better]) == remarks([better, a(**errors)]) == [], "the means over seeds are compared"
+
+
+def test_an_undefined_score_says_why(a):
+    clients = [{**one, "name": f"h{i}", "undefined": ONE_CLASS} for i, one in enumerate(a()["clients"] * 3)]
+    undefined = a(**{**RARE, "test_metrics": {"auroc": None}, "test_accuracy": 0.95}, undefined=ONE_CLASS)
+    assert in_words(undefined).startswith("Test auroc undefined (chance 0.5), accuracy")
+    assert remarks([{**undefined, "clients": clients[:2]}]) == [
+        "auroc: the test records have one class.",
+        "auroc: the held-out records of h0 and h1 have one class.",
+    ]
+    assert "of h0, h1, h2, h3, h4 and 4 more clients have one class." in remarks([{**undefined, "clients": clients}])[1]
+
+
+def test_seeds_and_their_clients_are_means_with_the_epsilon_of_all_runs(a):
+    results = [a(test_accuracy=0.5), a(test_accuracy=0.7)]
+    assert [list(row.values()) for row in seed_rows([4, 7], results, "5.5 at delta 0.001")] == [
+        ["4", "50.00%", "2.97 at delta 0.001"],
+        ["7", "70.00%", "2.97 at delta 0.001"],
+        ["all", "60.00% \N{PLUS-MINUS SIGN} 14.14%", "5.5 at delta 0.001"],
+    ]
+    rows = rows_of(client_columns(results))
+    assert rows[2] == {
+        **{"client": "2", "records": "102", "batch size": "10", "noise multiplier": "1.25", "epsilon spent": "2.97"},
+        **{"of budget": "3", "delta": "0.001", "accuracy": "50.20%"},
+    }
