@@ -284,9 +284,8 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
     end(tracking, view)
     run = only_run()
     note = run.tags["mlflow.note.content"]
-    assert note.startswith(
-        "**Test accuracy 50.00%; epsilon 3 at delta 0.001 per record, the largest of 3 clients.**\n\n"
-    ) and note.endswith(f"are done.\n\n{plan}")
+    words = "**Test accuracy 50.00%**\n\n**Epsilon 3 at delta 0.001 per record**, the largest of 3 clients.\n\n"
+    assert note.startswith(words) and note.endswith(f"are done.\n\n{plan}")
     assert not [name for name in run.metrics if "epsilon" in name]
     assert run.files("figures") == {"figures/accuracy_over_rounds.png"}
 
@@ -349,6 +348,8 @@ def test_logged_models_are_loaded_and_used(new_tracking, only_run, store, folder
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     mlflow.set_tracking_uri(store)
     address = f"runs:/{run.info.run_id}/model"
+    model = MlflowClient(store).get_logged_model(run.models[0].model_id)
+    assert model.params.items() >= {"epsilon": "3", "delta": "0.001", "unit": "record"}.items(), "on the model's page"
     net = mlflow.pytorch.load_model(address)
     expected = view.module.net(x).detach()
     assert type(net) is torch.nn.Linear and torch.equal(net(x), expected)

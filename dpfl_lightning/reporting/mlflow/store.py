@@ -97,7 +97,7 @@ class Store:
         start = start if exact_times else self._first_free(start - start % _HOUR)
         run = self.client.create_run(self.experiment_id, start_time=start, run_name=name, tags=texts)
         run_id = run.info.run_id
-        self.client.log_batch(run_id, params=[Param(key, text) for key, text in (params or {}).items()])
+        self.params(run_id, params or {})
         if options:
             self.client.log_dict(run_id, without_secrets(options), file)
         return run_id
@@ -170,12 +170,8 @@ class Store:
             self.client.log_batch(run_id, metrics=batch)
             del pending[: len(batch)]
 
-    def copy_params(self, run_id: str, names: Sequence[str]) -> None:
-        """Copy parameters from a run that is nested in this one, if there is any."""
-        nested = f"tags.`mlflow.parentRunId` = '{run_id}'"
-        for run in self.client.search_runs([self.experiment_id], nested, max_results=1):
-            params = [Param(name, run.data.params[name]) for name in names if name in run.data.params]
-            self.client.log_batch(run_id, params=params)
+    def params(self, run_id: str, params: Mapping[str, str]) -> None:
+        self.client.log_batch(run_id, params=[Param(name, text) for name, text in params.items()])
 
     def end_abandoned(self) -> None:
         """Mark runs as KILLED whose folder is on this machine, and whose process is gone."""

@@ -89,10 +89,10 @@ def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
         for name, figure in figures(run.rounds, result, distilled).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
-        scores = {key: value for key, value in _final(result).items() if key.startswith("test_")}
+        scores = {key: value for key, value in _final(result).items() if key.startswith("test_") or key in _SHOWN}
         of_model = metrics(scores, result.rounds, about["exact_times"])
-        tags = {**guarantee, "ledger_head": json.dumps(result.ledger)}
-        send_models(store, run_id, folder, tags, of_model, result.rounds)
+        tags = {**note, "ledger_head": json.dumps(result.ledger)}
+        send_models(store, run_id, folder, tags, guarantee, of_model)
 
 
 def _result(run: RunFiles) -> RunResult | None:
