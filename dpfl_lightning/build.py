@@ -124,6 +124,11 @@ def build_engine(name: str, workers: int | None = None) -> SerialEngine:
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
 
 
+def new_folder() -> str:
+    """Return the folder of a new run that has no `output_dir`."""
+    return datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f")
+
+
 class FederatedLoop(RunSession):
     """Differentially private federated training of one module over a population, with both sides in this process.
 
@@ -214,7 +219,7 @@ class FederatedLoop(RunSession):
             warn_user(module.task_advice)
         _notice(module, clients)
         at_nodes = "" if remote is None else " --plan PLAN --nodes SOCKET ..."
-        folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
+        folder = Path(output_dir or new_folder())
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         caveats = [one for strategy in registered for one in strategy.caveats]
         config = RunConfig(

@@ -115,7 +115,7 @@ class Checkout:
         """The releases of a run in which a client misses the round that forms the groups, and its groups by round."""
         answers = self.trained("late", self.digits(*(word for pair in LATE.items() for word in pair)))
         lines = map(json.loads, (self.scratch / "late" / "metrics.jsonl").read_text().splitlines())
-        groups = [line["clients"]["group"]["5"] for line in lines]
+        groups = [(line["clients"].get("train_group") or line["clients"]["group"])["5"] for line in lines]
         if groups[0] is not None or groups[-1] is None:
             raise RuntimeError(f"{self.tree}: the client is not late, its groups are {groups}")
         return {**answers, "groups": groups}

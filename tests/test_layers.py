@@ -52,6 +52,8 @@ ONLY_IN = {
     "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},
     "lightning": {
         "distilled",
+        "fit",
+        "reporting.loggers",
         "federated.client.module",
         "federated.client.identity",
         "federated.client.lightning_loss",

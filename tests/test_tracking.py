@@ -23,6 +23,7 @@ from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.fit import main as fit_command
 from dpfl_lightning.privacy.clipping.inputs import arguments
@@ -154,8 +155,7 @@ def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, o
     names = ("test_accuracy", "test_loss", "train_epsilon_max", "train_epsilon_median", "val_accuracy_min")
     for metric in (*names, "train_participants", "train_records_per_second"):
         assert run.steps(metric) == list(range(1, 11)), f"{metric}: results do not double the end of a curve"
-    assert min(run.metrics) == "test_accuracy", "MLflow's first chart"
-    assert not [name for name in run.metrics if "/" in name or "_of_" in name], "no group, no single client"
+    assert [name for name in run.metrics if "/" in name] == ["headline/test_accuracy"], "MLflow's first chart"
     assert run.metrics["train_epsilon_max"] == pytest.approx(3.0)
     assert run.metrics["test_accuracy"] == 0.5 and run.metrics["train_wall_seconds"] == 61.0
 
@@ -197,13 +197,29 @@ def test_keys_and_passwords_never_leave(new_tracking, only_run, store, folder):
 
 
 def test_clients_of_small_runs_have_curves_of_their_own(new_tracking, only_run, folder):
-    view = a_view(folder)
-    metrics = {"weight": torch.tensor([0.25, math.nan, 0.75])}
+    view = a_view(folder, options={"evaluation": {"metrics": ["auroc"]}})
+    view = dataclasses.replace(
+        view, facts=dataclasses.replace(view.facts, test_set=False, names=("oslo", "bergen", "7"))
+    )
+    scores = (Score(0.5, 1.5, {"auroc": 0.75}), Score(0.5, math.nan, {"auroc": None}), Score(0.5, 2.5, {"auroc": 0.25}))
     tracking = new_tracking(per_client=True)
     start(tracking, view)
-    end_round(tracking, view, a_report(view, 1, metrics=metrics))
-    weights = {name: value for name, value in only_run().metrics.items() if name.startswith("train_weight_of_")}
-    assert weights == {"train_weight_of_00": 0.25, "train_weight_of_02": 0.75}, "absent clients have no point"
+    metrics = {"weight": torch.tensor([0.25, math.nan, 0.75])}
+    end_round(tracking, view, a_report(view, 1, metrics=metrics, client_scores=scores))
+    found = only_run().metrics
+    assert {"val_auroc/oslo": 0.75, "val_auroc/07": 0.25, "train_weight/oslo": 0.25}.items() <= found.items()
+    assert not {"val_auroc/bergen", "train_weight/bergen"} & found.keys(), "what is not known has no point"
+    assert found["headline/val_auroc_mean"] == 0.5 and not [name for name in found if name.startswith("test_")]
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_names_of_runs_say_what_differs(new_tracking, store, folder):
+    for number, more in enumerate(({}, {"clients": {"learning_rate": 0.3}}, {})):
+        write_json(folder / "ledger.head", {"run": str(number) * 32})
+        start(tracking := new_tracking(), a_view(folder, options={"model": {"name": "logistic"}, **more}))
+    runs = MlflowClient(store).search_runs([tracking.store.experiment_id], order_by=["start_time"])
+    first = "size_weighted eps 1-3 logistic"
+    assert {run.info.run_name for run in runs} == {first, f"learning_rate 0.3, {first}", f"2: {first}"}
 
 
 def test_metrics_of_many_clients_are_summed_up(new_tracking, only_run, folder):
@@ -268,7 +284,8 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
     end(tracking, view)
     run = only_run()
     note = run.tags["mlflow.note.content"]
-    assert note.startswith("**Test accuracy 50.00%**\n\n**Guarantee.** ") and note.endswith(f"are done.\n\n{plan}")
+    words = "**Test accuracy 50.00%**\n\n**Epsilon 3 at delta 0.001 per record**, the largest of 3 clients.\n\n"
+    assert note.startswith(words) and note.endswith(f"are done.\n\n{plan}")
     assert not [name for name in run.metrics if "epsilon" in name]
     assert run.files("figures") == {"figures/accuracy_over_rounds.png"}
 
@@ -331,6 +348,8 @@ def test_logged_models_are_loaded_and_used(new_tracking, only_run, store, folder
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     mlflow.set_tracking_uri(store)
     address = f"runs:/{run.info.run_id}/model"
+    model = MlflowClient(store).get_logged_model(run.models[0].model_id)
+    assert model.params.items() >= {"epsilon": "3", "delta": "0.001", "unit": "record"}.items(), "on the model's page"
     net = mlflow.pytorch.load_model(address)
     expected = view.module.net(x).detach()
     assert type(net) is torch.nn.Linear and torch.equal(net(x), expected)

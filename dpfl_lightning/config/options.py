@@ -251,7 +251,7 @@ class EvaluationOptions(Section, section="evaluation"):
 
 @dataclass(frozen=True)
 class TrackingOptions(Section, section="tracking"):
-    """How MLflow records the run; `tracking: null` turns tracking off.
+    """How MLflow and other loggers record the run; `tracking: null` turns tracking off.
 
     Args:
         experiment: name of the MLflow experiment.
@@ -260,6 +260,7 @@ class TrackingOptions(Section, section="tracking"):
             SQLite file if that is not set.
         tags: additional tags of the run, {name: text}.
         per_client: send the curves of every client, in addition to the smallest, median, mean and largest value.
+        loggers: Lightning loggers beside MLflow, [{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {...}}].
     """
 
     experiment: str = "dpfl_lightning"
@@ -267,6 +268,7 @@ class TrackingOptions(Section, section="tracking"):
     uri: str | None = None
     tags: dict = field(default_factory=dict)
     per_client: bool = False
+    loggers: tuple[dict, ...] = ()
 
 
 @dataclass(frozen=True)

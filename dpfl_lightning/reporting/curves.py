@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_gro
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.reporting import description
 from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.runtime.text import distinct
 
 FILE = HISTORY
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
@@ -32,9 +34,8 @@ Values = Mapping[str, float | None]
 class Round:
     """One round: name of a curve -> value, and name -> client -> value; None where nothing was measured.
 
-    Curves begin with `test_` (test records), `train_` (releases, epsilon, speed) or `val_` (held-out records of
-    clients). MLflow sorts them in this order; a name with a slash would precede all others. `clients` is empty for more
-    than 100 clients.
+    Curves begin with `test_` (test set), `train_` (releases, epsilon, speed) or `val_` (held-out records of clients).
+    `clients` is empty for more than 100 clients.
     """
 
     round: int
@@ -75,18 +76,23 @@ class Curves(Callback):
 
 def of_round(report: RoundReport, facts: Facts) -> Round:
     """Return the curves of a finished round."""
-    diagnostics = report.diagnostics
+    diagnostics, scores = report.diagnostics, report.client_scores
     clients: dict[str, Sequence[float | None]] = {
-        "accuracy": report.client_accuracy or (),
-        "epsilon": report.epsilon_spent,
-        "clip_fraction": () if diagnostics is None else diagnostics.clip_fraction,
-        "gradients_not_finite": () if diagnostics is None else diagnostics.not_finite,
-        **{name: value.tolist() for name, value in report.metrics.items() if isinstance(value, Tensor)},
+        "val_accuracy": report.client_accuracy or (),
+        "val_loss": [score.loss for score in scores],
+        **{
+            f"val_{name}": [score.metrics.get(name) for score in scores]
+            for name in dict.fromkeys(name for score in scores for name in score.metrics)
+        },
+        "train_epsilon": report.epsilon_spent,
+        "train_clip_fraction": () if diagnostics is None else diagnostics.clip_fraction,
+        "train_gradients_not_finite": () if diagnostics is None else diagnostics.not_finite,
+        **{f"train_{name}": value.tolist() for name, value in report.metrics.items() if isinstance(value, Tensor)},
     }
     over_all = {name: quantiles(name, values) for name, values in clients.items()}
     groups = accuracy_of_groups(report.client_accuracy or (), true_groups(facts))
     values = {
-        **on_test(report.test_accuracy, report.test_loss, report.test_metrics),
+        **(on_test(report.test_accuracy, report.test_loss, report.test_metrics) if facts.test_set else {}),
         **{curve: value for found in over_all.values() for curve, value in found.items()},
         **of_groups(groups),
         **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
@@ -99,6 +105,32 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
         columns = {name: _known(column) for name, column in clients.items() if over_all[name]}
         named = {name: dict(zip(names, column, strict=True)) for name, column in columns.items()}
     return Round(report.round, dict(zip(values, _known(list(values.values())), strict=True)), named)
+
+
+def with_clients(one: Round) -> dict[str, float | None]:
+    """Return the curves of a round and those of each client, `val_auroc/bergen`."""
+    return {
+        **one.values,
+        **{
+            f"{curve}/{client}": value
+            for curve, column in one.clients.items()
+            for client, value in zip(_charts(list(column)), column.values(), strict=True)
+        },
+    }
+
+
+def _charts(clients: Sequence[str]) -> list[str]:
+    """Return different names of the clients' charts, in which a slash would be a group.
+
+    >>> _charts(["7", "north/east", "a+b", "a*b"])
+    ['07', 'north_east', 'a_b (1)', 'a_b (2)']
+    """
+    return distinct(
+        [
+            client.zfill(2) if client.isdigit() else re.sub(r"[^\w. -]", "_", client).strip(". ") or "_"
+            for client in clients
+        ]
+    )
 
 
 def on_test(accuracy: float | None, loss: float | None, metrics: Values) -> dict[str, float | None]:
@@ -115,26 +147,21 @@ def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:
     return {f"val_accuracy_{'group_' * name.isdigit()}{name}": value for name, value in accuracies.items()}
 
 
-def over_clients(name: str) -> str:
-    """Return the beginning of the names of curves of a value of clients: accuracies are on held-out records."""
-    return f"val_{name}" if name == "accuracy" else f"train_{name}"
-
-
 def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
     """Return the smallest, median, mean and largest value over clients, for accuracies also the standard deviation.
 
     None and NaN are left out. An epsilon without a bound is infinite, and so is then the largest.
 
     >>> quantiles("epsilon", [1.0, None, 4.0])
-    {'train_epsilon_min': 1.0, 'train_epsilon_median': 2.5, 'train_epsilon_mean': 2.5, 'train_epsilon_max': 4.0}
+    {'epsilon_min': 1.0, 'epsilon_median': 2.5, 'epsilon_mean': 2.5, 'epsilon_max': 4.0}
     """
     known = np.array(values, dtype=np.float64)  # None becomes NaN
     known = known[~np.isnan(known)]
     if not known.size:
         return {}
     found = {"min": known.min(), "median": np.median(known), "mean": known.mean(), "max": known.max()}
-    found |= {"std": known.std()} if name == "accuracy" else {}
-    return {f"{over_clients(name)}_{key}": float(value) for key, value in found.items()}
+    found |= {"std": known.std()} if name == "val_accuracy" else {}
+    return {f"{name}_{key}": float(value) for key, value in found.items()}
 
 
 def history(rounds: Sequence[Round], name: str) -> dict[int, float]:

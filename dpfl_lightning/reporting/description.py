@@ -19,7 +19,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
-from dpfl_lightning.federated.server.scores import in_words, remarks
+from dpfl_lightning.federated.server.scores import in_words, remarks, stated
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.files import write_json
@@ -225,11 +225,13 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
     if result is None:
         return "\n\n".join([ended, *plan])
     words = in_words(vars(result))
-    scores = [*([f"**{words}**"] if words else []), *remarks([vars(result)])]
+    said, count = claim(result.guarantee), counted(len(result.clients), "client")
+    largest = f"Epsilon {stated(result.guarantee.epsilon, result.guarantee.delta)} per {said['unit']}"
+    largest = f"**{'Simulated: ' * result.simulated}{largest}**, the largest of {count}."
+    scores = [*([f"**{words}**"] if words else []), largest, *remarks([vars(result)])]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
-        over = f"Over {counted(len(result.clients), 'client')}: mean {result.accuracy_mean:.2%}"
+        over = f"Over {count}: mean accuracy {result.accuracy_mean:.2%}"
         scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
-    said = claim(result.guarantee)
     guarantee = f"**Guarantee.** {said['guarantee']} Details: see the artifact `guarantee.html`."
     guarantee += f"\n\n- Covered: {said['covered']}\n- Not covered: {said['not_covered']}"
     return "\n\n".join([*scores, guarantee, ended, *plan])

@@ -40,7 +40,7 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
 
 
 def _accuracy_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
-    test = history(rounds, "test_accuracy")
+    test = history(rounds, "test_accuracy" if result.test_set else "val_accuracy_mean")
     if not test:
         return None
     figure, axes = new_axes("Accuracy over rounds", "round", "accuracy")
@@ -74,10 +74,10 @@ def _groups_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
 
 
 def _epsilon_figure(rounds: Sequence[Round]) -> Figure | None:
-    last = rounds[-1].clients.get("epsilon", {}) if rounds else {}
+    spent = {one.round: one.clients.get("train_epsilon", {}) for one in rounds}
     curves = {
-        name: {one.round: value for one in rounds if (value := one.clients.get("epsilon", {}).get(name)) is not None}
-        for name in last
+        name: {round: value for round, of in spent.items() if (value := of.get(name)) is not None}
+        for name in (spent[rounds[-1].round] if rounds else ())
     }
     curves = curves or {end: history(rounds, f"train_epsilon_{end}") for end in ("min", "mean", "max")}
     curves = {name: curve for name, curve in curves.items() if curve}

@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import html
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, pstdev
@@ -33,7 +32,7 @@ from dpfl_lightning.federated.server.scores import (
     title,
     worst,
 )
-from dpfl_lightning.reporting.curves import history, over_seeds
+from dpfl_lightning.reporting.curves import Round, history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
 from dpfl_lightning.runtime.text import at_most, counted, distinct, flattened
@@ -137,19 +136,18 @@ def _scored(run: RunFiles) -> Mapping[str, Any]:
     """Return the result of a run, or its latest scores if it is not finished."""
     if run.result is not None:
         return vars(run.result)
-    names = dict.fromkeys(name for one in run.rounds for name in one.values if name.startswith("test_"))
-    latest = {name: _last(run, name) for name in names}
-    metrics = {name.removeprefix("test_"): latest[name] for name in names if name not in ("test_accuracy", "test_loss")}
-    return {**latest, "test_metrics": metrics, "test_set": not _held_out(run), "clients": ()}
+    held_out = _held_out(run)
+    latest = {name: value for one in run.rounds for name, value in _curves(one, held_out).items() if value is not None}
+    metrics = {name: value for name, value in latest.items() if name not in ("accuracy", "loss")}
+    scores = {"test_accuracy": latest.get("accuracy"), "test_loss": latest.get("loss"), "test_metrics": metrics}
+    return {**scores, "test_set": not held_out, "clients": ()}
 
 
 def _held_out(run: RunFiles) -> bool:
     """Return whether test scores are means over clients on held-out records, because there is no test set."""
     if run.result is not None:
         return not run.result.test_set
-    pairs = [(one.values.get("test_accuracy"), one.values.get("val_accuracy_mean")) for one in run.rounds]
-    known = [pair for pair in pairs if pair != (None, None)]
-    return bool(known) and all(None not in pair and math.isclose(*pair) for pair in known)  # type: ignore[arg-type]
+    return not any(name.startswith("test_") for one in run.rounds for name in one.values)
 
 
 def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Mapping[str, str]) -> dict[str, str]:
@@ -263,13 +261,14 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
         some = [(number, *one) for number, one in enumerate(numbered) if _held_out(one[1].runs[0]) == held_out]
         main = [headline(list(map(_scored, group.runs))) for _, _, group in some]
         rounds = [one for _, _, group in some for run in group.runs for one in run.rounds]
-        measured = [name.removeprefix("test_") for one in rounds for name in one.values if name.startswith("test_")]
+        measured = [name for one in rounds for name in _curves(one, held_out)]
         for score in dict.fromkeys([*filter(None, main), *measured]):
             heading = _capital(title(score, held_out))
+            curve = f"val_{score}_mean" if held_out else f"test_{score}"
             for x, x_curve in {"round": None, **(epsilons if score in main else {})}.items():
                 data = []
                 for number, name, group in some:
-                    data += _band(name, group, f"test_{score}", x_curve, _COLOURS[number % len(_COLOURS)])
+                    data += _band(name, group, curve, x_curve, _COLOURS[number % len(_COLOURS)])
                 if data:
                     charts.append({"title": f"{heading} over {x}", "data": data, "layout": _layout(x, heading)})
     points: dict[str, list[dict[str, Any]]] = {}
@@ -281,6 +280,13 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
         layout = _layout("epsilon spent", title(score, held_out=True))
         charts.append({"title": f"{_capital(score)} of each client over its epsilon", "data": data, "layout": layout})
     return charts
+
+
+def _curves(one: Round, held_out: bool) -> dict[str, float | None]:
+    """Return the test scores of a round by name, or the means over clients of those on held-out records."""
+    start, end = ("val_", "_mean") if held_out else ("test_", "")
+    names = [name for name in one.values if name.startswith(start) and name.endswith(end)]
+    return {name.removeprefix(start).removesuffix(end): one.values[name] for name in names}
 
 
 def _capital(words: str) -> str:

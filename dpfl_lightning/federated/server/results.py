@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.federated.messages.evaluation import Diagnostics
+from dpfl_lightning.federated.messages.evaluation import Diagnostics, Score
 from dpfl_lightning.federated.server.folder import HISTORY
 from dpfl_lightning.federated.server.scores import in_words
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
@@ -105,6 +105,7 @@ class RoundReport:
     test_loss: float | None = None
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
     client_accuracy: tuple[float | None, ...] | None = None
+    client_scores: tuple[Score, ...] = ()
     diagnostics: Diagnostics | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     answered: tuple[int, ...] = ()

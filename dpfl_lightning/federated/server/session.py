@@ -413,6 +413,7 @@ class RunSession:
             weights=weights,
             epsilon_spent=self.clients.spent(),
             client_accuracy=None if scores is None else tuple(score.accuracy for score in scores.clients),
+            client_scores=() if scores is None else scores.clients,
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
             answered=tuple(sorted(self.traffic.answered)),

@@ -1,10 +1,9 @@
 """Trained nets as MLflow models, which can be loaded, used for prediction and served."""
 
-import contextlib
 import copy
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,8 @@ from dpfl_lightning.reporting.mlflow.store import Store
 FOLDER = "mlflow"  # in the folder of the run
 _MOST_MODELS = 10  # more models, such as one for each client, are only files
 _LIBRARIES = ("mlflow", "torch", "numpy", "cloudpickle")
-_CHATTER = ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlflow.utils.requirements_utils")
+for chatter in ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlflow.utils.requirements_utils"):
+    logging.getLogger(chatter).setLevel(logging.ERROR)  # advice about pickles and missing requirements
 
 
 def save_models(view: View, folder: Path) -> None:
@@ -66,15 +66,14 @@ def _save(net: nn.Module, facts: Facts, path: Path) -> None:
             metadata = {"features": dict(facts.features)}
             usage = {"signature": ModelSignature(columns, signature.outputs), "metadata": metadata}
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0, tzinfo=None)  # as the times of private runs
-    with _quiet():
-        mlflow.pytorch.save_model(
-            net,
-            path,
-            mlflow_model=ModelFile(utc_time_created=hour),
-            **usage,
-            pip_requirements=[f"{library}=={version(library)}" for library in _LIBRARIES],
-            serialization_format="pickle",  # load_model then returns the net itself, for any size of a batch
-        )
+    mlflow.pytorch.save_model(
+        net,
+        path,
+        mlflow_model=ModelFile(utc_time_created=hour),
+        **usage,
+        pip_requirements=[f"{library}=={version(library)}" for library in _LIBRARIES],
+        serialization_format="pickle",  # load_model then returns the net itself, for any size of a batch
+    )
 
 
 def _example(facts: Facts) -> Inputs:
@@ -85,17 +84,20 @@ def _example(facts: Facts) -> Inputs:
 
 
 def send_models(
-    store: Store, run_id: str, folder: Path, tags: dict[str, str], scores: Sequence[Metric], step: int
+    store: Store, run_id: str, folder: Path, tags: dict[str, str], guarantee: dict[str, str], scores: Sequence[Metric]
 ) -> None:
-    """Log what `save_models` wrote as models `runs:/<run_id>/<name>`; the only model of a run gets its scores."""
+    """Log what `save_models` wrote as models `runs:/<run_id>/<name>`; the only model of a run gets its scores.
+
+    The page of a model shows parameters and a description, but no other tags, so parameters state the guarantee.
+    """
     paths = sorted((folder / FOLDER).glob("model*"), key=lambda path: (len(path.name), path.name))
     outputs = store.client.get_run(run_id).outputs
     sent = [store.client.get_logged_model(one.model_id) for one in (outputs.model_outputs if outputs else ())]
     known = {(one.name, one.tags.get("ledger_head")) for one in sent if one.status == LoggedModelStatus.READY}
     for path in paths:
         if (path.name, tags["ledger_head"]) not in known:
-            model = store.client.create_logged_model(store.experiment_id, path.name, run_id, tags)
-            store.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+            model = store.client.create_logged_model(store.experiment_id, path.name, run_id, tags, guarantee)
+            store.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, scores[0].step if scores else 0)])
             file = ModelFile.load(path)
             file.artifact_path, file.run_id = model.artifact_location, run_id
             file.model_uuid = file.model_id = model.model_id
@@ -104,17 +106,3 @@ def send_models(
             store.client.finalize_logged_model(model.model_id, "READY")
             of_model = [Metric(one.key, one.value, one.timestamp, one.step, model_id=model.model_id) for one in scores]
             store.log_metrics(run_id, of_model if len(paths) == 1 else [])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence MLflow's advice about pickles and missing requirements."""
-    loggers = [logging.getLogger(name) for name in _CHATTER]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

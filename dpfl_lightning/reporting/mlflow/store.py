@@ -1,6 +1,7 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -34,6 +35,7 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retr
 
 _MOST_METRICS = 1000  # in one request
 _LONGEST_TAG = 8000  # characters
+_MOST_CHANGES = 3  # in the name of a run
 _VIEW = "dpfl_lightning"  # of an experiment's page, whose own default shows neither metrics nor parameters
 _VIEW_TAG = f"mlflow.sharedViewState.{_VIEW}"
 _COLUMNS = {"attributes": ("Created", "Duration"), "params": ("strategies", "epsilon", "rounds", "seed")}
@@ -58,6 +60,23 @@ class Store:
             self.show(_COLUMNS)
         self.how_to_open = how_to_open(self.uri, self.experiment_id)
 
+    def new_name(self, name: str, params: Mapping[str, str]) -> str:
+        """Return a name that no run has: after what differs from the first run of this name, or after a number.
+
+        For example `learning_rate 0.3, noise_aware eps 2`, and then `2: learning_rate 0.3, noise_aware eps 2`: the
+        table of runs shows the beginning of a name only.
+        """
+        same, oldest = f"attributes.run_name LIKE '%{name}'", ["start_time ASC"]
+        runs = self.client.search_runs([self.experiment_id], same, order_by=oldest)
+        taken = [run.info.run_name for run in runs]
+        if name not in taken:
+            return name
+        first = runs[taken.index(name)].data.params
+        changed = [f"{key.rpartition('.')[2]} {text}" for key, text in params.items() if first.get(key) != text]
+        name = ", ".join([*changed[:_MOST_CHANGES], name])
+        numbered = (f"{number}: {name}" for number in itertools.count(2))
+        return name if name not in taken else next(one for one in numbered if one not in taken)
+
     def begin(
         self,
         name: str,
@@ -78,7 +97,7 @@ class Store:
         start = start if exact_times else self._first_free(start - start % _HOUR)
         run = self.client.create_run(self.experiment_id, start_time=start, run_name=name, tags=texts)
         run_id = run.info.run_id
-        self.client.log_batch(run_id, params=[Param(key, text) for key, text in (params or {}).items()])
+        self.params(run_id, params or {})
         if options:
             self.client.log_dict(run_id, without_secrets(options), file)
         return run_id
@@ -151,12 +170,8 @@ class Store:
             self.client.log_batch(run_id, metrics=batch)
             del pending[: len(batch)]
 
-    def copy_params(self, run_id: str, names: Sequence[str]) -> None:
-        """Copy parameters from a run that is nested in this one, if there is any."""
-        nested = f"tags.`mlflow.parentRunId` = '{run_id}'"
-        for run in self.client.search_runs([self.experiment_id], nested, max_results=1):
-            params = [Param(name, run.data.params[name]) for name in names if name in run.data.params]
-            self.client.log_batch(run_id, params=params)
+    def params(self, run_id: str, params: Mapping[str, str]) -> None:
+        self.client.log_batch(run_id, params=[Param(name, text) for name, text in params.items()])
 
     def end_abandoned(self) -> None:
         """Mark runs as KILLED whose folder is on this machine, and whose process is gone."""

@@ -6,20 +6,37 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
 from dpfl_lightning.runtime.text import flattened, without_credentials
 
 
-class StudyTracking:
-    """Tracks a search as one run of a `Store`, and each trial as a run nested in it. A failing store stops no trial.
+class _Parent:
+    """A run of a `Store` in which other runs are nested. A failing store stops none of them."""
 
-    MLflow gets rounded times, as from a private run.
-    """
+    _unharmed = "training continues"
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
         self.store, self._tags, self._begun = Store(experiment, uri), dict(tags or {}), time.monotonic()
         self.how_to_open = self.store.how_to_open
+
+    def stopped(self, run_id: str) -> None:
+        """Mark the run as stopped; `begin` resumes it."""
+        self._tried(lambda: self._end(run_id, "KILLED"))
+
+    def _end(self, run_id: str, status: str = "FINISHED") -> None:
+        self.store.end(run_id, status, time.monotonic() - self._begun)
+
+    def _tried(self, action: Callable[[], None]) -> None:
+        self.store.tried(action, self._unharmed)
+
+
+class StudyTracking(_Parent):
+    """Tracks a search as one run of a `Store`, and each trial as a run nested in it.
+
+    MLflow gets rounded times, as from a private run.
+    """
 
     def begin(self, name: str, options: Mapping[str, Any], sweep: Mapping[str, Any], run_id: str | None = None) -> str:
         """Start or resume the run of the search, and return its id.
@@ -70,39 +87,28 @@ class StudyTracking:
             for path in files:
                 public = without_credentials(path.read_text(encoding="utf-8"))
                 self.store.client.log_text(run_id, public, path.name)
-            self.store.end(run_id, seconds=time.monotonic() - self._begun)
+            self._end(run_id)
 
         self._tried(log)
 
-    def stopped(self, run_id: str) -> None:
-        """Mark the search as stopped; `begin` resumes it."""
-        self._tried(lambda: self.store.end(run_id, "KILLED", time.monotonic() - self._begun))
 
-    def _tried(self, action: Callable[[], None]) -> None:
-        self.store.tried(action, "training continues")
-
-
-class SeedsTracking:
+class SeedsTracking(_Parent):
     """Tracks the runs of several seeds as one run of a `Store`, in which they are nested."""
 
-    def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
-        self.store, self._tags, self._begun = Store(experiment, uri), dict(tags or {}), time.monotonic()
-        self.how_to_open = self.store.how_to_open
+    _unharmed = "finished runs are kept"
 
     def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float] | None) -> str:
         """Start the parent run, or resume that of the same folder, and return its id."""
         place, private = str(folder.resolve()), budgets is not None
         tags = {**self._tags, **description.program(), "output_dir": place, "status": "running"}
-        run, name = (
-            {**options, "seed": None},
-            name or description.run_name(options["strategies"], budgets or (), private, options),
-        )
+        run = {**options, "seed": None}
         params = description.params(run, {"epsilon": description.epsilon_span(budgets or (), private)})
         with reported(self.store.uri):
             earlier = self.store.latest("output_dir", place)
             if earlier is not None and self.store.resume(earlier.info.run_id):
                 return earlier.info.run_id
-            return self.store.begin(name, tags, params, options)
+            usual = description.run_name(options["strategies"], budgets or (), private, options)
+            return self.store.begin(name or self.store.new_name(usual, params), tags, params, options)
 
     def end(self, run_id: str, folders: Sequence[Path], text: str) -> None:
         """Log mean and standard deviation over the seeds in each round, and `text` as the description."""
@@ -115,13 +121,9 @@ class SeedsTracking:
                         spread = {f"{name}_std_over_seeds": std} if name.startswith("test_") else {}
                         pending.extend(metrics({name: mean, **spread}, step))
             self.store.log_metrics(run_id, pending)
-            self.store.copy_params(run_id, ("num_params", "clients.count"))  # known to the runs of the seeds only
+            known = read_json(folders[0] / description.FILE)["params"]  # to the runs of the seeds only
+            self.store.params(run_id, {name: known[name] for name in ("num_params", "clients.count")})
             self.store.tag(run_id, {"status": "finished", "mlflow.note.content": text})
-            self.store.end(run_id, seconds=time.monotonic() - self._begun)
+            self._end(run_id)
 
-        self.store.tried(log, "the runs of the seeds are complete")
-
-    def stopped(self, run_id: str) -> None:
-        """Mark the run as stopped; `begin` resumes it."""
-        seconds = time.monotonic() - self._begun
-        self.store.tried(lambda: self.store.end(run_id, "KILLED", seconds), "finished runs are kept")
+        self._tried(log)

@@ -2,8 +2,7 @@
 
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
 from dpfl_lightning.reporting.mlflow.store import Run, Store, last_steps, metrics
 from dpfl_lightning.reporting.run_files import RunFiles
-from dpfl_lightning.runtime.text import distinct
 from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
@@ -22,6 +20,7 @@ _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
+_FIRST = "headline"  # MLflow shows groups of charts by name, and charts without a group last
 _SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 
 
@@ -68,7 +67,7 @@ def _begun(folder: Path, store: Store, run: RunFiles, about: Mapping[str, Any], 
         "status": "running",
         "mlflow.note.content": description.markdown(about["notes"]),
     }
-    name = tracking.get("run_name") or about["name"]
+    name = tracking.get("run_name") or store.new_name(about["name"], about["params"])
     run_id = store.begin(name, tags, about["params"], run.options, exact_times=about["exact_times"])
     for context, fields in about["datasets"].items():
         store.log_dataset(run_id, fields, context)
@@ -90,59 +89,33 @@ def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
         for name, figure in figures(run.rounds, result, distilled).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
-        scores = {key: value for key, value in _final(result).items() if key.startswith("test_")}
+        scores = {key: value for key, value in _final(result).items() if key.startswith("test_") or key in _SHOWN}
         of_model = metrics(scores, result.rounds, about["exact_times"])
-        tags = {**guarantee, "ledger_head": json.dumps(result.ledger)}
-        send_models(store, run_id, folder, tags, of_model, result.rounds)
+        tags = {**note, "ledger_head": json.dumps(result.ledger)}
+        send_models(store, run_id, folder, tags, guarantee, of_model)
 
 
 def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
     """Return round -> curves; in the last one also the results under the names of the curves that end in them."""
-    values = {one.round: dict(_values(one, per_client)) for one in run.rounds}
+    values = {one.round: curves.with_clients(one) if per_client else dict(one.values) for one in run.rounds}
     if result := run.result:
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
+    known = dict.fromkeys(name for one in values.values() for name, value in one.items() if value is not None)
+    test = [name for name in known if name.startswith("test_")]
+    scores = test or [name for name in known if name.startswith("val_") and name.endswith("_mean")]
+    first = min(scores, key=lambda name: ("loss" in name, "accuracy" in name), default=None)  # a metric, if any
+    if first is not None:
+        values = {step: {**one, f"{_FIRST}/{first}": one.get(first)} for step, one in values.items()}
     return values
-
-
-def _values(one: curves.Round, per_client: bool) -> curves.Values:
-    """Return the curves of a round, with `per_client` also those of each client, by its name."""
-    if not per_client:
-        return one.values
-    return {
-        **one.values,
-        **{
-            f"{curves.over_clients(curve)}_of_{chart}": value
-            for curve, column in one.clients.items()
-            for chart, value in zip(_charts(list(column)), column.values(), strict=True)
-        },
-    }
-
-
-def _charts(clients: Sequence[str]) -> list[str]:
-    """Return different ends of curves' names; clients whose names become the same are numbered.
-
-    >>> _charts(["a+b", "a*b", "c"])
-    ['a_b (1)', 'a_b (2)', 'c']
-    """
-    return distinct(list(map(_chart, clients)))
-
-
-def _chart(client: str) -> str:
-    """Return a client's name as the end of a curve's name: MLflow sorts curves by name, and a slash is a group.
-
-    >>> _chart("7"), _chart("north/east")
-    ('07', 'north_east')
-    """
-    return client.zfill(2) if client.isdigit() else re.sub(r"[^\w. -]", "_", client).strip(". ") or "_"
 
 
 def _final(result: RunResult) -> dict[str, float | None]:
     """Return the results of the run under the names of the curves that end in them, and its times."""
     spent = [math.inf if client["epsilon_spent"] is None else client["epsilon_spent"] for client in result.clients]
-    over = {"accuracy": [client["accuracy"] for client in result.clients], "epsilon": spent}
+    over = {"val_accuracy": [client["accuracy"] for client in result.clients], "train_epsilon": spent}
     return {
-        **curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics),
+        **(curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics) if result.test_set else {}),
         **{curve: value for name, column in over.items() for curve, value in curves.quantiles(name, column).items()},
         **curves.of_groups(result.accuracy_of_groups),
         **{f"train_{name}": getattr(result, name) for name in _TIMES},
