@@ -27,7 +27,7 @@ def test_the_picture_of_the_clients_has_clusters_and_true_groups(tmp_path):
 def test_clients_with_one_curve_share_its_label(tmp_path):
     names = [*map(str, range(8)), "north $8$"]
     spent = {1: [0.1] * 9, 2: [0.2] * 8 + [1.2]}
-    rounds = [Round(step, {}, {"epsilon": dict(zip(names, values, strict=True))}) for step, values in spent.items()]
+    rounds = [Round(step, {}, {"train_epsilon": dict(zip(names, of, strict=True))}) for step, of in spent.items()]
     clients = tuple(
         {"client": i, "name": name, "epsilon_budget": None, "accuracy": None} for i, name in enumerate(names)
     )

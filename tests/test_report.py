@@ -10,6 +10,7 @@ from fakes import FRAME, a_report, a_result, a_view
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.fit import fit_seeds
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.report import main, report
@@ -30,7 +31,9 @@ def a_folder(folder, rounds=4, finished=True, names=(), **changed):
     """A run's folder as the run writes it, without its ledger."""
     folder.mkdir(parents=True)
     view = a_view(folder, rounds=4)
-    view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, names=names))
+    view = dataclasses.replace(
+        view, facts=dataclasses.replace(view.facts, names=names, test_set=changed.get("test_set", True))
+    )
     options = dataclasses.asdict(Options(rounds=4, privacy=PrivacyOptions(epsilon=[1.0, 2.0, 3.0])))
     reports = changed.pop("reports", {})
     (folder / "options.yaml").write_text(dump({**options, **changed.pop("options", {})}))
@@ -72,7 +75,7 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
     callback.on_fit_start(dataclasses.replace(view, round=3))
     callback.on_round_end(view, a_report(view, 3))
     assert [one.round for one in curves.read(path)] == [1, 2, 3] and path.read_text().endswith("\n")
-    assert curves.read(path)[2].clients["accuracy"] == {"0": 0.15, "1": 0.151, "2": 0.152}
+    assert curves.read(path)[2].clients["val_accuracy"] == {"0": 0.15, "1": 0.151, "2": 0.152}
     path.write_text('{"round": 1, "values": {"test_accuracy": "<b>"}, "clients": {}}\n')
     with pytest.raises(UserError, match="one JSON object for each round"):
         curves.read(path)
@@ -202,7 +205,11 @@ def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_m
     ]
     of_accuracy = dict.fromkeys(("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"))
     changed = {**scores, **of_accuracy, "test_set": False, "clients": clients, "metrics_mean": {"mae": 0.6}}
-    held_out = a_folder(tmp_path / "held_out", reports={**scores, "client_accuracy": (None,) * 3}, **changed)
+    reports = {
+        "client_accuracy": (None,) * 3,
+        "client_scores": [Score(None, one["loss"], one["metrics"]) for one in clients],
+    }
+    held_out = a_folder(tmp_path / "held_out", reports={**scores, **reports}, **changed)
     page = report([held_out])
     results = table(page, "Results")["held_out"]
     assert results["mae on held-out records"] == "0.6" and results["worst client"] == "mae 1.2"
