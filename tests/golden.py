@@ -115,7 +115,7 @@ class Checkout:
         """The releases of a run in which a client misses the round that forms the groups, and its groups by round."""
         answers = self.trained("late", self.digits(*(word for pair in LATE.items() for word in pair)))
         lines = map(json.loads, (self.scratch / "late" / "metrics.jsonl").read_text().splitlines())
-        groups = [(line["clients"].get("train_group") or line["clients"]["group"])["5"] for line in lines]
+        groups = [line["clients"]["train_group"]["5"] for line in lines]
         if groups[0] is not None or groups[-1] is None:
             raise RuntimeError(f"{self.tree}: the client is not late, its groups are {groups}")
         return {**answers, "groups": groups}
@@ -144,6 +144,8 @@ class Checkout:
             sockets = [f"{name}/socket" for name in names]
             self.run(*words, "--plan", "plan.json", "--nodes", *sockets, "--output_dir", "sites")
         terms = json.loads((self.scratch / "plan.json").read_text())["message"]
+        for site in terms["sites"]:
+            del site["public_key"]  # drawn by the node
         ledgers = sorted(self.scratch.glob("*/plans/*/ledger.jsonl"))
         return {
             "plan": {key: value for key, value in terms.items() if key not in DRAWN},
@@ -153,8 +155,6 @@ class Checkout:
 
     def site(self, number: int) -> list[str]:
         """The words with which `node init` gives half of the digits to a node."""
-        if (self.tree / "dpfl_lightning/deployment").exists():  # a tree before configurations of sites
-            return ["--name", ("berlin", "paris")[number], "--data", f"digits:{number}/2", "--test_key", KEY]
         limits = ["--privacy.epsilon", "5", "--privacy.delta", "0.01", "--privacy.noise_key", KEY]
         return ["--client", str(number), "--data.name", "digits", "--clients.count", "2", *limits]
 
