@@ -8,8 +8,11 @@ import pickle
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,6 +33,7 @@ T = TypeVar("T")
 
 _JOINING = timedelta(minutes=5)  # timeout of the start: the longest time between the first rank and the last one
 _PATIENCE = timedelta(weeks=1)  # timeout of a collective: a round may be long, and a rank that dies closes its socket
+_FAREWELL = 5.0  # seconds
 
 
 class LostRank(LostClients):
@@ -53,6 +57,10 @@ class Ranks:
         self.rank, self.size, self.command = launch.rank, launch.size, launch.command
         self.fabric = _fabric(device, launch)
         self.cores = _cores_of_rank(self.size) if self.size > 1 else None
+        if self.size > 1:
+            self._watch = dist.new_group(timeout=_PATIENCE)
+        if self.rank > 0:
+            threading.Thread(target=self._end_with_rank_0, daemon=True).start()
         atexit.register(self.leave)  # a process that ends with open connections may abort
 
     def broadcast(self, value: T) -> T:
@@ -73,7 +81,19 @@ class Ranks:
     def leave(self) -> None:
         """Close the connections, so that the other ranks end, too; no other run can follow."""
         if dist.is_initialized():
+            for rank in range(1, self.size if self.rank == 0 else 1):
+                with suppress(RuntimeError):  # it may be the lost rank
+                    dist.send(torch.zeros(1), rank, self._watch)
             dist.destroy_process_group()
+
+    def _end_with_rank_0(self) -> None:
+        """End this process soon after rank 0 was killed, because the main thread may train for hours."""
+        try:
+            dist.recv(torch.zeros(1), 0, self._watch)
+        except RuntimeError:
+            time.sleep(_FAREWELL)  # a main thread that waits for rank 0 notices it, and ends in order
+            print(f"rank {self.rank}: rank 0 has stopped, so this rank stops, too", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def portable(self, error: Exception) -> Exception:
         """The exception in a form that rank 0 can raise, with a note on where it was raised."""
