@@ -23,7 +23,7 @@ def save_figure(title: str, **results: RunResult) -> None:
             print(f"{client['name']}: epsilon {client['epsilon_spent']} of {client['epsilon_budget']}")
         print(f"final accuracy {result.test_accuracy:.3f}")
     for client in result.clients:
-        epsilons = [one["clients"]["epsilon"][client["name"]] for one in history]
+        epsilons = [one["clients"]["train_epsilon"][client["name"]] for one in history]
         right.plot(rounds, epsilons, marker="o", markersize=3, label=client["name"])
     left.set(title=title, xlabel="round", ylabel="accuracy on the test set")
     right.set(title="What each client has spent", xlabel="round", ylabel="epsilon", ylim=(0, None))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import secrets
 import shutil
 import socket
 import sqlite3
@@ -327,6 +328,7 @@ INPUTS_OF_NETS = ((EMBEDDING, IDS), (OfTwoInputs(), (IDS, AGE)), (OfTwoInputs(),
 def tracking_of_net(new_tracking, view, net, folder):
     """Log a net as the model of a finished run without a warning; return the id of the run."""
     (folder / "model_1.pt").unlink(missing_ok=True)
+    write_json(folder / "ledger.head", {"run": secrets.token_hex(16)})  # another run in the same place
     torch.save(net.state_dict(), folder / "model.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

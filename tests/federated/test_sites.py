@@ -15,7 +15,7 @@ from dpfl_lightning.build import build_loop
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.server import aggregate
+from dpfl_lightning.federated.server.round import Round
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting import description
@@ -244,7 +244,7 @@ def test_a_node_that_was_late_stays_left_out_of_a_round_that_is_repeated(tmp_pat
         pytest.warns(UserNotice, match="must answer within --node_wait"),
         pytest.raises(PowerCut),
     ):
-        patch.setattr(aggregate, "step", broken_off)
+        patch.setattr(Round, "_without_diverged", broken_off)
         loop.run()
     again = over(nodes, terms, options)
     again.run(resume=True)
