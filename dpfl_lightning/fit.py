@@ -257,10 +257,9 @@ def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -
 
 def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> dict[str, Any]:
     """Return mean and standard deviation of the test scores over seeds, and the guarantee of all runs together."""
-    from dpfl_lightning.federated.server.scores import scores_of
+    from dpfl_lightning.federated.server.scores import known_values, scores_of
 
-    each = [scores_of(result, "test_") for result in results]
-    known = {name: [value for one in each if (value := one.get(name)) is not None] for name in each[0]}
+    known = known_values([scores_of(result, "test_") for result in results])
     return {
         "seeds": list(seeds),
         "scores": {

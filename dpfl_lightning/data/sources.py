@@ -6,7 +6,6 @@ Debian-like machine, from Debian's package without root. Downloads come by HTTPS
 files are checked by their structure and never changed.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -23,7 +22,7 @@ import pooch
 
 from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.runtime.files import cache_folder
+from dpfl_lightning.runtime.files import cache_folder, locked_folder
 
 TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for the next bytes
 
@@ -192,12 +191,8 @@ def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
     except OSError as error:
         tried.append(f"{cache}: not writable ({error.strerror}); DPFL_DATA may name another folder")
         return False
-    lock = os.open(cache, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several ranks downloads
+    with locked_folder(cache):  # only one of several ranks downloads
         return not source.layout.missing(folder) or _fetch_into(folder, name, source, tried)
-    finally:
-        os.close(lock)
 
 
 def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bool:

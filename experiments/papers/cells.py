@@ -2,13 +2,11 @@
 
 import contextlib
 import datetime
-import fcntl
 import functools
 import hashlib
 import itertools
 import json
 import math
-import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,27 +257,16 @@ def _parsed(line: str, where: str) -> tuple[Path, dict[str, Any]]:
 
 def write(results: Path, cell: Cell, content: Mapping[str, Any]) -> Path:
     """Write the line of a finished cell, in place of an older one; several processes may do so at once."""
-    from dpfl_lightning.runtime.files import write_text
+    from dpfl_lightning.runtime.files import locked_folder, write_text
 
     results.mkdir(parents=True, exist_ok=True)
     path = file_of(results, cell.experiment)
     global _written
     whole = _short({**cell._asdict(), "overrides": dict(cell.overrides), **content})
-    with _locked(results):
+    with locked_folder(results):
         cells = {**contents(results, cell.experiment), cell.place: whole}
         _written += 1
         return write_text(path, "".join(f"{json.dumps(cells[place])}\n" for place in sorted(cells)))
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def file_of(results: Path, experiment: str) -> Path:

@@ -129,8 +129,8 @@ def in_words(result: Result) -> str:
 def remarks(results: Sequence[Result]) -> list[str]:
     """Return sentences on what the scores do not show: those that are no better than a constant prediction, and those
     that the records do not define."""
-    columns, low = _columns([scores_of(one, "test_") for one in results]), []
-    for name, constants in _columns([one.get("baseline") or {} for one in results]).items():
+    columns, low = known_values([scores_of(one, "test_") for one in results]), []
+    for name, constants in known_values([one.get("baseline") or {} for one in results]).items():
         if name in _CONSTANT and (known := columns.get(name)) and constants:
             value, constant = statistics.fmean(known), statistics.fmean(constants)
             if not (value < constant if name in SMALLER_IS_BETTER else value > constant):
@@ -164,17 +164,17 @@ def title(score: str, held_out: bool) -> str:
 
 def score_cells(results: Sequence[Result]) -> dict[str, str]:
     """Return the scores of a run, or of one run for several seeds, by title; the baseline follows the headline."""
-    name, baselines = headline(results), _columns([one.get("baseline") or {} for one in results])
+    name, baselines = headline(results), known_values([one.get("baseline") or {} for one in results])
     held_out = bool(results) and not any(one["test_set"] for one in results)
     cells: dict[str, str] = {}
-    for score, values in _columns([scores_of(one, "test_") for one in results]).items():
+    for score, values in known_values([scores_of(one, "test_") for one in results]).items():
         cells[title(score, held_out)] = spread(score, values)
         if score == name and baselines.get(score):
             cells["baseline"] = spread(score, baselines[score])
     return cells
 
 
-def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+def known_values(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
     """Return the known values of each score."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
@@ -227,7 +227,7 @@ def client_columns(results: Sequence[Result]) -> dict[str, Column]:
 
 def score_columns(clients: Sequence[Sequence[Result]]) -> dict[str, Column]:
     """Return the columns of the scores of clients, each with a row for each seed."""
-    known = [_columns([scores_of(row) for row in rows]) for rows in clients]
+    known = [known_values([scores_of(row) for row in rows]) for rows in clients]
     names = dict.fromkeys(name for of_client in known for name, values in of_client.items() if values)
     return {name: Column([one.get(name) or None for one in known], partial(spread, name)) for name in names}
 

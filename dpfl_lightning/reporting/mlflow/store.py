@@ -1,6 +1,5 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
-import fcntl
 import itertools
 import json
 import logging
@@ -26,7 +25,7 @@ from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.reporting.run_files import ledger_run
-from dpfl_lightning.runtime.files import is_locked
+from dpfl_lightning.runtime.files import is_locked, locked_folder
 from dpfl_lightning.runtime.text import rounded_up_duration, without_credentials, without_secrets
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
@@ -300,12 +299,8 @@ def _alone(uri: str) -> Iterator[None]:
     if folder is None or not folder.is_dir():
         yield
         return
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked_folder(folder):
         yield
-    finally:
-        os.close(lock)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.runtime.files import locked_folder, write_json, write_text
 from dpfl_lightning.runtime.strict_json import parsed
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.sites import wire
@@ -116,15 +115,9 @@ class StateFolder:
         require(file.is_file(), "STATE_DIR", must, str(self.path), "Create it with `dpfl node init`.")
         return _read(Settings, file, "the settings of a node")
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the one lock under which plans are accepted and withdrawn."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        return locked_folder(self.path)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
