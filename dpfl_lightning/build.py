@@ -284,7 +284,9 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
     if module.unused:
         lines.append(f"not used of {name}: {', '.join(module.unused)}")
     if module.adapted is not None and module.adapted.whole:
-        lines.append(f"training_step of {name} runs for each record alone, which is slower than a loss of the outputs")
+        if not module.adapted.unreduced:
+            slow = "which is slower than losses of torch for a batch of outputs"
+            lines.append(f"training_step of {name} runs for each record alone, {slow}")
         if not module.adapted.calls_forward:
             lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
     if module.optimizer_from:

@@ -273,7 +273,7 @@ PATH = ["--data.class_path", "hospitals_of_tests.hospitals"]
             "`clients.count` must be 3, the clients of hospitals_of_tests.population, got 4",
         ),
         (["--data.class_path", "nowhere.population"], "`data.class_path` must be importable, got 'nowhere.population'"),
-        (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must be a pair"),
+        (["--data.class_path", "hospitals_of_tests.drawn", "--data.init_args.count", "3"], "must yield or be pairs"),
         (
             ["--data.init_args.size", "3"],
             "`data.init_args.size` must be an argument of hospitals_of_tests.population (it has none), got 3.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,11 +16,56 @@ from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import Inputs, record_shape, take
 
 Classes = Sequence[Any] | None  # names of the classes, in the order of their numbers
+_LABELS = ("labels", "label", "targets", "target", "y")  # of records that are dictionaries
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """What a user's code gets as a batch: (x, y), the parts of a tuple x and then y, or a dictionary with y.
+
+    `label` is the key of y in a dictionary.
+    """
+
+    kind: Literal["pair", "parts", "dictionary"] = "pair"
+    label: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} with {self.label}" if self.label else self.kind
+
+    @classmethod
+    def of(cls, record: Any, label: str | None, where: str) -> "BatchForm":
+        """The form of a record, or of arrays of records, as a user gave them. Raises UserError."""
+        if isinstance(record, Mapping):
+            name = label or next((key for key in _LABELS if key in record), None)
+            keys = ", ".join(map(str, record))
+            must, advice = f"have a key {label or ' or '.join(_LABELS)} with the label", "Name it: label='...'."
+            require(name in record and len(record) > 1, where, must, keys, advice)
+            return cls("dictionary", str(name))
+        several = isinstance(record, tuple | list) and len(record) >= 2
+        advice = "Let a Dataset return the inputs as one tensor, tuple or dictionary, and the label beside them."
+        must = "yield or be pairs (x, y), tuples that end with y, or dictionaries with the label"
+        require(several, where, must, type(record).__name__, advice)
+        return cls("pair" if len(record) == 2 else "parts")
+
+    def separated(self, record: Any) -> tuple[Any, Any]:
+        """Return inputs and label of a record of this form."""
+        if self.kind == "dictionary":
+            return {name: part for name, part in record.items() if name != self.label}, record[self.label]
+        return record if self.kind == "pair" else (tuple(record[:-1]), record[-1])
+
+    def batch(self, x: Inputs, y: Tensor) -> Any:
+        """Return a batch of this form."""
+        if self.kind == "dictionary":
+            return {**x, self.label: y}
+        return (x, y) if self.kind == "pair" else (*x, y)
+
+
+PAIR = BatchForm()
 
 
 @dataclass(frozen=True)
 class Source:
-    """The records of one client as a user gave them: arrays (x, y), or a map-style Dataset of such pairs.
+    """The records of one client as a user gave them: arrays of a `BatchForm`, or a map-style Dataset of such records.
 
     `where` is its name in messages. With `classes` the labels are names of classes.
     """
@@ -28,31 +73,32 @@ class Source:
     records: Any
     where: str
     classes: Classes = None
+    form: BatchForm = PAIR
 
     @classmethod
-    def of(cls, given: Any, where: str, classes: Classes = None) -> "Source":
+    def of(cls, given: Any, where: str, classes: Classes = None, label: str | None = None) -> "Source":
         """Raises UserError unless `given` holds records with a length and an index."""
         given = given.dataset if isinstance(given, DataLoader) else given
         given = given.tensors if isinstance(given, TensorDataset) else given
-        if isinstance(given, TorchDataset):
+        if isinstance(given, TorchDataset) or _is_list_of_records(given):
             has_length = hasattr(given, "__len__") and not isinstance(given, IterableDataset)
             advice = "Collect its records into tensors."
             require(has_length, where, "be a Dataset with a length and an index", type(given).__name__, advice)
-            require(len(given) >= 1, where, "hold at least one record", 0)  # type: ignore[arg-type]
-            return cls(given, where, classes)
-        is_pair = isinstance(given, tuple | list) and len(given) == 2
-        require(is_pair, where, "be a pair (x, y) or a torch Dataset of such", type(given).__name__)
-        kind, advice = type(given[0]).__name__, "Use Population.from_dataframe, or df.to_numpy()."
-        require(not hasattr(given[0], "to_numpy"), f"{where}: x", "be a tensor or an array", kind, advice)
-        x = _parts(given[0], lambda part: part if isinstance(part, Tensor | np.ndarray) else _tensor(part, where))
+            require(len(given) >= 1, where, "hold at least one record", 0)
+            return cls(given, where, classes, BatchForm.of(given[0], label, where))
+        form = BatchForm.of(given, label, where)
+        given_x, given_y = form.separated(given)
+        kind, advice = type(given_x).__name__, "Use Population.from_dataframe, or df.to_numpy()."
+        require(not hasattr(given_x, "to_numpy"), f"{where}: x", "be a tensor or an array", kind, advice)
+        x = _parts(given_x, lambda part: part if isinstance(part, Tensor | np.ndarray) else _tensor(part, where))
         for part in tree_leaves(x):
             must = "have the shape [records, ...]"
             require(part.ndim >= (2 if part is x else 1), f"{where}: x", must, tuple(part.shape))
             require(len(part) >= 1, f"{where}: x", "hold at least one record", tuple(part.shape))
         counts = {len(part) for part in tree_leaves(x)}
         require(len(counts) == 1, f"{where}: x", "hold tensors of one number of records", sorted(counts))
-        y = given[1] if isinstance(given[1], Tensor) else _array(given[1], f"{where}: y")
-        return cls((x, y), where, classes)
+        y = given_y if isinstance(given_y, Tensor) else _array(given_y, f"{where}: y")
+        return cls((x, y), where, classes, form)
 
     def __len__(self) -> int:
         return len(tree_leaves(self.records[0])[0]) if isinstance(self.records, tuple) else len(self.records)
@@ -77,11 +123,11 @@ class Source:
         return self.read(rows)[0]
 
     def _collected(self, rows: Sequence[int]) -> tuple[Inputs, Any]:
-        records = [self.records[row] for row in rows]
-        for record in records:
-            is_pair = isinstance(record, tuple | list) and len(record) == 2
-            advice = "Let it return the inputs as one tensor, tuple or dictionary, and the label beside them."
-            require(is_pair, self.where, "yield pairs (x, y)", type(record).__name__, advice)
+        given = [self.records[row] for row in rows]
+        for record in given:
+            form = BatchForm.of(record, self.form.label or None, self.where)
+            require(form == self.form, self.where, f"yield records of one form, {self.form}", str(form))
+        records = [self.form.separated(record) for record in given]
         inputs = [_parts(x, lambda part: _tensor(part, self.where)) for x, _ in records]
         shapes = {str(tree_map(lambda part: tuple(part.shape), x)) for x in inputs}
         got = " and ".join(sorted(shapes)[:5])
@@ -112,6 +158,14 @@ class Source:
         advice = yes_no if isinstance(unknown, str) and True in self.classes else ""
         require(unknown is None, where, f"hold the given classes only, {list(self.classes)}", unknown, advice)
         return torch.tensor([number_of[name] for name in names])
+
+
+def _is_list_of_records(given: Any) -> bool:
+    """Whether it is a list of dictionaries, or a data set of another library, such as Hugging Face's."""
+    if isinstance(given, list):
+        return bool(given) and isinstance(given[0], Mapping)
+    known = isinstance(given, tuple | Mapping | str | Tensor | np.ndarray) or hasattr(given, "to_numpy")
+    return not known and hasattr(given, "__len__") and hasattr(given, "__getitem__")
 
 
 def _parts(x: Any, convert: Any) -> Inputs:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import check_choices, clients_of_frame, features_of, frame_of, records_of_frame
-from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
+from dpfl_lightning.data.given import PAIR, BatchForm, Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
@@ -52,6 +52,7 @@ class Population:
         features: how columns of a table became inputs, see `from_dataframe`: the public `names` of the inputs, `scale`
             and `categories`, ready for JSON; None for other records.
         origin: of a public data set: `Dataset.origin`; otherwise empty.
+        form: what a `training_step` gets as a batch.
     """
 
     x: Inputs
@@ -66,6 +67,7 @@ class Population:
     names: tuple[str, ...] = ()
     features: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
+    form: BatchForm = PAIR
 
     def __post_init__(self) -> None:
         if self.names:
@@ -239,6 +241,7 @@ class Population:
         num_classes: int | None = None,
         classes: Classes = None,
         lazy: bool = False,
+        label: str | None = None,
     ) -> Population:
         """Create a population from your data, on the CPU. Raises a UserError that names the client if they do not fit.
 
@@ -247,7 +250,7 @@ class Population:
                 client are a pair of tensors or arrays, x [n, *X] and y [n, ...] (integers: classes, -100 for a pixel or
                 token to ignore; floating: a regression), or a map-style torch Dataset of such (x, y). x may be floating
                 or whole numbers, an image of PIL (scaled to [0, 1]), a tuple of tensors (the arguments of the net) or a
-                dictionary (its keywords).
+                dictionary (its keywords). Longer tuples end with y; dictionaries may contain y, as `labels` or so.
             test: the test set of the run in the same form, or None.
             held_out: probability in [0, 1) with which each record is held out. Each record and `seed` decide alone, so
                 that equal records stay together.
@@ -256,6 +259,7 @@ class Population:
             classes: names of the classes if labels are names, in the order of their numbers; public, as `num_classes`.
             lazy: read inputs whenever a batch is drawn, instead of keeping all in memory. All records are read once
                 now. A query to a client reads all its records at once.
+            label: key of y in records that are dictionaries; None takes labels, label, targets, target or y.
 
         **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
         has to return each record independently of the others, which random transformations do not.
@@ -278,8 +282,11 @@ class Population:
         check_names("names", names)  # before errors name a client
         given = clients.values() if isinstance(clients, Mapping) else clients
         whose = [f"client {name}" for name in names or range(len(clients))]
-        sources = [Source.of(records, where, classes) for where, records in zip(whose, given, strict=True)]
-        sources += [] if test is None else [Source.of(test, "test", classes)]
+        sources = [Source.of(records, where, classes, label) for where, records in zip(whose, given, strict=True)]
+        sources += [] if test is None else [Source.of(test, "test", classes, label)]
+        for source in sources:
+            same = source.form == sources[0].form
+            require(same, source.where, f"be in the form of {whose[0]}, {sources[0].form}", str(source.form))
         if lazy:
             xs, ys, draws_of, digests = zip(*(scanned(source, seed) for source in sources), strict=True)
         else:
@@ -300,7 +307,8 @@ class Population:
             must = f"leave a training record of the {len(rows)} of {source.where}"
             require(len(train[-1]) > 0, "held_out", must, held_out, "Hold out less, or change the seed.")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
-        return cls(x, y, _tensors(train), _tensors(held_out_rows), test_rows, num_classes, names=names)
+        rows_of = _tensors(train), _tensors(held_out_rows), test_rows
+        return cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form)
 
     @classmethod
     def from_dataframe(

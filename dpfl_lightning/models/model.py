@@ -1,5 +1,6 @@
 """A trainable model: a net, the loss of each record, and its parameters as one flat vector."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ class Model(nn.Module):
     """A net with a loss for each record, `[B, *X]` -> the outputs of its task, such as `[B, num_classes]`.
 
     The arguments are those of `ClientModule`, which adds the private training step. Records that are a tuple of tensors
-    are the net's arguments, those in a dictionary its keyword arguments. Raises UserError if a layer mixes records
-    (BatchNorm in training mode), no parameter is trainable, or an argument does not fit.
+    are the net's arguments; of a dictionary the net gets the keys that `forward` has, or the only tensor. Raises
+    UserError if a layer mixes records (BatchNorm in training mode), no parameter is trainable, or an argument does not
+    fit.
 
     >>> Model(nn.Linear(4, 3)).num_params
     15
@@ -73,12 +75,16 @@ class Model(nn.Module):
         return self.loss(self.output(params, x), y)
 
     def output(self, params: Params, x: Inputs) -> Tensor:
-        """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`."""
-        returned = functional_call(self.net, dict(params), *arguments(x), tie_weights=self._shares)
+        """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`.
+
+        They are what it returns, its `logits` if it returns an object or a dictionary, or the first of a list.
+        """
+        returned = functional_call(self.net, dict(params), *arguments_of(self.net, x), tie_weights=self._shares)
         if self.given_output is not None:
             tensor, advice = self.given_output(returned), "It gets what the model returns."
             require(isinstance(tensor, Tensor), "output", "return a tensor `[B, ...]`", type(tensor).__name__, advice)
             return tensor
+        returned = returned[0] if isinstance(returned, list | tuple) and returned else returned
         if isinstance(returned, Tensor):
             return returned
         logits = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
@@ -147,6 +153,28 @@ class Model(nn.Module):
         """Return `flat` `[P]` as named views that share its memory."""
         parts = flat.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+
+def arguments_of(net: nn.Module, x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a net for `x`: of a dictionary the keys that `forward` has."""
+    if not isinstance(x, dict):
+        return arguments(x)
+    taken = taken_by(net, x)
+    if not taken and len(x) == 1:
+        return tuple(x.values()), {}
+    names = ", ".join(inspect.signature(net.forward).parameters)
+    advice = f"Its `forward` takes {names}: rename these, or leave other keys out of the records."
+    require(len(taken) > 0, "model", "take the keys of the records as arguments", ", ".join(x), advice)
+    return (), {name: x[name] for name in taken}
+
+
+def taken_by(net: nn.Module, x: Mapping[str, Any]) -> list[str]:
+    """Return the keys of records `x` that `forward` of a net has as arguments."""
+    parameters = inspect.signature(net.forward).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return [*x]
+    named = {one.name for one in parameters if one.kind not in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)}
+    return [name for name in x if name in named]
 
 
 def _check_function(key: str, given: object, advice: str) -> None:

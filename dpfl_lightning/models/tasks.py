@@ -51,6 +51,24 @@ def _right_classes(output: Tensor, y: Tensor) -> Tensor:
     return class_logits(output, y).argmax(dim=1) == y
 
 
+def _without_channel(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks `[B, 1, ...]` as `[B, ...]`."""
+    return output, y.squeeze(1) if y.dim() == output.dim() else y
+
+
+def _is_mask(output: Shape, y: Shape) -> bool:
+    channel = len(y) == len(output) >= 2 and y[0] == 1
+    return len(y) >= 1 and len(output) >= 2 and output[1:] == (y[1:] if channel else y)
+
+
+def _token_loss(output: Tensor, y: Tensor) -> Tensor:
+    return _cross_entropy(output.movedim(-1, 1), y)  # logits [B, vocabulary, tokens]
+
+
+def _next_tokens(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return output[:, :-1], y[:, 1:]
+
+
 @dataclass(frozen=True)
 class Task:
     """What the labels and outputs of a record mean. Shapes are those of one record.
@@ -66,6 +84,8 @@ class Task:
         real: whether labels are real numbers.
         one_class: whether a record has one class.
         probabilities: whether outputs are probabilities of label 1, or of classes, and not logits.
+        aligned: function of outputs and labels that returns those that belong together.
+        inferred: whether shapes can tell the task; otherwise it is named, or known by the model.
     """
 
     name: str
@@ -77,11 +97,18 @@ class Task:
     real: bool = False
     one_class: bool = False
     probabilities: bool = False
+    aligned: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda output, y: (output, y)
+    inferred: bool = True
 
     @property
     def zero_or_one(self) -> bool:
         """Whether labels are 0 or 1, and may be floating if the task is named."""
         return self.name in ("binary", "multilabel")
+
+    @property
+    def takes_floats(self) -> bool:
+        """Whether labels are classes that may be floating 0 and 1 if the task is named."""
+        return self.zero_or_one or self.name == "segmentation"
 
     def as_logits(self, output: Tensor) -> Tensor:
         """Return outputs `[B, ...]` as logits: log-odds of probabilities, or logarithms if each class has one."""
@@ -95,9 +122,10 @@ class Task:
         if self.right is None:
             nothing = output.new_zeros(len(y), dtype=torch.float64)
             return nothing, nothing
+        output, y = self.aligned(output, y)
         counted = y != IGNORED
         right = self.right(self.as_logits(output), y) & counted
-        return right.view(len(y), -1).sum(dim=1).double(), counted.view(len(y), -1).sum(dim=1).double()
+        return right.reshape(len(y), -1).sum(dim=1).double(), counted.reshape(len(y), -1).sum(dim=1).double()
 
     def check(self, y: Tensor) -> None:
         """Raise UserError unless labels `y [n, ...]` have the task's type, and only the values 0 and 1 if binary."""
@@ -105,8 +133,8 @@ class Task:
             return
         advice = "Pass y.long() for classes." if y.is_floating_point() else "Pass y.float() for a regression."
         must = f"be {'floating' if self.real else 'integer'} for task {self.name}"
-        require(y.is_floating_point() == self.real or self.zero_or_one, "y", must, y.dtype, advice)
-        if self.zero_or_one:
+        require(y.is_floating_point() == self.real or self.takes_floats, "y", must, y.dtype, advice)
+        if self.zero_or_one or (y.is_floating_point() and not self.real):
             valid = bool(((y == 0) | (y == 1)).all())
             require(valid, "y", f"hold 0 or 1 for each label of task {self.name}", "other numbers")
 
@@ -147,19 +175,31 @@ TASKS: dict[str, Task] = {
     ),
     "segmentation": Task(
         "segmentation",
-        "integer labels [B, ...] and outputs [B, classes, ...]",
-        lambda output, y: len(y) >= 1 and len(output) == len(y) + 1 and output[1:] == y,
-        _class_loss,
+        "integer labels [B, ...] or [B, 1, ...] and outputs [B, classes, ...]",
+        _is_mask,
+        lambda output, y: _class_loss(*_without_channel(output, y)),
         _right_classes,
         metrics=("iou",),
+        aligned=_without_channel,
     ),
     "language_modeling": Task(
         "language_modeling",
         "integer labels [B, tokens] and outputs [B, tokens, vocabulary]",
         lambda output, y: len(y) == 1 and len(output) == 2 and output[:1] == y,
-        lambda output, y: _cross_entropy(output.movedim(-1, 1), y),  # logits [B, vocabulary, tokens]
+        _token_loss,
         lambda output, y: output.argmax(dim=-1) == y,
         metrics=("perplexity",),
+    ),
+    "causal_lm": Task(
+        "causal_lm",
+        "the tokens of the record as labels [B, tokens], of which each predicts the next, and outputs "
+        "[B, tokens, vocabulary]",
+        lambda output, y: len(y) == 1 and len(output) == 2 and output[:1] == y,
+        lambda output, y: _token_loss(*_next_tokens(output, y)),
+        lambda output, y: output.argmax(dim=-1) == y,
+        metrics=("perplexity",),
+        aligned=_next_tokens,
+        inferred=False,
     ),
 }
 
@@ -182,11 +222,11 @@ def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None,
     if named is not None:
         require_one_of(TASKS, "task", named)
         task = TASKS[named]
-        fits = (task.real == real or task.zero_or_one) and task.fits(output, y)
+        fits = (task.real == real or task.takes_floats) and task.fits(output, y)
         advice = "Pass y.long() for classes." if real and not task.real else ""
         require(fits, "task", f"fit the data and the model: {named} needs {task.expects}", kinds, advice)
         return task
-    fitting = [task for task in TASKS.values() if task.real == real and task.fits(output, y)]
+    fitting = [task for task in TASKS.values() if task.inferred and task.real == real and task.fits(output, y)]
     names = [task.name for task in fitting]
     if "binary" in names and len(names) > 1:  # two outputs, or one label in a second dimension
         wanted = "multiclass" if names[0] == "multiclass" and num_classes not in (None, 2) else "binary"
@@ -222,4 +262,4 @@ def other_tasks(task: Task, output: Shape, y: Shape) -> list[str]:
 
     Whether they are is not looked at, because labels are private.
     """
-    return [one.name for one in TASKS.values() if task.real and one.zero_or_one and one.fits(output, y)]
+    return [one.name for one in TASKS.values() if task.real and one.takes_floats and one.fits(output, y)]

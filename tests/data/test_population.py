@@ -248,7 +248,7 @@ X, Y = pair(6)
     [
         ([], {}, "`clients` must name at least one client's records, got 0"),
         ([pair(6)], {"held_out": 1.0}, r"`held_out` must be a probability in \[0, 1\), got 1.0"),
-        ([X], {}, r"`client 0` must be a pair \(x, y\)"),
+        ([X], {}, r"`client 0` must yield or be pairs \(x, y\), tuples that end with y, or dictionaries"),
         ([(X, Y), (X, Y[:-1])], {}, r"`client 1: y` must have the shape \[6, ...\], got \(5,\)"),
         ([(X, Y), (X, Y[:, None])], {}, r"`client 1: y` must have labels of shape \(\), as client 0, got \(1,\)"),
         (

@@ -8,11 +8,12 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from conftest import FIXED_KEY, break_off, small_net
+from conftest import FIXED_KEY, break_off, private, small_net
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
+from dpfl_lightning import Population
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import ClientOptions
@@ -238,8 +239,6 @@ class NoForward(L.LightningModule):
     [
         (lambda: Manual(), "Manual"),
         (lambda: Keeps(), "losses"),
-        (lambda: step(read), "without .item"),
-        (lambda: step(weighted), "weighs classes"),
         (lambda: step(mixed_up), "other records"),
         (lambda: step(of_epoch), "trainer.current_epoch"),
         (lambda: step(of_step), "trainer.global_step"),
@@ -276,7 +275,92 @@ def test_each_record_has_the_mean_over_its_labels_that_count():
     y[:, 1:3] = -100
     expected = [F.cross_entropy(one, labels) for one, labels in zip(module.net(x), y, strict=True)]
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), torch.stack(expected))
-    assert not own.adapted.whole and not own.adapted.unreduced
+    assert not own.adapted.whole and own.adapted.unreduced
+
+
+def test_class_weights_weigh_each_record_whatever_the_others_are():
+    module = step(weighted)
+    own, x, y = ClientModule(module), torch.randn(9, 6), torch.arange(9) % 3
+    own.prepare(x, y, 3)
+    expected = F.cross_entropy(module.net(x), y, reduction="none") * torch.tensor([1.0, 1.0, 50.0])[y]
+    torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), expected)
+    torch.testing.assert_close(own.sample_loss(own.named_trainable, x[2:3], y[2:3]), expected[2:3])
+    assert own.adapted.part == "" and own.adapted.unreduced
+
+
+def test_a_training_step_that_reads_its_loss_runs_for_one_record_after_the_other(make_loop):
+    ours, reference = (trained(make_loop, step(of), rounds=1) for of in (read, plain))
+    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+class Masked(nn.Module):
+    """As models of Hugging Face: keywords, a mask, and the loss beside the logits if there are labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        weights = attention_mask.unsqueeze(2).float()
+        logits = self.head((self.embedding(input_ids) * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1))
+        loss = None if labels is None else nn.CrossEntropyLoss()(logits.view(-1, 3), labels.view(-1))
+        return {"loss": loss, "logits": logits}
+
+
+class OfBatch(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Masked()
+
+    def forward(self, **batch):
+        return self.model(**batch)
+
+    def training_step(self, batch, batch_idx):
+        return self(**batch)["loss"]
+
+
+def test_batches_are_dictionaries_or_tuples_as_the_users_records_are(make_loop, one_noise):
+    g = torch.Generator().manual_seed(0)
+    ids, mask = torch.randint(9, (40, 5), generator=g), torch.ones(40, 5).long()
+    mask[::3, 2:] = 0
+    named = {"attention_mask": mask, "input_ids": ids, "labels": ids[:, 0] % 3}
+    reference = None
+    for records, module in (
+        (({"input_ids": ids, "attention_mask": mask}, named["labels"]), Masked()),
+        (named, Masked()),
+        ([dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)], Masked()),
+        (torch.utils.data.TensorDataset(ids, mask, named["labels"]), Masked()),
+        (named, OfBatch()),
+    ):
+        people = Population.from_datasets([records], num_classes=3, held_out=0)
+        with torch.no_grad():
+            for number, parameter in enumerate(module.parameters()):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+        loop = make_loop(
+            people, ClientModule(module), clients=ClientOptions(1, batch_size=20), privacy=private(8.0), rounds=1
+        )
+        loop.run()
+        reference = loop.module.flat if reference is None else reference
+        torch.testing.assert_close(loop.module.flat, reference, rtol=1e-4, atol=1e-5)
+    assert loop.module.adapted.whole and loop.module.adapted.unreduced and people.form.label == "labels"
+
+
+class OfX(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_keys_that_a_model_does_not_take_are_left_out_and_named(make_loop):
+    x, y = torch.randn(20, 6), torch.arange(20) % 3
+    people = Population.from_datasets([{"x": x, "age": y, "diagnosis": y}], num_classes=3, label="diagnosis")
+    with pytest.warns(UserNotice, match="no argument age"):
+        make_loop(people, ClientModule(OfX()), privacy=None)
+    with pytest.raises(UserError, match="must take the keys of the records as arguments, got 'age, x'"):
+        make_loop(people, ClientModule(small_net()), privacy=None)
 
 
 def configured(answer) -> ClientModule:

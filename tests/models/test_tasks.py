@@ -85,6 +85,8 @@ def test_a_task_follows_from_shapes_and_dtype_or_must_be_named():
         ((4,), (4,), True, 1): "regression",
         ((3, 5, 5), (5, 5), False, 3): "segmentation",
         ((3, 5), (5,), False, 3): "segmentation",
+        ((3, 5, 5), (1, 5, 5), False, 3): "segmentation",
+        ((1, 5, 5), (1, 5, 5), False, 2): "segmentation",
         ((5, 9), (5,), False, 9): "language_modeling",
     }
     assert {shapes: task_of(*shapes).name for shapes in names} == names
@@ -105,6 +107,56 @@ def test_a_task_follows_from_shapes_and_dtype_or_must_be_named():
         task_of((3,), (1,), False, 3)
     with pytest.raises(UserError, match=r"`task` must be one of .*Did you mean `binary`"):
         ClientModule(nn.Linear(4, 1), task="binry")
+
+
+def test_a_causal_model_is_compared_with_the_next_token():
+    g = torch.Generator().manual_seed(0)
+    output, y = torch.randn(3, T, V, generator=g), records("language_modeling")[1][:3]
+    causal, task = TASKS["causal_lm"], TASKS["language_modeling"]
+    torch.testing.assert_close(causal.loss(output, y), task.loss(output[:, :-1], y[:, 1:]))
+    assert torch.equal(torch.stack(causal.hits(output, y)), torch.stack(task.hits(output[:, :-1], y[:, 1:])))
+    shifted = value_of("language_modeling", "perplexity", output[:, :-1], y[:, 1:])
+    assert value_of("causal_lm", "perplexity", output, y) == shifted
+    for one in (evaluation.of_constant(["perplexity"], causal, V, y),):
+        assert one == evaluation.of_constant(["perplexity"], task, V, y[:, 1:])
+
+
+class NumbersForCausalLM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = NETS["language_modeling"]()
+
+    def forward(self, tokens):
+        return self.net(tokens)
+
+
+@pytest.mark.parametrize(
+    "net, loss, name",
+    [
+        (NumbersForCausalLM, None, "causal_lm"),
+        (NETS["language_modeling"], None, "language_modeling"),
+        (NETS["language_modeling"], TASKS["causal_lm"].loss, "causal_lm"),
+        (NumbersForCausalLM, TASKS["language_modeling"].loss, "language_modeling"),
+    ],
+)
+def test_labels_are_shifted_by_the_models_class_or_as_its_own_loss_does(net, loss, name):
+    module = ClientModule(net(), loss)
+    check_fits(module, population("language_modeling"))
+    assert module.task.name == name and ("next one" in module.task_advice) == (name == "causal_lm")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float])
+def test_masks_may_have_a_channel_and_be_of_any_type(dtype):
+    x = torch.randn(20, 1, 5, 5, generator=torch.Generator().manual_seed(0))
+    mask, classes = (x > 0).to(dtype), None if dtype == torch.float else 2
+    people = Population.from_datasets([(x, mask)], num_classes=classes, held_out=0.5)
+    module = ClientModule(nn.Conv2d(1, 1, 1), task="segmentation" if classes is None else None, metrics=["dice"])
+    check_fits(module, people)
+    assert module.task is TASKS["segmentation"]
+    losses = module.loss(x, people.y)
+    expected = F.binary_cross_entropy_with_logits(x, mask.float(), reduction="none").flatten(1).mean(dim=1)
+    torch.testing.assert_close(losses, expected)
+    assert value_of("segmentation", "dice", x, people.y, classes=2) == 1.0
 
 
 def value_of(task: str, name: str, output, y, batches: int = 1, classes: int = K) -> float | None:

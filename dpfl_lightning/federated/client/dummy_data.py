@@ -24,7 +24,8 @@ from dpfl_lightning.federated.client.evaluation import of_records
 from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
-from dpfl_lightning.models.tasks import IGNORED, Task, described, other_tasks
+from dpfl_lightning.models.model import taken_by
+from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
@@ -158,7 +159,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     module.check_parameters()
     records = min(max(8, population.num_classes), 32)  # most classes
     with tensors_restored(module.net):
-        module.prepare(*dummy_batch(population, records, module.device), population.num_classes)
+        module.prepare(*dummy_batch(population, records, module.device), population.num_classes, population.form)
     x, y = dummy_batch(population, records=2, device=module.device)
     outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
     must = f"take records of shape {population.input_shape} and give {outputs} for each"
@@ -166,10 +167,12 @@ def check_fits(module: ClientModule, population: Population) -> None:
         with fixed_rng(module.device):
             output = module.output(module.named_trainable, x)
         task = module.infer_task(output, y, population.num_classes)
+        if task is TASKS["language_modeling"] and module.named_task is None and _shifts_labels(module, x, y):
+            task = TASKS["causal_lm"]
         if _gives_probabilities(module, task, population):
             task = replace(task, probabilities=True)
         module.task = task
-        if task.zero_or_one and y.is_floating_point():
+        if y.is_floating_point() and not task.real and task is not CUSTOM:
             y = (y > 0).to(y.dtype)
         if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
             y = torch.full_like(y, population.num_classes - 1)
@@ -178,6 +181,12 @@ def check_fits(module: ClientModule, population: Population) -> None:
             raise ValueError(f"losses of shape {tuple(losses.shape)} for 2 records")
     shapes = tuple(output.shape[1:]), tuple(y.shape[1:])
     module.task_note = described(task, *shapes, module.named_task is not None)
+    if module.named_task is None and task is TASKS["causal_lm"]:
+        module.task_advice = "labels are the tokens of the record, and each output is compared with the next one"
+        if not module.users_loss:
+            module.task_advice += ". If labels are shifted already, name task language_modeling"
+    if isinstance(x, dict) and not module.users_loss and (left := x.keys() - {*taken_by(module.net, x)}) and len(x) > 1:
+        warn_user(f"the model takes no argument {', '.join(sorted(left))}: these parts of the records are not used")
     if module.named_task is None and (others := other_tasks(task, *shapes)):
         module.task_advice = (
             f"task {task.name} is inferred from floating labels. Name it, or, for labels of 0 and 1, "
@@ -195,6 +204,21 @@ def check_fits(module: ClientModule, population: Population) -> None:
     _check_whole_numbers(module, population)
 
 
+def _shifts_labels(module: ClientModule, x: Inputs, y: Tensor) -> bool:
+    """Whether a language model compares outputs with the next token: by its class, or if its own loss skips the first.
+
+    The class is that of Hugging Face's models, whose labels are the tokens themselves.
+    """
+    if not module.users_loss:
+        names = {kind.__name__ for part in module.net.modules() for kind in type(part).__mro__}
+        return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    first = y.clone()
+    first[:, 0] = 1 - first[:, 0]  # labels are 0 or 1
+    with evaluating(module.net):
+        losses = [module.sample_loss(module.named_trainable, x, labels) for labels in (y, first)]
+    return torch.equal(*losses)
+
+
 @torch.no_grad()
 def _check_whole_numbers(module: ClientModule, population: Population) -> None:
     """Refuse whole numbers in the records that the net cannot take: run it on the extremes of each position.
@@ -207,7 +231,7 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
     x, y = population.x, population.y
     if isinstance(x, LazyInputs):
         return
-    whole = [leaf.flatten(1) for leaf in tree_leaves(x) if leaf.dtype == torch.long]
+    whole = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(x) if leaf.dtype == torch.long]
     if not whole or not len(y):
         return
     rows = torch.cat([end for leaf in whole for end in (leaf.argmin(dim=0), leaf.argmax(dim=0))]).unique()

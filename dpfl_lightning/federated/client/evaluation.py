@@ -15,7 +15,7 @@ from dpfl_lightning.federated.client.metrics import Metrics
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
-from dpfl_lightning.models.tasks import CUSTOM, IGNORED, Task
+from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 MOST_NUMBERS = 1 << 25  # of the outputs of a batch: language models have one for each token and word
@@ -67,12 +67,14 @@ def of_constant(names: Sequence[str], task: Task, num_classes: int, y: Tensor) -
     It is their mean, or the share of each class, label or token. Calibration has no baseline.
     """
     task = dataclasses.replace(task, probabilities=False)
+    if task.name == "causal_lm":
+        task, y = TASKS["language_modeling"], y[:, 1:]
     if task.real:
         constant = y.double().mean(dim=0)
     elif task.zero_or_one:
         constant = y.double().mean(dim=0).logit(eps=1e-7)
     else:
-        counts = y[y != IGNORED].bincount(minlength=num_classes).double()
+        counts = y[y != IGNORED].long().bincount(minlength=num_classes).double()
         constant = (counts / counts.sum()).clamp(min=1e-30).log()
         if task.name == "language_modeling":
             constant = constant.expand(*y.shape[1:], -1)

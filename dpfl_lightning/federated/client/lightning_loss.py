@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -17,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
+from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.privacy.clipping.inputs import take
@@ -32,10 +35,13 @@ _USED = {"forward", "training_step", "configure_optimizers", "configure_model"}
 class LightningLoss:
     """`training_step` of a LightningModule as a loss for each record; its metrics and `log` are silent meanwhile.
 
-    The loss of a record is what `training_step((x, y), 0)` returns for a batch of this record alone. If it depends on
+    The loss of a record is what `training_step(batch, 0)` returns for a batch of this record alone. If it depends on
     the records only by the outputs of `forward` (or of one child module) and by y, in training and in evaluation mode,
     these are computed for all records of a batch at once, so that engines can use layer rules. Otherwise the whole
-    `training_step` runs under `vmap`.
+    `training_step` runs: for a batch at once if its losses of torch can be kept apart, else for each record.
+
+    A mean of torch that is weighted by classes becomes the mean of weighted losses: its divisor, the sum of the
+    weights, would depend on other records.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -47,31 +53,36 @@ class LightningLoss:
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
         self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
+        self.form = BatchForm()
+        self._by_vmap = True
 
-    def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int) -> None:
+    def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int, form: BatchForm) -> None:
         """Find out, on random records `x [B, *X]`, `y [B]`, how losses are computed; before any private record is read.
 
-        `output(params, x)` are the outputs that `loss` takes.
+        `output(params, x)` are the outputs that `loss` takes; `training_step` gets batches of the `form`.
 
         Raises UserError if `training_step` cannot run on one record, is no mean or sum of losses of single records,
         depends on `batch_idx` or the trainer, or keeps something for the next call.
         """
-        before = _kept(self.module)
+        before, self.form = _kept(self.module), form
         self.example = tree_map(lambda one: one[:1].clone(), x)
         parts = ("", *(name for name, _ in self.module.named_children()))
-        ways = [(part, unreduced) for part in parts for unreduced in (True, False)]
+        ways = [*((part, unreduced) for part in parts for unreduced in (True, False)), (None, True)]
         with torch.no_grad():
+            self._by_vmap = self._runs_under_vmap(params, x, y)
             for mode in (evaluating(self.module), nullcontext()):
                 with mode:
                     for p, some_x, some_y in _trials(params, x, y, num_classes):
                         self._require_mean_of_records(p, some_x, some_y)
-                        ways = [way for way in ways if self._agrees(output, *way, p, some_x, some_y)]
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore")  # of torch, about ways that fail
+                            ways = [way for way in ways if self._agrees(output, *way, p, some_x, some_y)]
             self.calls_forward = self._calls_forward(x, y)
         changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
         must = "not keep anything of a batch for the next call"
         require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
-        self.whole = not ways
         self.part, self.unreduced = ways[0] if ways else (None, False)
+        self.whole = self.part is None
 
     def _calls_forward(self, x: Any, y: Tensor) -> bool:
         called, forward = [], self.module.forward
@@ -81,16 +92,30 @@ class LightningLoss:
             return forward(*args, **kwargs)
 
         with self._silent(), _replaced([(self.module, {"forward": noted})]):
-            _step(self.module, x, y)
+            self._step(x, y)
         return bool(called)
+
+    def _runs_under_vmap(self, params: Params, x: Any, y: Tensor) -> bool:
+        try:
+            vmap(partial(self._of_one, params), randomness="different")(x, y)
+        except Exception:  # a user's code may raise anything
+            return False
+        return True
 
     def sample_loss(self, params: Params, x: Any, y: Tensor) -> Tensor:
         """The loss of each record, `[B]`, by the whole `training_step`."""
 
-        def of_one(x: Any, y: Tensor) -> Tensor:
-            return self._of_all(params, tree_map(lambda one: one[None], x), y[None])
+        if self.whole and self.unreduced:
+            return self._of_all(params, x, y, records=len(y))
+        return self._one_by_one(params, x, y)
 
-        return vmap(of_one, randomness="different")(x, y)
+    def _one_by_one(self, params: Params, x: Any, y: Tensor) -> Tensor:
+        if self._by_vmap and len(y) != 1:
+            return vmap(partial(self._of_one, params), randomness="different")(x, y)
+        return torch.stack([self._of_one(params, take(x, row), y[row]) for row in range(len(y))])
+
+    def _of_one(self, params: Params, x: Any, y: Tensor) -> Tensor:
+        return self._of_all(params, tree_map(lambda one: one[None], x), y[None])
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """The loss of each record `[B]` from outputs `[B, ...]` of the module."""
@@ -98,15 +123,16 @@ class LightningLoss:
 
         def of(output: Any, y: Tensor) -> Tensor:
             with _replaced([(part, {"forward": lambda *args, **kwargs: output})]):
-                return _step(self.module, self.example, y)
+                return self._step(self.example, y)
 
         def of_one(output: Any, y: Tensor) -> Tensor:
             return of(tree_map(lambda one: one[None], output), y[None]).reshape(())
 
         with self._silent():
             if not self.unreduced:
-                return vmap(of_one, randomness="different")(output, y)
-            with _Unreduced():
+                with _SeparateLosses():
+                    return vmap(of_one, randomness="different")(output, y)
+            with _SeparateLosses(len(y)):
                 return of(output, y)
 
     def _require_mean_of_records(self, params: Params, x: Any, y: Tensor) -> None:
@@ -115,7 +141,7 @@ class LightningLoss:
             together, drawn = _drawn(y.device, lambda: self._of_all(params, x, y))
             one_alone, _ = _drawn(y.device, lambda: self._of_all(params, *one))
             others = [_drawn(y.device, lambda: self._of_all(params, *one, index))[0] for index in (1, 7)]  # noqa: B023
-            alone = self.sample_loss(params, x, y)
+            alone = self._one_by_one(params, x, y)
         except UserError:
             raise
         except Exception as error:  # a user's code may raise anything
@@ -130,7 +156,7 @@ class LightningLoss:
         if not separate:
             raise UserError(
                 "`training_step` must return the mean of the losses of single records, got a loss that depends on "
-                "other records of the batch (or weighs classes by a mean). Pass ClientModule(model, loss=...)."
+                "other records of the batch. Pass ClientModule(model, loss=...)."
             )
 
     def _is_additive(self, params: Params, x: Any, y: Tensor) -> bool:
@@ -168,35 +194,58 @@ class LightningLoss:
                     f"`training_step` must also work for a batch of one record, got: {reason}. Write squeeze(-1) for "
                     "squeeze(), which removes the dimension of records, too."
                 )
+        forms = {"pair": "(x, y)", "parts": "a tuple that ends with y", "dictionary": "a dictionary"}
         return UserError(
-            "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
-            f"loggers or functional metrics), got {type(error).__name__}: {reason}. Move other work to "
-            "validation_step, or pass ClientModule(model, loss=...)."
+            f"`training_step` must take a batch of records, {forms[self.form.kind]}, without loggers, got "
+            f"{type(error).__name__}: {reason}. Move other work to validation_step, or pass ClientModule(model, "
+            "loss=...)."
         )
 
-    def _agrees(self, output: Output, part: str, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
+    def _agrees(self, output: Output, part: str | None, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
         """Whether outputs of `forward` give, by this way, the loss of each record alone, with the same random draws.
 
         False if `training_step` draws random numbers outside `forward`.
         """
         self.part, self.unreduced = part, unreduced
+
+        def losses(x: Any, y: Tensor) -> Tensor:
+            if part is None:
+                return self._of_all(params, x, y, records=len(y))
+            return self.loss(output(params, x), y)
+
         try:
             for row in range(min(4, len(y))):
                 one_x, one_y = take(x, slice(row, row + 1)), y[row : row + 1]
                 expected, drawn = _drawn(y.device, lambda: self._of_all(params, one_x, one_y))  # noqa: B023
-                of_one, drawn_by_forward = _drawn(y.device, lambda: output(params, one_x))  # noqa: B023
-                if drawn != drawn_by_forward or not _close(self.loss(of_one, one_y), expected[None]):
+                alone, drawn_alone = _drawn(y.device, lambda: losses(one_x, one_y))  # noqa: B023
+                if drawn != drawn_alone or not _close(alone, expected[None]):
                     return False
-            outputs = output(params, x)
-            alone = [self.loss(outputs[row : row + 1], y[row : row + 1]) for row in range(len(y))]
-            return _close(self.loss(outputs, y), torch.cat(alone))
+            with fixed_rng(y.device):
+                return self._same_together(losses, x, y)
         except Exception:  # a user's code may raise anything for an unexpected output
             return False
 
-    def _of_all(self, params: Params, x: Any, y: Tensor, index: int = 0) -> Tensor:
+    @staticmethod
+    def _same_together(losses: Callable[[Any, Tensor], Tensor], x: Any, y: Tensor) -> bool:
+        alone = [losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))]
+        return _close(losses(x, y), torch.cat(alone))
+
+    def _step(self, x: Any, y: Tensor, index: int = 0) -> Tensor:
+        """The loss that `training_step` returns for a batch."""
+        step, batch = self.module.training_step, self.form.batch(x, y)
+        takes_index = len(inspect.signature(step).parameters) > 1
+        answer = step(batch, index) if takes_index else step(batch)
+        loss = answer.get("loss") if isinstance(answer, Mapping) else answer
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"training_step must return a loss, got {type(loss).__name__}.")
+        return loss
+
+    def _of_all(self, params: Params, x: Any, y: Tensor, index: int = 0, records: int | None = None) -> Tensor:
+        """The loss of a batch, or those of so many records, `[records]`, if all are losses of torch."""
         named = {f"module.{name}": value for name, value in params.items()}
-        with self._silent():
-            return functional_call(_TrainingStep(self.module), named, (x, y, index)).reshape(())
+        with self._silent(), _SeparateLosses(records):
+            loss = functional_call(_TrainingStep(self), named, (x, y, index))
+        return loss.reshape(()) if records is None else loss
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
@@ -264,33 +313,49 @@ def _drawn(device: torch.device, work: Callable[[], Any]) -> tuple[Any, list[obj
 class _TrainingStep(nn.Module):
     """A module whose forward pass is the `training_step` of another one."""
 
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, loss: LightningLoss) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._loss = loss.module, loss
 
     def forward(self, x: Any, y: Tensor, index: int) -> Tensor:
-        return _step(self.module, x, y, index)
+        return self._loss._step(x, y, index)
 
 
-class _Unreduced(TorchFunctionMode):
-    """Within it the losses of torch.nn.functional, which the loss modules call, are not reduced."""
+class _SeparateLosses(TorchFunctionMode):
+    """Within it the losses of torch.nn.functional, which the loss modules call, are those of each of `records`, `[B]`.
+
+    Without `records` only means weighted by classes change: to the mean of the weighted losses.
+    """
+
+    def __init__(self, records: int | None = None) -> None:
+        super().__init__()
+        self._records = records
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{**(kwargs or {}), **({"reduction": "none"} if func in _LOSSES else {})})
+        kwargs = kwargs or {}
+        if func not in _LOSSES:
+            return func(*args, **kwargs)
+        call = _LOSSES[func].bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        weighted = (
+            func in (F.cross_entropy, F.nll_loss) and given["weight"] is not None and given["reduction"] == "mean"
+        )
+        if given["reduction"] == "none" or not (weighted or self._records):
+            return func(*args, **kwargs)
+        losses = func(**{**given, "reduction": "none"})
+        of_each = losses.reshape(self._records or 1, -1)
+        if given["reduction"] != "mean":
+            return of_each.sum(dim=1)
+        counted = torch.ones_like(of_each)
+        if "ignore_index" in given and given["target"].shape == losses.shape:
+            counted = (given["target"] != given["ignore_index"]).reshape(of_each.shape)
+        means = of_each.sum(dim=1) / counted.sum(dim=1)
+        return means if self._records else means[0]
 
 
 _FUNCTIONS = (one for name, one in vars(F).items() if inspect.isfunction(one) and not name.startswith("_"))
-_LOSSES = {one for one in _FUNCTIONS if "reduction" in inspect.signature(one).parameters}
-
-
-def _step(module: L.LightningModule, x: Any, y: Tensor, index: int = 0) -> Tensor:
-    """The loss that `training_step` returns for a batch."""
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    answer = module.training_step((x, y), index) if takes_index else module.training_step((x, y))
-    loss = answer.get("loss") if isinstance(answer, Mapping) else answer
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"training_step must return a loss, got {type(loss).__name__}.")
-    return loss
+_LOSSES = {one: of for one in _FUNCTIONS if "reduction" in (of := inspect.signature(one)).parameters}
 
 
 def overrides(module: L.LightningModule, name: str) -> bool:

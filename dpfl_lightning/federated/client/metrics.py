@@ -59,7 +59,7 @@ METRICS: dict[str, Metric] = {
     "r2": Metric(("regression",), lambda task, num: numbers.R2Score()),
     "iou": Metric(("segmentation",), _of_classes(classes.JaccardIndex, average="macro")),
     "dice": Metric(("segmentation",), _of_classes(classes.F1Score, average="macro")),
-    "perplexity": Metric(("language_modeling",), lambda task, num: Perplexity(ignore_index=IGNORED)),
+    "perplexity": Metric(("language_modeling", "causal_lm"), lambda task, num: Perplexity(ignore_index=IGNORED)),
 }
 _OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
 _UNDEFINED = {**dict.fromkeys(_OF_RANKS, "have one class"), "r2": "are fewer than two, or have one label"}
@@ -92,8 +92,8 @@ class Metrics:
         if not self._names:
             return
         self._finite = self._finite and bool(output.isfinite().all())
-        output = self._task.as_logits(output)
-        scores, targets = _inputs(self._task, output, y.long() if self._task.zero_or_one else y)
+        output, y = self._task.aligned(self._task.as_logits(output), y)
+        scores, targets = _inputs(self._task, output, y if self._task.real else y.long())
         outputs = class_logits(output, y).shape[1] if self._task.name in ("multiclass", "segmentation") else 0
         for name in self._names:
             if name not in self._metrics:

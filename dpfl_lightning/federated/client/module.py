@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.registry import users_code
+from dpfl_lightning.data.given import PAIR, BatchForm
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import fixed_rng
@@ -177,7 +178,7 @@ class ClientModule(Model, L.LightningModule):
         require(not frozen, "requires_grad", "be set before a ClientModule is made", frozen, "Set it on the model.")
 
     @torch.no_grad()
-    def prepare(self, x: Inputs, y: Tensor, num_classes: int) -> None:
+    def prepare(self, x: Inputs, y: Tensor, num_classes: int, form: BatchForm = PAIR) -> None:
         """Look at random records `x [B, *X]`, `y [B]`, before any private record is read. See `LightningLoss`.
 
         Raises UserError as `LightningLoss.prepare`, and if an evaluation cannot use the outputs of a LightningModule.
@@ -188,7 +189,7 @@ class ClientModule(Model, L.LightningModule):
         require(self._defines("forward"), "forward", "be a method of a LightningModule", "none", advice)
         if self.adapted is None:
             return
-        self.adapted.prepare(self.output, self.named_trainable, x, y, num_classes)
+        self.adapted.prepare(self.output, self.named_trainable, x, y, num_classes, form)
         with evaluating(self.net):
             output = self.output(self.named_trainable, x)
         advice = "Return logits or real numbers, and take the argmax in predict_step."

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
+from dpfl_lightning.models.model import arguments_of
+from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.reporting.mlflow.store import Store
 
 FOLDER = "mlflow"  # in the folder of the run
@@ -54,7 +55,7 @@ def _save(net: nn.Module, facts: Facts, path: Path) -> None:
     import mlflow.pytorch  # takes seconds
 
     example = _example(facts)
-    positional, named = arguments(example)
+    positional, named = arguments_of(net, example)
     with torch.no_grad():
         output = net.eval()(*positional, **named)
     usage: dict[str, Any] = {}
