@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,15 @@ class BatchForm:
     `label` is the key of y in a dictionary.
     """
 
-    kind: Literal["pair", "parts", "dictionary"] = "pair"
+    layout: str = "pair"  # or parts, or dictionary
     label: str = ""
 
+    def __post_init__(self) -> None:
+        fits = self.layout in ("pair", "parts", "dictionary") and (self.layout == "dictionary") == bool(self.label)
+        require(fits, "form", "be pair, parts, or dictionary with a label", self.layout)
+
     def __str__(self) -> str:
-        return f"{self.kind} with {self.label}" if self.label else self.kind
+        return f"{self.layout} with {self.label}" if self.label else self.layout
 
     @classmethod
     def of(cls, record: Any, label: str | None, where: str) -> "BatchForm":
@@ -49,15 +53,15 @@ class BatchForm:
 
     def separated(self, record: Any) -> tuple[Any, Any]:
         """Return inputs and label of a record of this form."""
-        if self.kind == "dictionary":
+        if self.layout == "dictionary":
             return {name: part for name, part in record.items() if name != self.label}, record[self.label]
-        return record if self.kind == "pair" else (tuple(record[:-1]), record[-1])
+        return record if self.layout == "pair" else (tuple(record[:-1]), record[-1])
 
     def batch(self, x: Inputs, y: Tensor) -> Any:
         """Return a batch of this form."""
-        if self.kind == "dictionary":
+        if self.layout == "dictionary":
             return {**x, self.label: y}
-        return (x, y) if self.kind == "pair" else (*x, y)
+        return (x, y) if self.layout == "pair" else (*x, y)
 
 
 PAIR = BatchForm()

@@ -1,5 +1,6 @@
 """The papers' models by name, and a check that record-level privacy is possible for a model."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.models import nets
 from dpfl_lightning.models.nets import PersonalInput
 
-__all__ = ["PersonalInput", "build", "check_net"]
+__all__ = ["PersonalInput", "build", "check_net", "fixed"]
 
 #: registry name -> function(input_shape, num_classes, **options); `names_in` reads the names from this source
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -47,7 +48,7 @@ def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options:
 
 
 def check_net(net: nn.Module) -> None:
-    """Raise UserError if record-level privacy is not possible for a model; the message names the part.
+    """Raise UserError if record-level privacy is not possible for a model; the message names the parts.
 
     Clipping one record's gradient bounds its influence only if the gradient depends on that record alone. BatchNorm,
     and InstanceNorm with running statistics, silently break this; BatchNorm in evaluation mode does not, and keeps this
@@ -59,21 +60,15 @@ def check_net(net: nn.Module) -> None:
     dpfl_lightning.errors.UserError: `net.1` must see one record at a time, got BatchNorm2d, which mixes the \
 records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by .eval().
     """
-    for name, layer in net.named_modules():
-        if isinstance(layer, _BatchNorm):
-            if not layer.training and layer.running_mean is not None:
-                continue  # public statistics, which no record changes
-            problem = "mixes the records of a batch"
-            way_out = f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features}) instead"
-            way_out += ", or freeze its statistics by .eval()" if layer.running_mean is not None else ""
-        elif isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            problem, way_out = "keeps statistics of records it has seen", "track_running_stats=False instead"
-        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-            problem, way_out = "changes its table where a record reads it", "max_norm=None instead"
-        else:
-            continue
+    refused = {name: (layer, why) for name, layer in net.named_modules() if (why := _not_private(layer))}
+    if refused:
+        (name, (layer, (problem, way_out))), *others = refused.items()
         got = f"{type(layer).__name__}, which {problem}"
-        raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out}.")
+        also = ", ".join(f"`net.{other}` ({type(layer).__name__})" for other, (layer, _) in others)
+        also = f" The same holds for {also}." if others else ""
+        if any(isinstance(layer, _BatchNorm) for _, (layer, _) in others):
+            also += " `model.fix: true`, or ClientModule(model, fix=True), replaces every BatchNorm by a GroupNorm."
+        raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out}.{also}")
     for name, parameter in net.named_parameters():
         has_shape = not isinstance(parameter, UninitializedParameter)
         kind, advice = type(parameter).__name__, "Pass one batch through the net first."
@@ -83,3 +78,42 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
         require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype)
     trainable = any(parameter.requires_grad for parameter in net.parameters())
     require(trainable, "net", "have a trainable parameter", "none", "Is requires_grad off?")
+
+
+def fixed(net: nn.Module) -> nn.Module:
+    """Return a copy in which Opacus' `ModuleValidator` has replaced layers that cannot be private; warns of them.
+
+    BatchNorm becomes a new GroupNorm: what it has learned is lost.
+    """
+    from opacus.validators import ModuleValidator  # takes seconds
+
+    net, new, words = copy.deepcopy(net), dict[nn.Module, nn.Module](), []
+    for name, layer in [*net.named_modules(remove_duplicate=False)]:
+        fixer = ModuleValidator.FIXERS.get(type(layer))
+        if fixer is None or _not_private(layer) is None:
+            continue
+        if layer not in new:
+            new[layer] = fixer(layer)
+            words.append(f"{name or 'net'}: {type(layer).__name__} by {new[layer]}")
+        if name:
+            net.set_submodule(name, new[layer])
+        else:
+            net = new[layer]
+    if words:
+        warn_user(f"replaced {'; '.join(words)}")
+    return net
+
+
+def _not_private(layer: nn.Module) -> tuple[str, str] | None:
+    """Return why a layer cannot be private, and the way out; None if it can."""
+    if isinstance(layer, _BatchNorm):
+        if not layer.training and layer.running_mean is not None:
+            return None  # public statistics, which no record changes
+        way_out = f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features}) instead"
+        way_out += ", or freeze its statistics by .eval()" if layer.running_mean is not None else ""
+        return "mixes the records of a batch", way_out
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        return "keeps statistics of records it has seen", "track_running_stats=False instead"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        return "changes its table where a record reads it", "max_norm=None instead"
+    return None

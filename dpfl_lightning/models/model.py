@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS, Task, task_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
+from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
 DEVICE_FORWARD_CHUNK = 1000  # on other devices than a CPU: few, large kernels
@@ -60,7 +60,7 @@ class Model(nn.Module):
         self.net, self.named_task = net, task
         self.given_loss, self.given_output = loss, output
         self.personal = tuple(personal) or tuple(getattr(net, "personal", ()))
-        self._shares = _shares_tensors(net)  # known once, because finding it out takes half of a call
+        self._further_names = further_names(net)  # known once, because finding them takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
@@ -79,7 +79,7 @@ class Model(nn.Module):
 
         They are what it returns, its `logits` if it returns an object or a dictionary, or the first of a list.
         """
-        returned = functional_call(self.net, dict(params), *arguments_of(self.net, x), tie_weights=self._shares)
+        returned = call(self.net, params, self._further_names, *arguments_of(self.net, x))
         if self.given_output is not None:
             tensor, advice = self.given_output(returned), "It gets what the model returns."
             require(isinstance(tensor, Tensor), "output", "return a tensor `[B, ...]`", type(tensor).__name__, advice)
@@ -183,10 +183,3 @@ def _check_function(key: str, given: object, advice: str) -> None:
     named = given.named_parameters() if isinstance(given, nn.Module) else ()
     trained = [name for name, parameter in named if parameter.requires_grad]
     require(not trained, key, "have no parameters to train", trained, "Make them parameters of the model.")
-
-
-def _shares_tensors(net: nn.Module) -> bool:
-    """Return whether a tensor has several names, as parameter or buffer."""
-    kinds = (net.named_parameters, net.named_buffers)
-    tensors = [tensor for named in kinds for _, tensor in named(remove_duplicate=False)]
-    return len(set(tensors)) < len(tensors)

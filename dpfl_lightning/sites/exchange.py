@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dpfl_lightning.data.given import PAIR, BatchForm
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.plan import Job
 from dpfl_lightning.federated.messages.query import Query
@@ -40,6 +41,7 @@ class Site:
     Args:
         inputs, labels: no records `[0, ...]`, which have the shape and the type of those of the site.
         features: names and public constants of the inputs from a table; else None.
+        form: what a `training_step` gets as a batch.
         public_key: of the Ed25519 key with which its node signs, 64 hexadecimal digits.
         schema: further public facts about the records, as JSON; nothing is read from it yet.
     """
@@ -51,6 +53,7 @@ class Site:
     labels: Tensor
     features: Mapping[str, Any] | None
     public_key: str
+    form: BatchForm = PAIR
     schema: Mapping[str, Any] | None = None
 
 

@@ -70,7 +70,7 @@ def read_site(path: Path, key: str = "--sites") -> Site:
 
 def _check_site(key: str, site: Site) -> None:
     check_names(f"{key}: name", [site.name])
-    check_columns(f"{key}: features", site.features)
+    check_columns(f"{key}: features", [site.features, site.form.label or "label"])
     advice = "`dpfl node init` draws one."
     must = "be 64 hexadecimal digits of a key with which only its owner can sign"
     require(is_public_key(site.public_key), f"{key}: public_key", must, site.public_key, advice)

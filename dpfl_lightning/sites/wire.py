@@ -22,6 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.federated.messages import clients, evaluation, facts, plan, query, schedule, update
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
 from dpfl_lightning.privacy import mechanism
@@ -77,7 +78,7 @@ register(query.FeatureSums)
 register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES)
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
-register(exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
+register(BatchForm, exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
 register(exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
 
 

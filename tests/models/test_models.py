@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.models import MODELS, PersonalInput, build, check_net
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.models import MODELS, PersonalInput, build, check_net, fixed
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.models.thread_safe_loss import ThreadSafeLoss
 from dpfl_lightning.runtime.threads import side_by_side
@@ -143,3 +143,14 @@ def test_several_threads_may_ask_for_the_loss_of_other_parameters_at_a_time():
     found = side_by_side(lambda start: loss(module.unflatten(start), x, y), starts)
     torch.testing.assert_close(found, expected)
     assert torch.equal(module.flat, starts[0] / 0.5)
+
+
+def test_layers_that_mix_records_are_replaced_if_asked_for():
+    shared = nn.BatchNorm2d(4)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), shared, shared, nn.BatchNorm1d(6).eval(), nn.InstanceNorm2d(4))
+    with pytest.warns(UserNotice, match=r"replaced 1: BatchNorm2d by GroupNorm\(4, 4") as caught:
+        new = fixed(net)
+    check_net(new)
+    assert len(caught) == 1 and new[1] is new[2] and isinstance(new[3], nn.BatchNorm1d) and net[1] is shared
+    with pytest.raises(UserError, match=r"`model\.fix: true`, or ClientModule"):
+        check_net(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)))

@@ -13,6 +13,7 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.data import Population
@@ -89,7 +90,8 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
     """Return the whole numbers that a module takes in each tensor of x, and in y if a record has several labels.
 
     It tries public numbers, such as the rows of tables of tokens, on random records, and takes the largest for which
-    the losses are finite. It runs on the CPU, as `_check_whole_numbers`. Elsewhere there is None.
+    the losses are finite, and which may stand everywhere in a record. It runs on the CPU, as `_check_whole_numbers`.
+    Elsewhere there is None.
     """
     inputs, y = tree_leaves(population.empty_batch[0]), population.y
     whole = [part.dtype == torch.long for part in inputs] + [y.dtype == torch.long and y.dim() > 1]
@@ -106,7 +108,12 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
         for high, low in product(sorted({*rows, *attributes, 256, population.num_classes}, reverse=True), lows):
             tried = [*found[:place], Numbers(low, high, special), *found[place + 1 :]]
             with suppress(Exception), evaluating(module.net), fixed_rng(cpu):  # a user's code may raise anything
-                if module.sample_loss(module.named_trainable, *dummy_batch(population, 4, cpu, tried)).isfinite().all():
+                some_x, some_y = dummy_batch(population, 4, cpu, tried)
+                finite = module.sample_loss(module.named_trainable, some_x, some_y).isfinite().all()
+                part = [*tree_leaves(some_x), some_y][place]
+                part[::2], part[1::2] = low, high - 1
+                module.sample_loss(module.named_trainable, some_x, some_y)  # raises where a table is smaller
+                if finite:
                     found = tried
                     break
     return found
@@ -231,8 +238,8 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
     x, y = population.x, population.y
     if isinstance(x, LazyInputs):
         return
-    whole = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(x) if leaf.dtype == torch.long]
-    if not whole or not len(y):
+    whole = [leaf.reshape(len(leaf), -1) for leaf in tree_leaves(x) if leaf.dtype == torch.long and len(leaf)]
+    if not whole:
         return
     rows = torch.cat([end for leaf in whole for end in (leaf.argmin(dim=0), leaf.argmax(dim=0))]).unique()
     module = copy.deepcopy(module).cpu()
@@ -259,7 +266,11 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
 
 
 def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
-    """Refuse a module that gives no record a finite loss and gradient, also if all numbers are positive, or below 1."""
+    """Refuse a module that gives no record a finite loss and gradient, also if all numbers are positive, or below 1.
+
+    Warns of parameters that no loss depends on.
+    """
+    reached: set[str] = set()
 
     def finite(x: Inputs, y: Tensor) -> bool:
         params = {name: p.detach().requires_grad_() for name, p in module.named_trainable.items()}
@@ -267,19 +278,25 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
             with fixed_rng(module.device), tensors_restored(module.net), torch.enable_grad():
                 losses = module.sample_loss(params, x, y)
                 grads = torch.autograd.grad(losses.sum(), list(params.values()), allow_unused=True)
+            reached.update(name for name, grad in zip(params, grads, strict=True) if grad is not None)
             return all(part is None or bool(part.isfinite().all()) for part in (losses, *grads))
         except RuntimeError:  # another check names the cause
+            reached.update(params)
             return True
 
     for change in (torch.clone, torch.abs, torch.sigmoid, torch.exp):
         changed_x, changed_y = tree_map(lambda part, to=change: to(part) if part.is_floating_point() else part, (x, y))
         rows = (slice(row, row + 1) for row in range(len(y)))
-        if any(finite(take(changed_x, row), changed_y[row]) for row in rows):
-            return
-    raise UserError(
-        "`model` must give finite losses and gradients, got none on random records, so nothing would be learned. Look "
-        "for logarithms and roots of negative numbers, and for divisions by zero."
-    )
+        if any([finite(take(changed_x, row), changed_y[row]) for row in rows]):  # of all: some may reach more
+            break
+    else:
+        raise UserError(
+            "`model` must give finite losses and gradients, got none on random records, so nothing would be learned. "
+            "Look for logarithms and roots of negative numbers, and for divisions by zero."
+        )
+    if idle := [f"`net.{name}`" for name in module.named_trainable if name not in reached]:
+        named = ", ".join(idle[:4]) + f" and {len(idle) - 4} more" * (len(idle) > 4)
+        warn_user(f"no loss depends on {named}: noise alone would move them. Freeze them by requires_grad_(False)")
 
 
 def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
@@ -309,13 +326,14 @@ def _users_errors(must: str, advice: str) -> Iterator[None]:
 def _gives_probabilities(module: ClientModule, task: Task, population: Population) -> bool:
     """Whether outputs stay in [0, 1] for random records and parameters of several sizes (classes: and sum to 1).
 
-    Raises UserError if a default loss, which takes logits, gets them for labels of 0 and 1.
+    Raises UserError if a default loss, which takes logits, gets them for labels of 0 and 1. Warns if cross entropy of
+    logits gets them.
     """
     if module.probabilities is not None:
         return module.probabilities
     if task.name not in ("binary", "multilabel", "multiclass", "segmentation"):
         return False
-    x, _ = dummy_batch(population, records=8, device=module.device)
+    x, y = dummy_batch(population, records=8, device=module.device)
     outputs, generator = [], torch.Generator().manual_seed(0)
     with evaluating(module.net):
         for size in (1.0, 30.0):
@@ -331,7 +349,12 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
         return False
     if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):
         sums = finite.sum(dim=1)
-        return module.users_loss and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+        probable = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+        if probable and (module.adapted is None or not module.adapted.whole):
+            of_logits = cross_entropy(outputs[0], y, reduction="none").reshape(len(y), -1).mean(dim=1)
+            if torch.allclose(module.loss(outputs[0], y), of_logits, atol=1e-6):
+                warn_user("the model gives probabilities, and its cross entropy takes logits: remove its last Softmax")
+        return module.users_loss and probable
     advice = "Remove its last Sigmoid, or pass ClientModule(model, loss=...)."
     require(module.users_loss, "model", "give logits for the default loss", "outputs in [0, 1]", advice)
     return True

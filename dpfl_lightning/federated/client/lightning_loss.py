@@ -8,7 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeGuard
 
 import lightning as L
 import torch
@@ -196,7 +197,7 @@ class LightningLoss:
                 )
         forms = {"pair": "(x, y)", "parts": "a tuple that ends with y", "dictionary": "a dictionary"}
         return UserError(
-            f"`training_step` must take a batch of records, {forms[self.form.kind]}, without loggers, got "
+            f"`training_step` must take a batch of records, {forms[self.form.layout]}, without loggers, got "
             f"{type(error).__name__}: {reason}. Move other work to validation_step, or pass ClientModule(model, "
             "loss=...)."
         )
@@ -358,14 +359,21 @@ _FUNCTIONS = (one for name, one in vars(F).items() if inspect.isfunction(one) an
 _LOSSES = {one: of for one in _FUNCTIONS if "reduction" in (of := inspect.signature(one)).parameters}
 
 
-def overrides(module: L.LightningModule, name: str) -> bool:
+def is_lightning(module: nn.Module) -> TypeGuard[L.LightningModule]:
+    """Return whether a module is a LightningModule, of `lightning` or of the older package `pytorch_lightning`."""
+    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
+
+
+def overrides(module: nn.Module, name: str) -> bool:
     """Return whether the class of a module overrides a method of LightningModule."""
-    kinds = type(module).__mro__
-    return any(name in vars(kind) for kind in kinds[: kinds.index(L.LightningModule)])
+    kinds = iter(type(module).__mro__)
+    return any(name in vars(kind) for kind in takewhile(lambda kind: kind.__name__ != "LightningModule", kinds))
 
 
-def unused(module: L.LightningModule) -> list[str]:
-    """Names of the hooks and metrics of a module that a run does not use."""
+def unused(module: nn.Module) -> list[str]:
+    """Names of the hooks and metrics of a module that a run does not use; of no LightningModule none is used."""
+    if not is_lightning(module):
+        return [name for name in ("training_step", "configure_optimizers") if callable(getattr(module, name, None))]
     public = (name for name in dir(L.LightningModule) if not name.startswith("_") and name not in _USED)
     hooks = [name for name in public if overrides(module, name)]
     return hooks + [name for name, one in module.named_children() if isinstance(one, Metric | MetricCollection)]

@@ -17,10 +17,12 @@ from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.lightning_loss import (
     LightningLoss,
     configured_by,
+    is_lightning,
     overrides,
     unused,
 )
 from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.models import fixed
 from dpfl_lightning.models.model import Model, forward_chunk
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.models.tasks import CUSTOM, Task
@@ -106,6 +108,7 @@ class ClientModule(Model, L.LightningModule):
         task: a key of `models.tasks.TASKS`, None to infer it from shapes and dtypes.
         metrics: keys of `federated.client.metrics.METRICS`, empty for those of the task.
         probabilities: whether outputs are probabilities; None finds it out on random records if the loss is given.
+        fix: replace layers that mix records, such as BatchNorm by GroupNorm, in a copy of the model.
 
     The class is final. Raises UserError as `Model`, and for a LightningModule with manual optimisation.
 
@@ -123,16 +126,18 @@ class ClientModule(Model, L.LightningModule):
         task: str | None = None,
         metrics: Sequence[str] = (),
         probabilities: bool | None = None,
+        fix: bool = False,
     ) -> None:
         require(not isinstance(model, ClientModule), "model", "be the model of one ClientModule", type(model).__name__)
         advice = "Such as lambda parameters: torch.optim.Adam(parameters): each round of a client has a new one."
         must = "be a function that returns an optimizer"
         require(optimizer is None or callable(optimizer), "optimizer", must, type(optimizer).__name__, advice)
-        if isinstance(model, L.LightningModule):
+        if is_lightning(model):
             model.configure_model()
+        model = fixed(model) if fix else model
         super().__init__(model, loss, personal, output, task)
         self.adapted: LightningLoss | None = None
-        if loss is None and isinstance(model, L.LightningModule) and overrides(model, "training_step"):
+        if loss is None and is_lightning(model) and overrides(model, "training_step"):
             self.adapted = LightningLoss(model)
         self.given_optimizer = optimizer
         by_method = "configure_optimizers" if self._defines("configure_optimizers") else ""
@@ -152,7 +157,7 @@ class ClientModule(Model, L.LightningModule):
 
     def _defines(self, hook: str) -> bool:
         """Return whether the model is a LightningModule that overrides a method."""
-        return isinstance(self.net, L.LightningModule) and overrides(self.net, hook)
+        return is_lightning(self.net) and overrides(self.net, hook)
 
     @property
     def users_loss(self) -> bool:
@@ -161,9 +166,7 @@ class ClientModule(Model, L.LightningModule):
 
     @property
     def unused(self) -> list[str]:
-        """Hooks and metrics of a wrapped LightningModule that a run does not use."""
-        if not isinstance(self.net, L.LightningModule):
-            return []
+        """Hooks and metrics of the model that a run does not use."""
         given = {"training_step": self.given_loss, "configure_optimizers": self.given_optimizer}
         replaced = [hook for hook, one in given.items() if one is not None and self._defines(hook)]
         return replaced + unused(self.net)
@@ -183,7 +186,7 @@ class ClientModule(Model, L.LightningModule):
 
         Raises UserError as `LightningLoss.prepare`, and if an evaluation cannot use the outputs of a LightningModule.
         """
-        if not isinstance(self.net, L.LightningModule):
+        if not is_lightning(self.net):
             return
         advice = "Define it, such as `def forward(self, x): return self.net(x)`: evaluations need its outputs."
         require(self._defines("forward"), "forward", "be a method of a LightningModule", "none", advice)
@@ -231,7 +234,7 @@ class ClientModule(Model, L.LightningModule):
         task = self._require_task()
         if self.optimizer_from == "optimizer" and self.given_optimizer is not None:
             return self.given_optimizer(self.trainable)
-        if self.optimizer_from and isinstance(self.net, L.LightningModule):
+        if self.optimizer_from and is_lightning(self.net):
             return configured_by(self.net, self._rounds, task.steps)
         return (task.optimizer or PLAIN_SGD).over(self.trainable, task.learning_rate)
 

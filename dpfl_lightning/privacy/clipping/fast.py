@@ -48,6 +48,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.stages import computed_as_one, replaced_forward, stages_of
+from dpfl_lightning.privacy.clipping.stateless import further_names
 
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
@@ -81,13 +82,14 @@ Calls = dict[str, Call]  # by the name of the unit, or of the linear map in it
 Edges = dict[str, GradientEdge]  # of the outputs in the graph, by the same names
 
 
-def units_of(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
-    """Yield the topmost modules of `net` that directly hold trainable parameters, by name."""
-    if any(p.requires_grad for p in net.parameters(recurse=False)):
-        yield prefix[:-1], Unit(net, {n: prefix + n for n, p in net.named_parameters() if p.requires_grad})
-    else:
-        for name, child in net.named_children():
-            yield from units_of(child, f"{prefix}{name}.")
+def units_of(net: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """Yield the topmost modules of `net` that directly hold trainable parameters, by their first name."""
+    inside: set[nn.Module] = set()
+    for name, part in net.named_modules():
+        if part not in inside and any(p.requires_grad for p in part.parameters(recurse=False)):
+            inside.update(part.modules())
+            names = {n: f"{name}.{n}".lstrip(".") for n, p in part.named_parameters() if p.requires_grad}
+            yield name, Unit(part, names)
 
 
 class _Seam(torch.autograd.Function):
@@ -131,10 +133,10 @@ class FastClippedSum:
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding = size, padding
-        names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
-        shared = set(names) - {name for name, _ in net.named_parameters()}
+        trained = {name for name, p in net.named_parameters() if p.requires_grad}
+        shared = [name for name, first in further_names(net).items() if first in trained]
         if shared:
-            raise Unsupported(f"`{min(shared)}` is also a parameter of another module")
+            raise Unsupported(f"`{shared[0]}` is also a parameter of another module")
         self._sample_loss = sample_loss or cross_entropy_of(net)
         self.units_of = dict(units_of(net))
         self._known = {full for unit in self.units_of.values() for full in unit.names.values()}

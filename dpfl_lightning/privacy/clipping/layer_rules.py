@@ -14,12 +14,13 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES, dense_conv, pooling, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
+from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 #: on a CPU, numbers of a gradient that are formed, measured and summed as fast as one position is summed in float64
@@ -429,11 +430,14 @@ def any_module_rule(
     positional and keyword arguments from those that are tensors.
     """
 
+    further = further_names(module)
+
     def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
         given = arguments([a[None] for a in inputs])
-        return vjp(lambda p: functional_call(module, {**fixed, **p}, *given), dict(params))[1](dy[None])[0]
+        return vjp(lambda p: call(module, {**fixed, **p}, further, *given), dict(params))[1](dy[None])[0]
 
-    return {name: Dense(grads) for name, grads in vmap(pull_back)(dy, *inputs).items()}
+    by_name = vmap(pull_back)(dy, *inputs)
+    return {name: Dense(grads if grads.dim() > 1 else grads[:, None]) for name, grads in by_name.items()}
 
 
 RULES: dict[type[nn.Module], Rule] = {

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -22,6 +22,7 @@ from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summin
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
 from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
@@ -114,9 +115,10 @@ class ClippedSum(Protocol):
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
     """Return the default loss of each record: cross entropy of `net`'s logits."""
+    further = further_names(net)
 
     def sample_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(net, dict(params), (x,)), y, reduction="none")
+        return F.cross_entropy(call(net, params, further, (x,)), y, reduction="none")
 
     return sample_loss
 

@@ -39,7 +39,7 @@ def site_of(
     """Return the public facts about a site, its records, and the key with which its node signs."""
     inputs, labels = population.empty_batch
     size, classes, features = population.num_records[client], population.num_classes, population.features
-    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), schema)
+    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), population.form, schema)
 
 
 def client_of(terms: Terms, settings: Settings) -> int:

@@ -19,6 +19,7 @@ import dpfl_lightning
 from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
 from dpfl_lightning.federated.messages.query import Query
@@ -50,29 +51,30 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
     """
     first, owners = sites[0], dict[str, str]()
-    known = first.inputs, first.labels, first.num_classes, first.features
+    known = first.inputs, first.labels, first.num_classes, first.features, first.form
     for site in sites:
         if (owner := owners.get(site.public_key)) is not None:
             must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
             require(False, "--sites", must, f"one key of {owner} and {site.name}", f"{advice} Do not copy its folder.")
         owners[site.public_key] = site.name
-        other = _difference((site.inputs, site.labels, site.num_classes, site.features), known)
+        other = _difference((site.inputs, site.labels, site.num_classes, site.features, site.form), known)
         require(not other, "--sites", f"be of sites with records like those of {first.name}", f"{site.name}: {other}")
     x, y, test = first.inputs, first.labels, None
     public = build_test_set(options)
     if public is not None and (records := public.test_records()) is not None:
         x, y = records
-        other = _difference((x, y, public.num_classes, public.features or first.features), known)
+        other = _difference((x, y, public.num_classes, public.features or first.features, public.form), known)
         require(not other, "test set", "have records like those of the sites", other)
         test = torch.arange(len(y))
     none = [torch.zeros(0, dtype=torch.long) for _ in sites]
     sizes = tuple(site.num_records for site in sites)
     facts: dict[str, Any] = {"names": client_names(sites), "features": first.features, "sizes": sizes}
+    facts["form"] = first.form
     return AbsentRecords(x, y, none, none, test, first.num_classes, **facts)
 
 
-#: inputs [n, *X], labels [n, ...], the number of classes, and the columns of a table
-_Kind = tuple[Inputs, Tensor, int, Mapping[str, Any] | None]
+#: inputs [n, *X], labels [n, ...], the number of classes, the columns of a table, and the form of batches
+_Kind = tuple[Inputs, Tensor, int, Mapping[str, Any] | None, BatchForm]
 
 
 def _difference(these: _Kind, known: _Kind) -> str:
@@ -88,6 +90,8 @@ def _difference(these: _Kind, known: _Kind) -> str:
         return f"{these[2]} classes instead of {known[2]}"
     if these[3] != known[3]:
         return f"another scale or other categories, {these[3]}"
+    if these[4] != known[4]:
+        return f"records of the form {these[4]} instead of {known[4]}"
     kinds = [
         (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
         for leaves, structure in (tree_flatten(one[:2]) for one in (these, known))

@@ -1,0 +1,227 @@
+"""Models as people bring them: each was refused, silently changed or a traceback once."""
+
+import warnings
+
+import pytest
+import pytorch_lightning
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models import check_net
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum
+
+LABELS = torch.arange(9) % 3
+
+
+def people(x, y=LABELS, classes=3) -> Population:
+    return Population.from_datasets([(x, y), (x, y)], num_classes=classes, held_out=0)
+
+
+def engine_of(net: nn.Module, population: Population) -> str:
+    """Check a model as a run does, hold its clipped sum to the loop, and return the engine's reason."""
+    module = ClientModule(net)
+    check_fits(module, population)
+    clipped_sum, reason = clipped_sum_for(module.net, module.sample_loss, *dummy_batch(population, 4, module.device))
+    params = {name: p.detach() for name, p in module.named_trainable.items()}
+    request = ClipRequest(0.1, group=torch.arange(9), num_groups=9)
+    x, y = dummy_batch(population, 9, module.device)
+    ours, loop = (one(params, x, y, request)[0] for one in (clipped_sum, LoopClippedSum(net, module.sample_loss)))
+    torch.testing.assert_close(ours, loop, rtol=1e-3, atol=1e-5)
+    return reason
+
+
+class OneCategory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, category):
+        return self.head(self.embedding(category))
+
+
+class Entities(nn.Module):
+    """Every column of the categories has a table of its own size."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, 4) for size in sizes)
+        self.head = nn.Linear(3 + 4 * len(sizes), 3)
+
+    def forward(self, numbers, categories):
+        columns = (table(categories[:, i]) for i, table in enumerate(self.tables))
+        return self.head(torch.cat([numbers, *columns], dim=1))
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (2, 40), (100, 3)])
+def test_categories_are_embedded_by_tables_of_several_sizes(sizes):
+    categories = torch.stack([torch.randint(size, (9,)) for size in sizes], dim=1)
+    assert engine_of(Entities(*sizes), people((torch.randn(9, 3), categories))).startswith("fast: exact rules")
+
+
+def test_a_record_may_be_one_category():
+    for x in ((torch.randint(5, (9,)),), {"category": torch.randint(5, (9,))}):
+        assert engine_of(OneCategory(), people(x)) == "fast: exact rules for all layers"
+    beyond = people((torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 0]),))
+    with pytest.raises(UserError, match="must hold whole numbers that the model can take"):
+        check_fits(ClientModule(OneCategory()), beyond)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.head = nn.Parameter(torch.tensor(2.0)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x) * self.temperature
+
+
+def test_a_parameter_may_be_one_number():
+    assert engine_of(Scaled(), people(torch.randn(9, 6))).startswith("fast: exact rules")
+
+
+class Stack(nn.Module):
+    """The first layer has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.layers = nn.ModuleList([self.first])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+class Scaling(Stack):
+    """A block with a parameter of its own, whose layer has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+class Tied(Stack):
+    """A module with two names, beside two modules with one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.back = nn.Linear(4, 6, bias=False)
+        self.back.weight = nn.Parameter(self.first.weight.detach().T.clone())
+        self.last = nn.Linear(3, 3)
+        self.more = nn.Linear(3, 3)
+        self.more.weight = self.last.weight
+
+    def forward(self, x):
+        x = self.back(self.layers[0](x).relu())
+        return self.more(self.last(self.head(x)))
+
+
+@pytest.mark.parametrize("net, engine", [(Stack(), "fast: "), (Scaling(), "fast: "), (Tied(), "")])
+def test_a_module_may_have_two_names(net, engine):
+    tensors = {name: (id(p), p.requires_grad) for name, p in net.named_parameters(remove_duplicate=False)}
+    assert engine_of(net, people(torch.randn(9, 6))).startswith(engine)
+    left = {name: (id(p), p.requires_grad) for name, p in net.named_parameters(remove_duplicate=False)}
+    assert left == tensors
+
+
+class Older(pytorch_lightning.LightningModule):
+    """Of the package that `lightning` was made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y, label_smoothing=0.5)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.123)
+
+
+class Steps(nn.Module):
+    """No LightningModule, though it has its methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x)
+
+    training_step = Older.training_step
+
+
+def test_a_module_of_pytorch_lightning_trains_by_its_own_step(make_loop):
+    loop = make_loop(module=Older(), engine=ENGINES["fast"](), rounds=1)
+    module = loop.module
+    assert module.optimizer_from == "configure_optimizers" and module.adapted is not None
+    x, y = loop.population.x[:5], loop.population.y[:5]
+    expected = F.cross_entropy(module.net.head(x), y, label_smoothing=0.5, reduction="none")
+    torch.testing.assert_close(module.sample_loss(module.named_trainable, x, y), expected)
+    loop.run()
+
+
+def test_a_training_step_outside_of_a_lightning_module_is_said_to_be_unused(make_loop):
+    with pytest.warns(UserNotice, match="not used of Steps: training_step"):
+        make_loop(module=Steps())
+
+
+class Unused(nn.Module):
+    def __init__(self, layers=1):
+        super().__init__()
+        self.head, self.pooler = nn.Linear(6, 3), nn.Sequential(*(nn.Linear(6, 3) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "net, words",
+    [
+        (Unused(), r"no loss depends on `net.pooler.0.weight`, `net.pooler.0.bias`: noise alone .* Freeze them"),
+        (Unused(4), r"`net.pooler.1.bias` and 4 more: noise alone"),
+        (nn.Sequential(nn.Linear(6, 3), nn.Softmax(dim=1)), "gives probabilities, .* remove its last Softmax"),
+    ],
+)
+def test_what_trains_badly_is_said(net, words):
+    with pytest.warns(UserNotice, match=words):
+        check_fits(ClientModule(net), people(torch.randn(9, 6)))
+
+
+def test_a_loss_of_probabilities_is_no_mistake():
+    def of_probabilities(output, y):
+        return F.nll_loss(output.log(), y, reduction="none")
+
+    net = nn.Sequential(nn.Linear(6, 3), nn.Softmax(dim=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserNotice)
+        check_fits(ClientModule(net, of_probabilities), people(torch.randn(9, 6)))
+        check_fits(ClientModule(nn.Sequential(nn.Linear(6, 3), nn.LogSoftmax(dim=1))), people(torch.randn(9, 6)))
+    with pytest.warns(UserNotice, match="remove its last Softmax"):
+        check_fits(ClientModule(net, nn.CrossEntropyLoss(reduction="none")), people(torch.randn(9, 6)))
+
+
+def test_a_refusal_names_all_layers_and_the_way_out():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.InstanceNorm2d(4))
+    net[3].track_running_stats = True
+    words = r"`net.1` must .* Use nn.GroupNorm.*The same holds for `net.2` \(BatchNorm2d\), `net.3` \(InstanceNorm2d\)"
+    with pytest.raises(UserError, match=words + r".*ClientModule\(model, fix=True\), replaces every BatchNorm"):
+        check_net(net)
