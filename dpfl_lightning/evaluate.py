@@ -67,8 +67,10 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
     from dpfl_lightning.federated.client.folder import ClientFolder
+    from dpfl_lightning.federated.client.identity import module_digest
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.federated.server.folder import RunFolder
+    from dpfl_lightning.models.model import load_trained
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
 
@@ -99,13 +101,17 @@ def evaluate_run(options: Options, run: Path) -> dict:
         population = dataclasses.replace(population, held_out_of=none)
     module = build_module(options, population)
     check_fits(module, population)
+    header = ClientFolder(run).header()
+    frozen = any(not parameter.requires_grad for parameter in module.net.parameters())
+    if frozen and header is not None and header.identity.get("module") != module_digest(module):
+        warn_user("the frozen parameters or the code of the model are not those of the run")
     models = []
     for file in files:
         require(file.is_file(), "RUN", "contain its models", str(run), f"{file.name} is gone: restore it.")
         state = read_tensors(file)
         require(isinstance(state, dict), str(file), "be a saved model", type(state).__name__, "Restore it.")
         try:
-            module.net.load_state_dict(state)
+            load_trained(module.net, state)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             data = options.data.class_path or options.data.name

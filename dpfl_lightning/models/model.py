@@ -155,6 +155,18 @@ class Model(nn.Module):
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
 
+def load_trained(net: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load a file `model.pt` of a run: all of a net, or, if it has frozen parameters, the trained ones.
+
+    Raises RuntimeError if it has other names or shapes.
+    """
+    trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    partial = any(not parameter.requires_grad for parameter in net.parameters())
+    unexpected = net.load_state_dict(state, strict=not partial).unexpected_keys
+    if unexpected or trained - state.keys():
+        raise RuntimeError(f"it has parameters {', '.join(state)} instead of {', '.join(sorted(trained))}")
+
+
 def arguments_of(net: nn.Module, x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments of a net for `x`: of a dictionary the keys that `forward` has."""
     if not isinstance(x, dict):

@@ -158,7 +158,7 @@ class Progress(Callback):
         for line in _files(folder):
             self._print(f"  {line}")
         self._print("Next commands:")
-        for line in (*_commands(folder, bool(view.run.options)), *self.next_steps):
+        for line in (*_commands(folder, view), *self.next_steps):
             self._print(f"  {line}")
 
     def _print(self, text: str, style: str | None = None) -> None:
@@ -333,12 +333,14 @@ def _files(folder: Path) -> list[str]:
     ]
 
 
-def _commands(folder: Path, configured: bool) -> list[str]:
+def _commands(folder: Path, view: View) -> list[str]:
     """Return how to go on; a run without a configuration goes on in Python."""
-    in_python = [f"net.load_state_dict(torch.load({str(folder / one)!r}))  (in Python)" for one in _models(folder)[:1]]
+    partial = ", strict=False" * any(not one.requires_grad for one in view.module.net.parameters())  # frozen ones
+    first = [str(folder / one) for one in _models(folder)[:1]]
+    in_python = [f"net.load_state_dict(torch.load({one!r}){partial})  (in Python)" for one in first]
     search = f"{invocation('sweep')} --config SWEEP.yaml --sweep.distilled {folder}: search on the set"
     return [
-        *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if configured else in_python),
+        *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if view.run.options else in_python),
         f"{invocation('report')} {folder}: curves and tables on one page",
         *([search] if (folder / CARD).exists() else []),
     ]

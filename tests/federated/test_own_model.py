@@ -1,5 +1,6 @@
 """A user's own model and training: LightningModules, optimisers and schedules, and the trained model after a run."""
 
+import copy
 import random
 import sys
 import warnings
@@ -22,7 +23,9 @@ from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
+from dpfl_lightning.models.model import load_trained
 from dpfl_lightning.models.optimizers import SGD, build_optimizer
+from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.clustering.local import Local
 
@@ -526,6 +529,20 @@ def test_after_a_run_the_module_is_the_trained_model(make_loop, tmp_path):
     x, y = (part[loop.population.test] for part in (loop.population.x, loop.population.y))
     assert float((result.model(x).argmax(dim=1) == y).float().mean()) == pytest.approx(result.test_accuracy)
     assert "model" not in result.as_dict()
+
+
+def test_a_folder_holds_the_trained_parameters_and_not_the_frozen_ones(make_loop, tmp_path, capsys):
+    net = small_net()
+    net[0].requires_grad_(False)
+    loop = make_loop(module=ClientModule(net), rounds=1, callbacks=[Progress()])
+    model = loop.run().model
+    saved = torch.load(loop.output_dir / "model.pt")
+    assert saved.keys() == {"2.weight", "2.bias"} and "model.pt'), strict=False)" in capsys.readouterr().out
+    new = copy.deepcopy(net)
+    load_trained(new, saved)
+    assert all(torch.equal(*pair) for pair in zip(new.parameters(), model.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match=r"parameters 2\.weight instead of 2\.bias, 2\.weight"):
+        load_trained(new, {"2.weight": saved["2.weight"]})
 
 
 def test_clients_with_several_models_have_one_each(make_loop):

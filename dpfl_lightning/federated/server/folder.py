@@ -110,9 +110,13 @@ class RunFolder:
         write_json(self.path / name, content)
 
     def save_models(self, module: Model, final_models: ClientModels) -> None:
-        """Write the state dict of the net with the model: `model.pt`, or `model_<k>.pt` for each of several."""
+        """Write the state dict of the net with the model: `model.pt`, or `model_<k>.pt` for each of several.
+
+        Of a net with frozen parameters, which may be large and which its user has, it holds the trained ones only.
+        """
+        frozen = any(not parameter.requires_grad for parameter in module.net.parameters())
         for row, model in enumerate(final_models.models):
-            tensors = {**module.net.state_dict(), **module.unflatten(model)}
+            tensors = {**({} if frozen else module.net.state_dict()), **module.unflatten(model)}
             state = {name: value.cpu().clone() for name, value in tensors.items()}
             name = "model.pt" if len(final_models.models) == 1 else f"model_{row}.pt"
             write_atomically(self.path / name, functools.partial(save_tensors, state))

@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_map
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.models.model import arguments_of
+from dpfl_lightning.models.model import arguments_of, load_trained
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.reporting.mlflow.store import Store
 
 FOLDER = "mlflow"  # in the folder of the run
 _MOST_MODELS = 10  # more models, such as one for each client, are only files
+_MOST_FROZEN = 10_000_000  # bytes
 _LIBRARIES = ("mlflow", "torch", "numpy", "cloudpickle")
 for chatter in ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlflow.utils.requirements_utils"):
     logging.getLogger(chatter).setLevel(logging.ERROR)  # advice about pickles and missing requirements
@@ -36,14 +37,18 @@ def save_models(view: View, folder: Path) -> None:
 
     Loading needs the class of the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc`
     predicts from one tensor, or from a table whose columns are named by `Facts.features`, to one tensor; other nets
-    are written without a signature, for `mlflow.pytorch.load_model`.
+    are written without a signature, for `mlflow.pytorch.load_model`. A net with large frozen parameters is not written.
     """
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    frozen = sum(one.nbytes for one in view.module.net.parameters() if not one.requires_grad)
+    if frozen > _MOST_FROZEN:
+        warn_user(f"MLflow gets the trained parameters only: the frozen ones have {frozen / 1e6:,.0f} MB")
+        return
     files = sorted(folder.glob("model*.pt"), key=lambda path: (len(path.name), path.name))
     try:
         for file in files if len(files) <= _MOST_MODELS else ():
             net = copy.deepcopy(view.module.net).cpu()
-            net.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            load_trained(net, torch.load(file, map_location="cpu", weights_only=True))
             _save(net, view.facts, folder / FOLDER / file.stem)
     except Exception as error:  # a net may not be picklable
         why = (str(error).splitlines() or [""])[0][:200].rstrip(".")
