@@ -44,10 +44,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Computation:
-    """A cell without data and seed, `compute(column, overrides) -> values`; a user may set the keys `takes`."""
+    """A cell without data and seed, `compute(column) -> values`."""
 
-    compute: Callable[[str, Mapping[str, str]], Values]
-    takes: tuple[str, ...] = ()
+    compute: Callable[[str], Values]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Reference:
 class Row:
     """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's or column's.
 
-    `series` is the title in figures; None is `title`. `elsewhere` is column -> the fields of the row that differ there.
+    `elsewhere` is column -> the fields of the row that differ there.
     """
 
     title: str
@@ -73,13 +72,12 @@ class Row:
     experiment: str | None = None
     reference: Reference | None = None
     column: str | None = None
-    series: str | None = None
     elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A setting, at `x` in figures; `cell` and `experiment` name another column or experiment whose cells it shows.
+    """A setting; `cell` and `experiment` name another column or experiment whose cells it shows.
 
     `seeds`, scale -> seeds of the cells of this column, replaces that of their table.
     """
@@ -87,7 +85,6 @@ class Column:
     title: str
     cell: str | None = None
     experiment: str | None = None
-    x: float | None = None
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
@@ -132,23 +129,8 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One picture of a figure, as data; `kind` is lines, points, bars or dots; `log` names the logarithmic axes.
-
-    `series` is name -> points (x, y) or (x, y, half height of the band around y); x are texts of bars and dots.
-    """
-
-    title: str
-    x: str
-    y: str
-    series: Mapping[str, Sequence[tuple]]
-    kind: str = "lines"
-    log: str = ""
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """A table or figure, `paper.table`.
+    """A table, `paper.table`.
 
     Args:
         shows: what its numbers are, with the unit.
@@ -157,7 +139,6 @@ class Experiment:
         paper: row -> the paper's number for each column, or None.
         seeds: scale -> its seeds; other scales have seed 0.
         minutes: scale -> guess for one cell on two cores, until a finished one exists.
-        shown: whether there is a table.
         ours, rivals: rows; with rivals a report has paired differences to ours and the best rival.
         summary: Markdown of what follows from many cells together.
     """
@@ -174,10 +155,8 @@ class Experiment:
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     minutes: Mapping[str, float] = field(default_factory=dict)
     decimals: int = 2
-    shown: bool = True
     ours: str = ""
     rivals: Sequence[str] = ()
-    draw: Callable[[Experiment, Cells], Sequence[Panel]] | None = None
     summary: Callable[[Experiment, Cells], str] | None = None
     notes: tuple[str, ...] = ()
 
@@ -197,14 +176,6 @@ class Experiment:
 
     def paper_number(self, row: str, column: str) -> float | None:
         return self.paper[row][list(self.columns).index(column)] if row in self.paper else None
-
-    def panels(self, cells: Cells) -> list[Panel]:
-        """The panels of its figure, without empty series and empty panels."""
-        panels = []
-        for panel in self.draw(self, cells) if self.draw else ():
-            if series := {name: points for name, points in panel.series.items() if points}:
-                panels.append(dataclasses.replace(panel, series=series))
-        return panels
 
     def scale(self, name: str | None) -> str:
         """A scale by its name (a UserError if there is none); the first one for None, and if there is only one."""

@@ -1,6 +1,7 @@
 """Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
@@ -83,10 +84,15 @@ def named(curve: Mapping[int, float]) -> dict[str, float]:
 
 
 def guarantee_of(result: RunResult) -> dict[str, Any]:
-    """The largest epsilon of a run's clients, its guarantee in words and its rounds, as cells store them."""
-    spent = [client["epsilon_spent"] for client in result.clients]
-    epsilon = None if None in spent else max(spent)
-    return {"epsilon_max": epsilon, "guarantee": str(result.guarantee), "rounds": result.rounds}
+    """The largest epsilon of a run's clients (None: infinite), its accountant, guarantee in words and rounds."""
+    promise = result.guarantee
+    finite = math.isfinite(promise.epsilon)
+    return {
+        "epsilon_max": promise.epsilon if finite else None,
+        "accountant": promise.accountant if finite else None,
+        "guarantee": str(promise),
+        "rounds": result.rounds,
+    }
 
 
 def numbers_of(result: RunResult) -> dict[str, float]:

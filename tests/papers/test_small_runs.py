@@ -18,7 +18,7 @@ def run(tmp_path):
     """`run("TABLE --rows ...", **options)`: the cells of all files, in their order."""
 
     def make(words: str, **options) -> list[dict]:
-        places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--jobs", "1"]
+        places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
         argv = [*words.split(), "--tracking", "null", "--engine.device", "cpu", *places]
         for name, value in options.items():
             argv += [f"--{name.replace('__', '.')}", str(value)]

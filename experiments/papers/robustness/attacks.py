@@ -109,11 +109,3 @@ class FalseAlarms(Recorder):
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         return {**super()._values(view, result), "updates": self._updates, "removed": self._removed}
-
-
-class Spending(Recorder):
-    """Also keeps the largest epsilon that a client has spent."""
-
-    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        spent = max(client["epsilon_spent"] for client in result.clients)
-        return {**super()._values(view, result), "epsilon": spent}

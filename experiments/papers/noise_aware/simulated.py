@@ -1,4 +1,4 @@
-"""Estimators of noise, and weights, on simulated updates as the common signal grows."""
+"""Weights of several rules on simulated updates, held to the best ones."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -17,22 +17,15 @@ from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from experiments.papers.noise_aware.formulas import CLIENTS, NUM_PARAMS, RECORDS, noise_vars, of_sum, oracle_weights
+from experiments.papers.noise_aware.formulas import CLIENTS, NUM_PARAMS, RECORDS, noise_vars
 
-SEEDS = (0, 1, 2)  # of `excess_noise`
 DRAWS = range(10)  # of `signal_to_noise`
-#: row -> estimator
-_ESTIMATORS = {name: EstimatorOptions(name) for name in ("hetero_pca", "raw_norm", "mean_residual")} | {
-    "rpca": EstimatorOptions("rpca", rows=None),
-    "rpca5000": EstimatorOptions("rpca", rows=5000),
-}
 
 
 def updates(
     signal: str,
     ratio: float,
     seed: int,
-    accountant: str = "rdp",
     models: int = 1,
     rounds: int = 1,
     lasting: bool = False,
@@ -46,7 +39,7 @@ def updates(
     are summed over coordinates.
     """
     sizes = BATCH_SIZES[CLIENTS]
-    variances = NUM_PARAMS * torch.tensor(noise_vars(EPSILONS[budgets][CLIENTS], sizes, accountant=accountant))
+    variances = NUM_PARAMS * torch.tensor(noise_vars(EPSILONS[budgets][CLIENTS], sizes, "rdp"))
     steps = torch.tensor([RECORDS / size if signal == "steps" else 1.0 for size in sizes])
     quietest = int(variances.argmin())
     length = steps * ratio * variances[quietest] ** 0.5 / steps[quietest]
@@ -66,22 +59,7 @@ def updates(
     return [(signals() if same is None else same) + noise() for _ in range(rounds)], length, variances
 
 
-def excess_noise(signal: str, ratio: float, accountant: str = "rdp") -> dict[str, float]:
-    """Noise of the sum under each estimator's weights, divided by the least possible; mean over `SEEDS`."""
-    excess: dict[str, list[float]] = {name: [] for name in (*_ESTIMATORS, "uniform")}
-    for seed in SEEDS:
-        (deltas,), _, variances = updates(signal, float(ratio), seed, accountant)
-        truth = variances.tolist()
-        least = of_sum(oracle_weights(truth), truth)
-        excess["uniform"].append(of_sum([1.0] * len(truth), truth) / least)
-        for name, options in _ESTIMATORS.items():
-            excess[name].append(of_sum(weights(estimate(deltas, options).noise_var).tolist(), truth) / least)
-    return {name: fmean(values) for name, values in excess.items()}
-
-
-def signal_to_noise(
-    models: int, signal: str, ratio: float, accountant: str = "rdp", budgets: str = "dist1"
-) -> dict[str, float]:
+def signal_to_noise(models: int, signal: str, ratio: float) -> dict[str, float]:
     """Squared ratio of signal to noise of the weighted sum / the best one; mean over models and `DRAWS`.
 
     The best weights know signals and noise. For ours they have the same bound on one client's share; for weights of
@@ -92,9 +70,9 @@ def signal_to_noise(
     shares: dict[str, list[float]] = {}
     rows_of = [list(range(model, CLIENTS, models)) for model in range(models)]
     for seed in DRAWS:
-        setting = signal, float(ratio), seed, accountant, models, 10
-        rounds, length, variances = updates(*setting, budgets=budgets)
-        lasting, _, _ = updates(*setting, lasting=True, budgets=budgets)
+        setting = signal, float(ratio), seed, models, 10
+        rounds, length, variances = updates(*setting)
+        lasting, _, _ = updates(*setting, lasting=True)
         found: dict[str, np.ndarray] = {}
         for noise in ("planned", "estimated"):
             ours = noise_aware_weights(noise, rounds, length, variances, models)
