@@ -50,16 +50,6 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A second cell, of the same scale, seed and overrides: `values(cell, reference)` gives further values of a row."""
-
-    experiment: str
-    row: str
-    column: str
-    values: Callable[[Mapping[str, Any], Mapping[str, Any]], Values]
-
-
-@dataclass(frozen=True)
 class Row:
     """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's or column's.
 
@@ -70,7 +60,6 @@ class Row:
     value: str = "accuracy"
     cell: str | None = None
     experiment: str | None = None
-    reference: Reference | None = None
     column: str | None = None
     elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

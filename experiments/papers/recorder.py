@@ -1,4 +1,4 @@
-"""Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
+"""Read a run: accuracies of clients, and how equal they are."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 
@@ -18,31 +18,22 @@ _MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
 class Recorder(Callback):
     """Watches one run; afterwards `record` is the content of its cell.
 
-    Tables show `record["values"]`, from `_values`; figures show `clients`, and `curve` (round -> mean accuracy).
+    Tables show `record["values"]`, from `_values`; `clients` has the lists of a small federation.
 
     **Privacy** Reads released models' accuracies on held-out records, which no guarantee covers.
     """
 
-    _kept: tuple[str, ...] = ("_curve",)  # attributes of the checkpoint
+    _kept: tuple[str, ...] = ()  # attributes of the checkpoint
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {}
         self.device = ""
-        self._curve: dict[int, float] = {}
 
     def on_fit_start(self, view: View) -> None:
         self.device = view.run.device
 
-    def on_round_end(self, view: View, report: RoundReport) -> None:
-        known = [accuracy for accuracy in report.client_accuracy or () if accuracy is not None]
-        if known:
-            self._curve[report.round] = 100 * fmean(known)
-
     def on_fit_end(self, view: View, result: RunResult) -> None:
-        values = self._values(view, result)
-        if "accuracy" in values:
-            self._curve[result.rounds] = values["accuracy"]
-        self.record = {"values": values, "curve": named(self._curve)}
+        self.record = {"values": self._values(view, result)}
         if len(result.clients) <= _MOST_CLIENTS:
             names = ("accuracy", "epsilon_spent", "epsilon_budget", "batch_size", "num_records", "noise_multiplier")
             self.record["clients"] = {name: [client[name] for client in result.clients] for name in names}
@@ -76,11 +67,6 @@ class FirstRoundOnly(Strategy):
 
     def stop(self, view: View) -> str | None:
         return "one round is all that is looked at" if view.round > 1 else None
-
-
-def named(curve: Mapping[int, float]) -> dict[str, float]:
-    """A curve over rounds as JSON keeps it."""
-    return {str(at): value for at, value in curve.items()}
 
 
 def guarantee_of(result: RunResult) -> dict[str, Any]:

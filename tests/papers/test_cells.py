@@ -20,9 +20,7 @@ from experiments.papers.cells import (
     required_cells,
     write,
 )
-from experiments.papers.experiment import Reference, Row
 from experiments.papers.recorder import Recorder, accuracies
-from experiments.papers.registry import experiments
 
 
 def test_each_cell_is_required_once_with_the_declared_seeds_and_computed_ones_without():
@@ -86,26 +84,6 @@ def test_processes_that_write_at_once_lose_no_line(tmp_path):
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     assert sorted(one["seed"] for one in contents(tmp_path, CELL.experiment).values()) == list(range(60))
     assert list(tmp_path.iterdir()) == [file_of(tmp_path, CELL.experiment)]
-
-
-def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeypatch):
-    """Of the same seed and overrides, and only when both are made."""
-
-    def values(own, other):
-        return {"behind": other["values"]["accuracy"] - own["values"]["accuracy"]}
-
-    beside = Reference("fake.table1", "ours", "a", values)
-    table = fake(name="fake.table2", rows={"ours": Row("ours", "behind", reference=beside)})
-    monkeypatch.setitem(experiments(), "fake.table2", table)
-    reference, overrides = CELL._replace(overrides=(("rounds", "9"),)), (("rounds", "9"),)
-    table = table.restricted(None, None, [0, 1])
-    cells = required_cells(table, "small", overrides)
-    assert len(cells) == 6 and {reference, reference._replace(seed=1)} < set(cells)
-    for seed in (0, 1):
-        write(tmp_path, cells[0]._replace(seed=seed), held(accuracy=50.0))
-    write(tmp_path, reference._replace(seed=1), held(accuracy=57.0))
-    first, second = finished(tmp_path, table, "small", overrides)["ours", "a"]
-    assert first["values"] == {"accuracy": 50.0} and second["values"] == {"accuracy": 50.0, "behind": 7.0}
 
 
 def test_a_cell_that_was_made_with_other_options_or_has_another_seed_is_not_shown(tmp_path, known):

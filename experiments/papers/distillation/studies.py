@@ -22,7 +22,7 @@ from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.noise import Streams
@@ -45,11 +45,7 @@ SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")  # the se
 
 
 class RunRecorder(Recorder):
-    """Test accuracy of the delivered model over rounds, in per cent, `gigabytes` sent both ways, and metrics."""
-
-    def on_round_end(self, view: View, report: RoundReport) -> None:
-        if report.test_accuracy is not None:
-            self._curve[report.round] = 100 * report.test_accuracy
+    """Test accuracy of the delivered model in per cent, `gigabytes` sent both ways, and metrics."""
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         metrics = numbers_of(result)

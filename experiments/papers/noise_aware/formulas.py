@@ -15,7 +15,6 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 ROUNDS, DELTA, CLIP_NORM, RECORDS, CLIENTS = 200, 1e-4, 3.0, 2400, 20
-NUM_PARAMS = 28_938  # of its CNN
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def attacked(context: CellContext) -> dict[str, Any]:
 class FalseAlarms(Recorder):
     """Counts honest updates, and those that `noise_floor` leaves out."""
 
-    _kept = ("_curve", "_updates", "_removed")
+    _kept = ("_updates", "_removed")
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """Tables of Malekmohammadi, Yu and Cao (2024), "Noise-Aware Algorithm for Heterogeneous Differentially Private
-Federated Learning", and of what it leaves out.
+Federated Learning".
 """
 
 from experiments.papers.declarations import by_scale, entry, named, table
@@ -136,48 +136,6 @@ TABLES = [
         decimals=3,
         notes=[
             "The accountant is the paper's. The paper has robust PCA alone; hetero_pca and raw_norm cost far less.",
-        ],
-    ),
-    table(
-        "noise_aware.signal",
-        title="Signal per noise of the weighted sum, simulated updates of 20 clients, Dist1",
-        shows="squared ratio of signal to noise, divided by the best possible; mean of ten draws",
-        compute="noise_aware.simulated:signal_to_noise",
-        rows=named(
-            {
-                **{
-                    f"{kind}_{at}": f"noise_aware{words}, {when}"
-                    for kind, words in (("planned", ""), ("estimated", ", noise: estimated"))
-                    for at, when in (
-                        ("first", "first round"),
-                        ("tenth", "tenth round"),
-                        ("lasting", "tenth of 30 rounds, directions that last"),
-                        ("lasting200", "tenth of 200 rounds, directions that last"),
-                    )
-                },
-                "rpca": "least noise by robust PCA, as in the paper",
-                "inverse": "weights by the inverse of the true noise",
-                "uniform": "uniform weights",
-            },
-            cell="all",
-        ),
-        columns=[
-            entry(
-                f"k{models}_{signal}_{ratio:g}",
-                f"{models}, {signal}, {ratio:g}",
-                arguments={"models": models, "signal": signal, "ratio": ratio},
-            )
-            for models in (1, 4)
-            for signal in ("equal", "steps")
-            for ratio in (0.1, 0.3, 1, 3)
-        ],
-        scales={"paper": "28,938 parameters; beside the common direction each client has another one, a tenth as long"},
-        notes=[
-            "Columns: number of models, signals, and length of the quietest client's signal in lengths of its noise. "
-            "For noise_aware the best has the same bound on one client's share of the signal; the best of the others "
-            "has none.",
-            "Each round draws all directions anew, except where they last. There noise_aware takes a client's own "
-            "direction for bias, which the best of this table does not count.",
         ],
     ),
 ]
