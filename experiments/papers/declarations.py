@@ -46,10 +46,9 @@ def table(
     lines = {row["name"]: Row(**({"value": row["name"]} if compute else {}) | _fields(row)) for row in rows}
     settings = {column["name"]: Column(**_fields(column)) for column in columns}
     makers: dict[str, Training | Computation] = {}
-    if any(column.experiment is None for column in settings.values()):
-        for row in rows:
-            if lines[row["name"]].experiment is None and (cell := row.get("cell", row["name"])) not in makers:
-                makers[cell] = _maker(common, row, {column["name"]: column for column in columns})
+    for row in rows:
+        if lines[row["name"]].experiment is None and (cell := row.get("cell", row["name"])) not in makers:
+            makers[cell] = _maker(common, row, {column["name"]: column for column in columns})
     return Experiment(
         name=name,
         rows=lines,

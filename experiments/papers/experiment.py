@@ -51,7 +51,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's or column's.
+    """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's own.
 
     `elsewhere` is column -> the fields of the row that differ there.
     """
@@ -66,14 +66,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A setting; `cell` and `experiment` name another column or experiment whose cells it shows.
-
-    `seeds`, scale -> seeds of the cells of this column, replaces that of their table.
-    """
+    """A setting. `seeds`, scale -> seeds of the cells of this column, replaces that of their table."""
 
     title: str
-    cell: str | None = None
-    experiment: str | None = None
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
@@ -158,10 +153,9 @@ class Experiment:
 
     def source(self, row: str, column: str) -> tuple[str, str, str]:
         """(experiment, row, column) of the cell that holds a number of this table."""
-        line, setting = self.rows[row], self.columns[column]
+        line = self.rows[row]
         line = dataclasses.replace(line, **line.elsewhere.get(column, {}))
-        place = line.column or setting.cell or column
-        return line.experiment or setting.experiment or self.name, line.cell or row, place
+        return line.experiment or self.name, line.cell or row, line.column or column
 
     def paper_number(self, row: str, column: str) -> float | None:
         return self.paper[row][list(self.columns).index(column)] if row in self.paper else None

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -89,27 +89,11 @@ def numbers_of(result: RunResult) -> dict[str, float]:
 def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
     """Accuracy over clients on their held-out records and on the test set, in per cent: mean and fairness, if measured.
 
-    >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
-    >>> values = accuracies(two, None)
-    >>> values["accuracy"], values["accuracy_weighted"], values["accuracy_std"], values["accuracy_smallest"]
-    (62.5, 56.25, 12.5, 75.0)
+    >>> accuracies([{"accuracy": 0.5}, {"accuracy": 0.75}], None)
+    {'accuracy': 62.5, 'accuracy_worst': 50.0, 'accuracy_gap': 25.0}
     """
-    known = sorted(
-        (100 * client["accuracy"], client["num_records"]) for client in clients if client["accuracy"] is not None
-    )
+    known = [100 * client["accuracy"] for client in clients if client["accuracy"] is not None]
     values = {} if test_accuracy is None else {"test_accuracy": 100 * test_accuracy}
     if known:
-        each = [accuracy for accuracy, _ in known]
-        fifth, fewest = -(-len(each) // 5), min(records for _, records in known)
-        values |= {
-            "accuracy": fmean(each),
-            "accuracy_weighted": sum(a * n for a, n in known) / sum(n for _, n in known),
-            "accuracy_std": pstdev(each),
-            "accuracy_worst": each[0],
-            "accuracy_best": each[-1],
-            "accuracy_gap": each[-1] - each[0],
-            "accuracy_worst_fifth": fmean(each[:fifth]),
-            "accuracy_best_fifth": fmean(each[-fifth:]),
-            "accuracy_smallest": fmean(accuracy for accuracy, records in known if records == fewest),
-        }
+        values |= {"accuracy": fmean(known), "accuracy_worst": min(known), "accuracy_gap": max(known) - min(known)}
     return values
