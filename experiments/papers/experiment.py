@@ -30,7 +30,7 @@ class NotNeeded(UserError):
 
 @dataclass(frozen=True)
 class Training:
-    """A cell that is one run of `fit`, read by a recorder (None is `Recorder`), or a study with the run's data and net.
+    """A cell that is one run of `fit`, read by a recorder (None: `Recorder`), or a study with the run's data and model.
 
     Args:
         options: `options(row, column, scale)`: dotted keys of the run without seed, and `config`, a file of options.

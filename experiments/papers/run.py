@@ -96,12 +96,12 @@ class CellContext:
 
     def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of another cell with this seed and these overrides, which one process makes while others wait."""
-        alike = cell._replace(seed=self.cell.seed, overrides=self.cell.overrides)
-        folder = self.runner.runs / alike.place
+        same = cell._replace(seed=self.cell.seed, overrides=self.cell.overrides)
+        folder = self.runner.runs / same.place
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return CellContext(alike, dataclasses.replace(self.runner, again=False)).run(callbacks)
+            return CellContext(same, dataclasses.replace(self.runner, again=False)).run(callbacks)
 
 
 def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:

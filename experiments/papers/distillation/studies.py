@@ -1,4 +1,4 @@
-"""Make cells of the distillation paper: sets of several kinds, and fresh nets that are trained on them.
+"""Make cells of the distillation paper: sets of several kinds, and fresh models that are trained on them.
 
 Choices depend on the accuracy on the server's public records alone; test accuracies are for reports.
 """
@@ -40,7 +40,7 @@ from experiments.papers.run import CellContext
 
 Content = dict[str, Any]
 
-NETWORKS = 3  # fresh nets for each set
+NETWORKS = 3  # fresh models for each set
 SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")  # the set that searches train on
 
 
@@ -67,7 +67,7 @@ class LastModel(Callback):
 
 
 def distilled(context: CellContext) -> Content:
-    """The cell's run of strategy distillation, and fresh nets trained on its set."""
+    """The cell's run of strategy distillation, and fresh models trained on its set."""
     result = context.run([recorder := RunRecorder()])
     return _content(result, recorder, _of_nets(context, DistilledSet.load(result.output_dir).records))
 
@@ -90,12 +90,12 @@ def random_records(context: CellContext) -> Content:
 
 
 def all_records(context: CellContext) -> Content:
-    """One net trained on all clients' records together."""
+    """One model trained on all clients' records together."""
     return _of_one_net(context, whole(population_of(context)))
 
 
 def public_records(context: CellContext) -> Content:
-    """One net trained on the server's public records alone."""
+    """One model trained on the server's public records alone."""
     return _of_one_net(context, population_of(context).public_records())
 
 
@@ -114,19 +114,19 @@ def _of_nets(context: CellContext, records: tuple[Tensor, Tensor]) -> dict[str, 
     return {"test_accuracy": 100 * score.mean, "test_accuracy_std": 100 * score.std}
 
 
-# ---- searches: which of many nets or hyperparameters is best
+# ---- searches: which of many models or hyperparameters is best
 
-_NET_EPOCHS = 200  # passes of a candidate net over the set
+_NET_EPOCHS = 200  # passes of a candidate model over the set
 _PASSES = 60  # over the set for each local epoch that the clients would make of a round
 
 
 def candidate_net(context: CellContext) -> Content:
-    """A candidate net by the scorer of the column: a federated run, or trained on a set."""
+    """A candidate model by the scorer of the column: a federated run, or trained on a set."""
     return _candidate(context, dataclasses.replace(ON_A_SET, epochs=_NET_EPOCHS))
 
 
 def candidate_hyperparameters(context: CellContext) -> Content:
-    """A candidate's hyperparameters by the scorer of the column; on a set the net trains as a client would."""
+    """A candidate's hyperparameters by the scorer of the column; on a set the model trains as a client would."""
     return _candidate(context, _as_clients(context.options, _PASSES))
 
 
@@ -191,6 +191,6 @@ def population_of(context: CellContext) -> Population:
 
 
 def new_net(options: Options, population: Population) -> Callable[[int], nn.Module]:
-    """Builds the run's net from a seed."""
+    """Builds the run's model from a seed."""
     facts = facts_of(population)
     return lambda seed: build_net(dataclasses.replace(options, seed=seed), facts)

@@ -24,7 +24,7 @@ def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: 
     """Return Gamma_n of equation 8: the smallest difference of a client's two losses in a round, else their mean.
 
     `reports` are (client, loss at the server's model, loss at the client's model), noised. Noise dominates the minimum,
-    which makes clients that report often look alike.
+    which makes clients that report often look similar.
 
     >>> least_differences([(0, 2.0, 1.5), (0, 2.0, 1.9), (1, 1.0, 1.3)], num_clients=3).round(3).tolist()
     [0.1, 0.3, 0.2]
