@@ -40,7 +40,7 @@ SHOWN = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are written from the code, files of the project's root, and the figures of results."""
+    """Add the pages that are written from the code, files of the project's root, and the figures of examples."""
     pages = {
         "reference/python.md": _python_page(),
         "reference/strategies.md": _strategies_page(),
@@ -52,8 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
-    results, examples = (ROOT / "experiments" / "results").rglob("figure.svg"), (ROOT / "examples").glob("*.png")
-    for figure in sorted([*results, *examples]):
+    for figure in sorted((ROOT / "examples").glob("*.png")):
         files.append(File.generated(config, str(figure.relative_to(ROOT)), abs_src_path=str(figure)))
     return files
 
@@ -67,8 +66,7 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         text = text.replace("](docs/", "](").replace("](README.md)", "](quickstart.md)")
     if page.file.src_uri == "examples/index.md":
         text = re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text).replace("](../docs/", "](../")
-    text = text.replace("](../examples/README.md)", "](examples/index.md)")
-    return text.replace("](../experiments/results/", "](experiments/results/")
+    return text.replace("](../examples/README.md)", "](examples/index.md)")
 
 
 def _imports_table(drawing: str) -> str:

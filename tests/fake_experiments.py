@@ -18,7 +18,7 @@ def fake(**changed) -> Experiment:
         columns={"a": Column("A"), "b": Column("B")},
         cells={
             **dict.fromkeys(("ours", "theirs"), Training(lambda row, column, scale: {})),
-            "formulas": Computation(lambda column, overrides: {"noise": 1.0}),
+            "formulas": Computation(lambda column: {"noise": 1.0}),
         },
         scales={"small": "few", "paper": "many"},
     )

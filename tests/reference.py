@@ -154,3 +154,21 @@ def passes_like(x: torch.Tensor, y: torch.Tensor) -> FixedPasses:
     """Passes of 8 or 16 records of this shape, checked on random ones."""
     examples = torch.randn(40, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
     return FixedPasses((examples, torch.zeros(40, *y.shape[1:], dtype=y.dtype)), sizes=(8, 16))
+
+
+def noise_only(noise_factor, total: float, exponent: float = 1.0) -> np.ndarray:
+    """Real quotas `[N]` of least noise, without bounds: `M noise_factor_n^(-1 / exponent) / sum of these`.
+
+    Reference: Ma et al., "The Power of Bias", Proposition 1.
+    """
+    share = np.asarray(noise_factor, dtype=float) ** (-1 / exponent)
+    return total * share / share.sum()
+
+
+def cost_of_quotas(quota, noise_factor, exponent=1.0, bias_cost=0.0, anchor: float = 0.0) -> float:
+    """The cost of quotas `[N]`, in the unit of `noise_factor`."""
+    counts, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
+    takes_part = counts > 0  # avoids 0 * infinity for clients without a budget
+    powers = np.broadcast_to(np.asarray(exponent, dtype=float), counts.shape)[takes_part] + 1
+    noise = float((factor[takes_part] * counts[takes_part] ** powers).sum())
+    return noise + float((np.asarray(bias_cost) * counts).sum()) + anchor * float(((counts - counts.mean()) ** 2).sum())

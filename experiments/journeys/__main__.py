@@ -1,4 +1,4 @@
-"""Three journeys of a new user, by this package, by Opacus and by Flower: lines of code, seconds and accuracy.
+"""Two journeys of a new user, by this package, by Opacus and by Flower: lines of code, seconds and accuracy.
 
     python -m experiments.journeys --peers PYTHON
 
@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 JOURNEYS = {
     "tabular": "hospitals in a CSV file",
     "lightning_module": "a LightningModule with Adam and a schedule",
-    "text_lora": "text with LoRA on a frozen transformer",
 }
 #: seconds after which a script is stopped
 LIMIT = 600

@@ -1,1 +1,1 @@
-"""Tables and figures of papers: declarations, finished cells, and reports beside the papers' numbers."""
+"""Tables of papers: declarations, finished cells, and reports beside the papers' numbers."""

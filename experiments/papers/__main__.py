@@ -1,4 +1,4 @@
-"""`python -m experiments.papers NAME` makes tables and figures of papers and shows them beside the paper's numbers."""
+"""`python -m experiments.papers NAME` makes tables of papers and shows them beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dpfl_lightning.config.load import load, split
 from dpfl_lightning.config.options import FREE, nearest_key
@@ -19,7 +18,6 @@ from experiments.papers.cells import (
     RESULTS,
     Cell,
     Overrides,
-    finished,
     in_folder,
     is_needed,
     missing_cells,
@@ -27,11 +25,8 @@ from experiments.papers.cells import (
 )
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
-from experiments.papers.report import as_dict, figure_path, log_report, overview, page, report
-from experiments.papers.run import EXPERIMENT, RunnerOptions, make, ready, spec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from experiments.papers.report import as_dict, overview, page, report
+from experiments.papers.run import RunnerOptions, make, ready, spec
 
 #: keys that decide how a run is executed and reported, not its numbers
 _FREE_KEYS = (*FREE, "data.folder", "data.download")
@@ -49,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) -> int:
-    require(launched().size == 1, "reproduce", "be one process", launched().size, "--jobs makes several cells at once.")
+    require(launched().size == 1, "reproduce", "be one process", launched().size, "Start it without torchrun.")
     first, *names = options.names
     if first == "list":
         print(overview(find(names) if names else list(experiments().values()), options.results))
@@ -74,8 +69,10 @@ def _made_and_shown(
         page(options.page, options.results)
     runner = RunnerOptions(fit, options.results, options.runs, tuple(free), options.again)
     complete = options.show or _make_missing(chosen, options, overrides, runner)
-    if not options.no_table:
-        _report(chosen, options, overrides, free)
+    for experiment in chosen:
+        print(f"\n{report(experiment, experiment.scale(options.scale), options.results, overrides)}\n")
+    if options.page:
+        options.page.write_text(page(options.page, options.results), encoding="utf-8")
     return 0 if complete else 1
 
 
@@ -91,7 +88,7 @@ def _make_missing(
     total, failures = len(missing), list[str]()
     try:
         while (now := ready(missing, runner))[0]:  # some cells can be made only after others
-            failures += _make_all(now[0], runner, options.jobs)
+            failures += make(now[0], runner)
             missing = [cell for cell in missing if cell not in now[0] and is_needed(spec(cell), cell)]
     except KeyboardInterrupt:
         print("Finished cells are kept, and the same command goes on with the others.", file=sys.stderr)
@@ -101,59 +98,6 @@ def _make_missing(
     for sentence in failures:
         print(f"not made: {sentence}", file=sys.stderr)
     return not (missing or failures)
-
-
-def _make_all(cells: Sequence[Cell], runner: RunnerOptions, jobs: int | None) -> list[str]:
-    """Make computed cells in this process, and trained ones here or in several processes."""
-    from experiments.papers.jobs import fitting, make_at_once
-
-    computed = [cell for cell in cells if isinstance(spec(cell), Computation)]
-    trained = [cell for cell in cells if cell not in computed]
-    failures = make(computed, runner)
-    at_once = min(jobs or fitting(trained, runner), len(trained))
-    return failures + (make_at_once(trained, runner, at_once) if at_once > 1 else make(trained, runner))
-
-
-def _report(
-    chosen: Sequence[Experiment], options: argparse.Namespace, overrides: Overrides, free: Sequence[str]
-) -> None:
-    """Print tables, and write figures, the page and MLflow runs."""
-    for experiment in chosen:
-        scale = experiment.scale(options.scale)
-        figure = _draw(experiments()[experiment.name], scale, options.results, overrides)  # with all rows
-        text = report(experiment, scale, options.results, overrides)
-        print(f"\n{text}\n")
-        if not options.show:
-            _track(experiment, scale, text, figure, overrides, free)
-    if options.page:
-        options.page.write_text(page(options.page, options.results), encoding="utf-8")
-
-
-def _draw(experiment: Experiment, scale: str, results: Path, overrides: Overrides) -> Figure | None:
-    """Draw the figure of the finished cells and write it to its file; None if there is nothing to draw."""
-    cells = finished(results, experiment, scale, overrides)
-    panels = experiment.panels(cells) if cells else []
-    if not panels:
-        return None
-    from experiments.papers.drawing import panels_figure, save_svg
-
-    figure = panels_figure(experiment.title, panels)
-    path = figure_path(experiment, scale, results, overrides)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_svg(figure, path)
-    return figure
-
-
-def _track(
-    experiment: Experiment, scale: str, text: str, figure: Figure | None, overrides: Overrides, free: Sequence[str]
-) -> None:
-    """Log table and figure as an MLflow run beside those of the cells."""
-    tracking = load(["--privacy", "null", "--tracking.experiment", EXPERIMENT, *free])[0].tracking
-    if tracking is None:
-        return
-    tags = {"experiment": experiment.name, "scale": scale, **dict(overrides)}
-    name = Cell(experiment.name, "", "", scale, None, overrides).place.parent.as_posix()
-    log_report(tracking.experiment, name, tags, text, figure, tracking.uri)
 
 
 # ---- options
@@ -177,12 +121,11 @@ def _sorted_out(set_by_user: Sequence[tuple[str, str]]) -> tuple[Overrides, tupl
 
 
 def _check_overrides(experiment: Experiment, overrides: Overrides) -> None:
-    """A computed cell takes only the keys of its formulas."""
-    takes = [cell.takes for cell in experiment.cells.values() if isinstance(cell, Computation)]
+    """A computed cell takes no keys of a run."""
+    computed = any(isinstance(cell, Computation) for cell in experiment.cells.values())
     for key, text in overrides:
-        for known in takes:
-            must = f"be one of {', '.join(known) or 'none'} for {experiment.name}, which is computed from formulas"
-            require(key in known, f"--{key}", must, text)
+        must = f"be left out for {experiment.name}, which is computed from formulas"
+        require(not computed, f"--{key}", must, text)
 
 
 def _names(text: str) -> list[str]:
@@ -192,23 +135,21 @@ def _names(text: str) -> list[str]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.papers",
-        description="Tables and figures of papers: makes the cells that are missing, keeps each as a line of JSON, and "
-        "shows them beside the paper's numbers. Any key of fit can be set, too, as in --privacy.accountant paper_ma.",
+        description="Tables of papers: makes the cells that are missing, keeps each as a line of JSON, and "
+        "shows them beside the paper's numbers. Any key of fit can be set, too, as in --clients.learning_rate 0.02.",
         exit_on_error=False,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("names", metavar="NAME", nargs="*", help="tables or figures, or a paper (all its tables); or: list")
+    add("names", metavar="NAME", nargs="*", help="tables, or a paper (all its tables); or: list")
     add("--scale", metavar="small|paper", help="small: fewer rounds, where the table has it (the default); paper")
     add("--seeds", type=seed_list, metavar="N,N,...", help="of trained cells (as declared)")
     add("--rows", type=_names, metavar="NAME,...", help="only these methods")
     add("--columns", type=_names, metavar="NAME,...", help="only these settings")
     add("--again", action="store_true", help="make finished cells again")
     add("--show", action="store_true", help="run nothing: only show finished cells")
-    add("--jobs", type=int, metavar="N", help="trained cells at once (as many as keep all cores busy)")
     add("--json", action="store_true", help="print one JSON object, or a list of several tables; text goes to stderr")
     add("--page", type=Path, metavar="FILE", help="write the tables between this Markdown page's marks")
-    add("--no_table", action="store_true", help="only make cells: show no table, track no figure")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"finished cells ({RESULTS})")
     add("--runs", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="folders of runs (runs/reproduce)")
     try:
@@ -221,9 +162,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         near = nearest_key(word.removeprefix("--"), vars(options)).replace("`", "`--", 1)
         raise UserError(f"`{word}` must be a known key or flag. {near or 'See --help.'}")
     require(bool(options.names), "NAME", "be given", None, "`list` shows all names.")
-    require(options.jobs is None or options.jobs >= 1, "--jobs", "be at least 1", options.jobs)
-    shows = options.show or options.json or options.page
-    require(not (options.no_table and shows), "--no_table", "be left out with --show, --json and --page", True)
     return options
 
 

@@ -19,7 +19,7 @@ import dpfl_lightning
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from experiments.papers.declarations import merged
-from experiments.papers.experiment import Computation, Experiment, NotNeeded, NotYet, Reference, Training
+from experiments.papers.experiment import Computation, Experiment, NotNeeded, NotYet, Training
 from experiments.papers.registry import experiments
 
 #: where cells are kept, below the working directory; a command may set another folder
@@ -80,13 +80,9 @@ def source(experiment: Experiment, row: str, column: str, scale: str, overrides:
 
 def required_cells(experiment: Experiment, scale: str, overrides: Overrides = ()) -> list[Cell]:
     """The cells whose numbers the experiment shows, column by column, each once."""
-    cells = []
-    for column, (row, line) in itertools.product(experiment.columns, experiment.rows.items()):
-        for cell in _seeded(experiment, row, column, scale, overrides):
-            cells.append(cell)
-            if line.reference is not None:
-                cells.append(_reference_cell(experiment, line.reference, cell))
-    return list(dict.fromkeys(cells))
+    places = itertools.product(experiment.columns, experiment.rows)
+    cells = (_seeded(experiment, row, column, scale, overrides) for column, row in places)
+    return list(dict.fromkeys(itertools.chain.from_iterable(cells)))
 
 
 def _seeded(experiment: Experiment, row: str, column: str, scale: str, overrides: Overrides) -> list[Cell]:
@@ -104,17 +100,12 @@ def is_needed(maker: Training | Computation, cell: Cell) -> bool:
     return not isinstance(maker, Training) or not isinstance(_declared(maker, cell, _options), NotNeeded)
 
 
-def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) -> Cell:
-    scale = _owner(experiment, reference.experiment).scale(cell.scale)
-    return cell._replace(experiment=reference.experiment, row=reference.row, column=reference.column, scale=scale)
-
-
 def finished(results: Path, experiment: Experiment, scale: str, overrides: Overrides = ()) -> dict:
     """(row, column) of the table -> its finished cells, one per seed; a UserError names a damaged line."""
     cells = {}
     for row, column in itertools.product(experiment.rows, experiment.columns):
         done = [one for one in _seeded(experiment, row, column, scale, overrides) if is_finished(one, results)]
-        if runs := [_read_with_reference(results, experiment, row, one) for one in done]:
+        if runs := [kept(results, one) for one in done]:
             cells[row, column] = runs
     return cells
 
@@ -189,14 +180,6 @@ def _whole_declaration(training: Training, row: str, column: str, scale: str) ->
 @functools.cache  # thousands of cells name one file
 def _options_of_file(path: str) -> dict[str, Any]:
     return read_yaml(path)
-
-
-def _read_with_reference(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
-    """A finished cell, with the values that follow from its reference if that is finished, too."""
-    content, reference = kept(results, cell), experiment.rows[row].reference
-    if reference is None or not is_finished(other := _reference_cell(experiment, reference, cell), results):
-        return content
-    return {**content, "values": {**content["values"], **reference.values(content, kept(results, other))}}
 
 
 def missing_cells(cells: Sequence[Cell], results: Path) -> list[Cell]:

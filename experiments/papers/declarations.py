@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dpfl_lightning.config.options import SECTIONS
-from experiments.papers.experiment import Column, Computation, Experiment, Panel, Row, Training
+from experiments.papers.experiment import Column, Computation, Experiment, Row, Training
 
 Entry = Mapping[str, Any]
 
@@ -26,9 +26,6 @@ def table(
     compute: str | None = None,
     study: str | None = None,
     recorder: str | None = None,
-    takes: Sequence[str] = (),
-    panels: Sequence[Entry] = (),
-    draw: str | None = None,
     summary: str | None = None,
     **fields: Any,
 ) -> Experiment:
@@ -42,8 +39,6 @@ def table(
         arguments: further arguments of the function that makes a cell; a row and, for `compute`, a column add to them.
         compute, study, recorder: that function, as `module:name` below `experiments.papers`. With `compute` a row shows
             the value of its name, where it does not say another.
-        takes: keys that a user may set for `compute`.
-        panels, draw: pictures, as the arguments of `figures.panel`, and a function that draws others.
         fields: the other fields of `Experiment`.
     """
     common: dict[str, Any] = {"options": options or {}, "arguments": arguments or {}}
@@ -51,16 +46,14 @@ def table(
     lines = {row["name"]: Row(**({"value": row["name"]} if compute else {}) | _fields(row)) for row in rows}
     settings = {column["name"]: Column(**_fields(column)) for column in columns}
     makers: dict[str, Training | Computation] = {}
-    if any(column.experiment is None for column in settings.values()):
-        for row in rows:
-            if lines[row["name"]].experiment is None and (cell := row.get("cell", row["name"])) not in makers:
-                makers[cell] = _maker(common, row, {column["name"]: column for column in columns}, takes)
+    for row in rows:
+        if lines[row["name"]].experiment is None and (cell := row.get("cell", row["name"])) not in makers:
+            makers[cell] = _maker(common, row, {column["name"]: column for column in columns})
     return Experiment(
         name=name,
         rows=lines,
         columns=settings,
         cells=makers,
-        draw=functools.partial(_drawn, panels, draw) if panels or draw else None,
         summary=lazy(summary) if summary else None,
         **fields,
     )
@@ -80,11 +73,11 @@ def with_lines(rows: Iterable[Entry], lines: Iterable[Entry]) -> list[dict[str, 
     """Each row once for every line, whose name and title are added to the row's; they show one cell.
 
     >>> with_lines([{"name": "a", "title": "A"}], [{"name": "std", "title": ": deviation", "value": "accuracy_std"}])
-    [{'cell': 'a', 'series': 'A', 'name': 'a_std', 'title': 'A: deviation', 'value': 'accuracy_std'}]
+    [{'cell': 'a', 'name': 'a_std', 'title': 'A: deviation', 'value': 'accuracy_std'}]
     """
     return [
         {
-            **{"cell": row["name"], "series": row["title"]},
+            "cell": row["name"],
             **row,
             **line,
             **{"name": f"{row['name']}_{line['name']}", "title": f"{row['title']}{line['title']}"},
@@ -134,23 +127,16 @@ def _fields(entry: Entry) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in ("name", *_OF_CELLS)}
 
 
-def _drawn(panels: Sequence[Entry], draw: str | None, experiment: Experiment, cells: Any) -> list[Panel]:
-    from experiments.papers.figures import panel
-
-    return [*(panel(experiment, cells, **one) for one in panels), *(lazy(draw)(experiment, cells) if draw else ())]
-
-
-def _maker(common: Entry, row: Entry, columns: Mapping[str, Entry], takes: Sequence[str]) -> Training | Computation:
+def _maker(common: Entry, row: Entry, columns: Mapping[str, Entry]) -> Training | Computation:
     """How the cells of a row are made."""
     made_by = next(({key: part[key]} for part in (row, common) for key in _MAKERS if key in part), {})
     arguments = {**common["arguments"], **row.get("arguments", {})}
     if "compute" in made_by:
 
-        def compute(column: str, overrides: Mapping[str, str]) -> Mapping[str, Any]:
-            set_by_user = {key.rpartition(".")[2]: text for key, text in overrides.items()}
-            return lazy(made_by["compute"])(**{**arguments, **columns[column].get("arguments", {}), **set_by_user})
+        def compute(column: str) -> Mapping[str, Any]:
+            return lazy(made_by["compute"])(**{**arguments, **columns[column].get("arguments", {})})
 
-        return Computation(compute, tuple(takes))
+        return Computation(compute)
 
     def options(row_name: str, column: str, scale: str) -> dict[str, Any]:
         parts = merged([common["options"], row.get("options", {}), columns[column].get("options", {})])

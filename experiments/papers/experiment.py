@@ -30,7 +30,7 @@ class NotNeeded(UserError):
 
 @dataclass(frozen=True)
 class Training:
-    """A cell that is one run of `fit`, read by a recorder (None is `Recorder`), or a study with the run's data and net.
+    """A cell that is one run of `fit`, read by a recorder (None: `Recorder`), or a study with the run's data and model.
 
     Args:
         options: `options(row, column, scale)`: dotted keys of the run without seed, and `config`, a file of options.
@@ -44,50 +44,31 @@ class Training:
 
 @dataclass(frozen=True)
 class Computation:
-    """A cell without data and seed, `compute(column, overrides) -> values`; a user may set the keys `takes`."""
+    """A cell without data and seed, `compute(column) -> values`."""
 
-    compute: Callable[[str, Mapping[str, str]], Values]
-    takes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A second cell, of the same scale, seed and overrides: `values(cell, reference)` gives further values of a row."""
-
-    experiment: str
-    row: str
-    column: str
-    values: Callable[[Mapping[str, Any], Mapping[str, Any]], Values]
+    compute: Callable[[str], Values]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's or column's.
+    """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's own.
 
-    `series` is the title in figures; None is `title`. `elsewhere` is column -> the fields of the row that differ there.
+    `elsewhere` is column -> the fields of the row that differ there.
     """
 
     title: str
     value: str = "accuracy"
     cell: str | None = None
     experiment: str | None = None
-    reference: Reference | None = None
     column: str | None = None
-    series: str | None = None
     elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A setting, at `x` in figures; `cell` and `experiment` name another column or experiment whose cells it shows.
-
-    `seeds`, scale -> seeds of the cells of this column, replaces that of their table.
-    """
+    """A setting. `seeds`, scale -> seeds of the cells of this column, replaces that of their table."""
 
     title: str
-    cell: str | None = None
-    experiment: str | None = None
-    x: float | None = None
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
@@ -132,23 +113,8 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One picture of a figure, as data; `kind` is lines, points, bars or dots; `log` names the logarithmic axes.
-
-    `series` is name -> points (x, y) or (x, y, half height of the band around y); x are texts of bars and dots.
-    """
-
-    title: str
-    x: str
-    y: str
-    series: Mapping[str, Sequence[tuple]]
-    kind: str = "lines"
-    log: str = ""
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """A table or figure, `paper.table`.
+    """A table, `paper.table`.
 
     Args:
         shows: what its numbers are, with the unit.
@@ -157,7 +123,6 @@ class Experiment:
         paper: row -> the paper's number for each column, or None.
         seeds: scale -> its seeds; other scales have seed 0.
         minutes: scale -> guess for one cell on two cores, until a finished one exists.
-        shown: whether there is a table.
         ours, rivals: rows; with rivals a report has paired differences to ours and the best rival.
         summary: Markdown of what follows from many cells together.
     """
@@ -174,10 +139,8 @@ class Experiment:
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     minutes: Mapping[str, float] = field(default_factory=dict)
     decimals: int = 2
-    shown: bool = True
     ours: str = ""
     rivals: Sequence[str] = ()
-    draw: Callable[[Experiment, Cells], Sequence[Panel]] | None = None
     summary: Callable[[Experiment, Cells], str] | None = None
     notes: tuple[str, ...] = ()
 
@@ -190,21 +153,12 @@ class Experiment:
 
     def source(self, row: str, column: str) -> tuple[str, str, str]:
         """(experiment, row, column) of the cell that holds a number of this table."""
-        line, setting = self.rows[row], self.columns[column]
+        line = self.rows[row]
         line = dataclasses.replace(line, **line.elsewhere.get(column, {}))
-        place = line.column or setting.cell or column
-        return line.experiment or setting.experiment or self.name, line.cell or row, place
+        return line.experiment or self.name, line.cell or row, line.column or column
 
     def paper_number(self, row: str, column: str) -> float | None:
         return self.paper[row][list(self.columns).index(column)] if row in self.paper else None
-
-    def panels(self, cells: Cells) -> list[Panel]:
-        """The panels of its figure, without empty series and empty panels."""
-        panels = []
-        for panel in self.draw(self, cells) if self.draw else ():
-            if series := {name: points for name, points in panel.series.items() if points}:
-                panels.append(dataclasses.replace(panel, series=series))
-        return panels
 
     def scale(self, name: str | None) -> str:
         """A scale by its name (a UserError if there is none); the first one for None, and if there is only one."""

@@ -1,13 +1,14 @@
-"""Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
+"""Read a run: accuracies of clients, and how equal they are."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 
@@ -17,31 +18,22 @@ _MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
 class Recorder(Callback):
     """Watches one run; afterwards `record` is the content of its cell.
 
-    Tables show `record["values"]`, from `_values`; figures show `clients`, and `curve` (round -> mean accuracy).
+    Tables show `record["values"]`, from `_values`; `clients` has the lists of a small federation.
 
     **Privacy** Reads released models' accuracies on held-out records, which no guarantee covers.
     """
 
-    _kept: tuple[str, ...] = ("_curve",)  # attributes of the checkpoint
+    _kept: tuple[str, ...] = ()  # attributes of the checkpoint
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {}
         self.device = ""
-        self._curve: dict[int, float] = {}
 
     def on_fit_start(self, view: View) -> None:
         self.device = view.run.device
 
-    def on_round_end(self, view: View, report: RoundReport) -> None:
-        known = [accuracy for accuracy in report.client_accuracy or () if accuracy is not None]
-        if known:
-            self._curve[report.round] = 100 * fmean(known)
-
     def on_fit_end(self, view: View, result: RunResult) -> None:
-        values = self._values(view, result)
-        if "accuracy" in values:
-            self._curve[result.rounds] = values["accuracy"]
-        self.record = {"values": values, "curve": named(self._curve)}
+        self.record = {"values": self._values(view, result)}
         if len(result.clients) <= _MOST_CLIENTS:
             names = ("accuracy", "epsilon_spent", "epsilon_budget", "batch_size", "num_records", "noise_multiplier")
             self.record["clients"] = {name: [client[name] for client in result.clients] for name in names}
@@ -77,16 +69,16 @@ class FirstRoundOnly(Strategy):
         return "one round is all that is looked at" if view.round > 1 else None
 
 
-def named(curve: Mapping[int, float]) -> dict[str, float]:
-    """A curve over rounds as JSON keeps it."""
-    return {str(at): value for at, value in curve.items()}
-
-
 def guarantee_of(result: RunResult) -> dict[str, Any]:
-    """The largest epsilon of a run's clients, its guarantee in words and its rounds, as cells store them."""
-    spent = [client["epsilon_spent"] for client in result.clients]
-    epsilon = None if None in spent else max(spent)
-    return {"epsilon_max": epsilon, "guarantee": str(result.guarantee), "rounds": result.rounds}
+    """The largest epsilon of a run's clients (None: infinite), its accountant, guarantee in words and rounds."""
+    promise = result.guarantee
+    finite = math.isfinite(promise.epsilon)
+    return {
+        "epsilon_max": promise.epsilon if finite else None,
+        "accountant": promise.accountant if finite else None,
+        "guarantee": str(promise),
+        "rounds": result.rounds,
+    }
 
 
 def numbers_of(result: RunResult) -> dict[str, float]:
@@ -97,27 +89,11 @@ def numbers_of(result: RunResult) -> dict[str, float]:
 def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
     """Accuracy over clients on their held-out records and on the test set, in per cent: mean and fairness, if measured.
 
-    >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
-    >>> values = accuracies(two, None)
-    >>> values["accuracy"], values["accuracy_weighted"], values["accuracy_std"], values["accuracy_smallest"]
-    (62.5, 56.25, 12.5, 75.0)
+    >>> accuracies([{"accuracy": 0.5}, {"accuracy": 0.75}], None)
+    {'accuracy': 62.5, 'accuracy_worst': 50.0, 'accuracy_gap': 25.0}
     """
-    known = sorted(
-        (100 * client["accuracy"], client["num_records"]) for client in clients if client["accuracy"] is not None
-    )
+    known = [100 * client["accuracy"] for client in clients if client["accuracy"] is not None]
     values = {} if test_accuracy is None else {"test_accuracy": 100 * test_accuracy}
     if known:
-        each = [accuracy for accuracy, _ in known]
-        fifth, fewest = -(-len(each) // 5), min(records for _, records in known)
-        values |= {
-            "accuracy": fmean(each),
-            "accuracy_weighted": sum(a * n for a, n in known) / sum(n for _, n in known),
-            "accuracy_std": pstdev(each),
-            "accuracy_worst": each[0],
-            "accuracy_best": each[-1],
-            "accuracy_gap": each[-1] - each[0],
-            "accuracy_worst_fifth": fmean(each[:fifth]),
-            "accuracy_best_fifth": fmean(each[-fifth:]),
-            "accuracy_smallest": fmean(accuracy for accuracy, records in known if records == fewest),
-        }
+        values |= {"accuracy": fmean(known), "accuracy_worst": min(known), "accuracy_gap": max(known) - min(known)}
     return values

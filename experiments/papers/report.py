@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any, NamedTuple
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.runtime.text import markdown
-from experiments.papers.cells import Overrides, finished, missing_cells, required_cells, variant
+from experiments.papers.cells import Overrides, finished, missing_cells, required_cells
 from experiments.papers.experiment import Cells, Experiment, Tolerance
 from experiments.papers.registry import find
 from experiments.papers.run import seconds_of
 
 #: the marks of a page: the command writes what is between them
-_BLOCK = re.compile(r"(<!-- papers (\S+)(?: (\S+))? -->\n).*?(<!-- /papers -->)", re.DOTALL)
-
-_ACCOUNTED = re.compile(r"accounted by (.+?)\.( |$)")  # in a guarantee
+_BLOCK = re.compile(r"(<!-- papers (\S+) (\S+) -->\n).*?(<!-- /papers -->)", re.DOTALL)
 
 _MOST_NAMED = 8  # rows and columns without finished cells
 
@@ -59,24 +56,18 @@ def _number(experiment: Experiment, row: str, column: str, runs: Sequence[Mappin
     return Number(row, column, ours, std, len(values), paper, difference, within)
 
 
-def report(
-    experiment: Experiment, scale: str, results: Path, overrides: Overrides = (), page_file: Path | None = None
-) -> str:
-    """The table as Markdown, with a verdict and notes, for a page that shows its figure or (None) for the terminal."""
+def report(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> str:
+    """The table as Markdown, with a verdict and notes."""
     cells = finished(results, experiment, scale, overrides)
     table = numbers(experiment, cells)
     changes = [f"with {key} {text}" for key, text in overrides]
     frame = "; ".join([f"scale {scale}: {experiment.scales[scale]}", *changes])
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
-    begun = experiment.shown and any(number.ours is not None for number in table)
+    begun = any(number.ours is not None for number in table)
     if begun:
         parts += [_table(experiment, table), _verdict(experiment, table), *_paired(experiment, cells)]
     if experiment.summary is not None:
         parts.append(experiment.summary(experiment, cells))
-    picture = figure_path(experiment, scale, results, overrides)
-    if picture.is_file():
-        place = None if page_file is None else Path(os.path.relpath(picture, page_file.parent)).as_posix()
-        parts.append(f"Figure: {picture}" if place is None else f"![{experiment.name}]({place})")
     required = required_cells(experiment, scale, overrides)
     if left := missing_cells(required, results):
         made = f"{len(required) - len(left)} of {len(required)} cells are made."
@@ -89,13 +80,8 @@ def report(
 
 def _accountants(cells: Cells) -> str:
     """Which accountants computed the epsilons of these runs."""
-    promises = [str(run.get("guarantee")) for runs in cells.values() for run in runs]
-    names = {match[1] for match in map(_ACCOUNTED.search, promises) if match}
+    names = {run["accountant"] for runs in cells.values() for run in runs if run.get("accountant")}
     return f"Epsilons were computed by {' or by '.join(sorted(names))}." if names else ""
-
-
-def figure_path(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> Path:
-    return results / experiment.name / variant(scale, overrides) / "figure.svg"
 
 
 def _table(experiment: Experiment, table: Sequence[Number]) -> str:
@@ -252,19 +238,6 @@ def as_dict(experiment: Experiment, scale: str, results: Path, overrides: Overri
     }
 
 
-def listing(experiments: Sequence[Experiment], results: Path) -> str:
-    """Every experiment: what it is, how many of its cells are made, and minutes for the rest."""
-    rows = []
-    for experiment in experiments:
-        made, minutes = [], []
-        for scale in experiment.scales:
-            done, count, seconds = _progress(experiment, scale, results)
-            made.append(f"{scale} {done} of {count}")
-            minutes.append(f"{scale} {'unknown' if math.isnan(seconds) else f'{seconds / 60:,.0f}'}")
-        rows.append([experiment.name, ", ".join(made), ", ".join(minutes), experiment.title])
-    return markdown(["name", "cells made", "minutes left", "what"], rows)
-
-
 def overview(experiments: Sequence[Experiment], results: Path, width: int = 100) -> str:
     """The listing for a terminal: at most `width` columns, with the time left for each scale."""
     rows = []
@@ -315,8 +288,8 @@ def _roughly(seconds: float) -> str:
 def page(path: Path, results: Path) -> str:
     """A page with its tables written from the files of finished cells.
 
-    `<!-- papers NAME SCALE -->` asks for a table and `<!-- papers PAPER -->` for the list of a paper; both end with
-    `<!-- /papers -->`. A UserError if it is no page, has no marks, or asks for an unknown table.
+    `<!-- papers NAME SCALE -->` asks for a table and ends with `<!-- /papers -->`. A UserError if it is no page, has no
+    marks, or asks for an unknown table.
     """
     require(path.is_file(), "--page", "be a Markdown file", str(path))
     text = path.read_text(encoding="utf-8")
@@ -324,30 +297,7 @@ def page(path: Path, results: Path) -> str:
     require(_BLOCK.search(text) is not None, "--page", marks, str(path), "Tables go between them.")
 
     def filled(block: re.Match[str]) -> str:
-        chosen = find([block[2]])
-        if block[3] is None:
-            return f"{block[1]}{listing(chosen, results)}\n{block[4]}"
-        lines = []
-        for experiment in chosen:
-            scale = experiment.scale(block[3])
-            not_made = f"**{experiment.name}** {experiment.title}: no cell is made yet (scale {scale})."
-            made = finished(results, experiment, scale)
-            lines.append(report(experiment, scale, results, page_file=path) if made else not_made)
-        return f"{block[1]}{chr(10).join(lines)}\n{block[4]}"
+        tables = [report(experiment, experiment.scale(block[3]), results) for experiment in find([block[2]])]
+        return "\n".join([block[1].rstrip(), *tables, block[4]])
 
     return _BLOCK.sub(filled, text)
-
-
-def log_report(
-    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
-) -> None:
-    """Log a table, and a matplotlib figure if there is one, as a finished run; UserError if the store fails."""
-    from dpfl_lightning.reporting.mlflow.store import Store, reported  # imports MLflow
-
-    store = Store(experiment, uri)
-    with reported(store.uri):
-        run_id = store.begin(name, tags)
-        store.client.log_text(run_id, text, "table.md")
-        if figure is not None:
-            store.client.log_figure(run_id, figure, "figure.png")
-        store.end(run_id, seconds=0.0)

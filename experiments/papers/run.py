@@ -96,12 +96,12 @@ class CellContext:
 
     def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of another cell with this seed and these overrides, which one process makes while others wait."""
-        alike = cell._replace(seed=self.cell.seed, overrides=self.cell.overrides)
-        folder = self.runner.runs / alike.place
+        same = cell._replace(seed=self.cell.seed, overrides=self.cell.overrides)
+        folder = self.runner.runs / same.place
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return CellContext(alike, dataclasses.replace(self.runner, again=False)).run(callbacks)
+            return CellContext(same, dataclasses.replace(self.runner, again=False)).run(callbacks)
 
 
 def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:
@@ -234,7 +234,7 @@ def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
     begun = time.perf_counter()
     content: Mapping[str, Any]
     if isinstance(made_by, Computation):
-        content = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
+        content = {"values": dict(made_by.compute(cell.column))}
         seconds, device = round(time.perf_counter() - begun, 2), "cpu"
     elif made_by.study is not None:
         content = made_by.study(context)
@@ -246,7 +246,8 @@ def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
         result = context.run([recorder])
         content = {**recorder.record, **guarantee_of(result)}
         seconds, device = round(result.wall_seconds, 2), recorder.device
-    first = {key: content[key] for key in ("values", "epsilon_max", "guarantee", "rounds") if key in content}
+    names = ("values", "epsilon_max", "accountant", "guarantee", "rounds")
+    first = {key: content[key] for key in names if key in content}
     return {
         **first,
         "seconds": seconds,

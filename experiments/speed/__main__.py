@@ -14,24 +14,14 @@ from dpfl_lightning.errors import UserError, command, nearest, require, require_
 from experiments.pages import split_page
 from experiments.speed.cases import CASES
 from experiments.speed.report import PAGE, report, write_page
-from experiments.speed.scaling import draw_scalings, scaling_times
+from experiments.speed.scaling import scaling_times
 
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (
-    *CASES,
-    "robust_pca",
-    "matching",
-    "class_gradients",
-    "layers",
-    "kernels",
-    "optimizers",
-    "tasks",
-    "startup",
-    "parts",
-    "scaling",
-)
+#: what is measured unless --cases says otherwise; `layers` has a page of its own
+_USUAL = (*CASES, "startup", "scaling")
+_NAMES = (*_USUAL, "layers")
 
 
 @command
@@ -52,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
         write_page(Path(options.page), results)
-        if "scaling" in results:
-            draw_scalings(results["scaling"], Path(options.page).parent)
     if options.json:
         print(json.dumps(results))
     return 0
@@ -62,14 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from dpfl_lightning.federated.client.engines.fast import FastEngine
-    from experiments.speed.class_gradients import class_gradient_times
-    from experiments.speed.kernels import kernel_times
-    from experiments.speed.kinds import optimizer_times, task_times
     from experiments.speed.layers import layer_times
-    from experiments.speed.matching import matching_times
     from experiments.speed.measure import machine, measure, startup
-    from experiments.speed.parts import part_times
-    from experiments.speed.robust_pca import robust_pca_times
 
     device = _device(options.device)
     before = machine(device)
@@ -79,24 +61,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.cases:
         if name == "startup":
             results[name] = startup(options.repeats)
-        elif name == "parts":
-            results[name] = part_times(options.repeats, _say)
         elif name == "scaling":
             results[name] = scaling_times(_say)
-        elif name == "robust_pca":
-            results[name] = robust_pca_times(options.scale, options.repeats, _say)
-        elif name == "matching":
-            results[name] = matching_times(options.repeats, device, _say)
-        elif name == "class_gradients":
-            results[name] = class_gradient_times(options.repeats, device, _say)
-        elif name == "kernels":
-            results[name] = kernel_times(options.repeats, _say)
         elif name == "layers":
             results[name] = layer_times(options.repeats, device, _say)
-        elif name == "optimizers":
-            results[name] = optimizer_times(options.repeats, device, _say)
-        elif name == "tasks":
-            results[name] = task_times(options.repeats, device, _say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -136,17 +104,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.speed",
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
-        "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
-        "gradient matching, and a client's gradients of each class without privacy, beside plain loops; a clipped sum "
-        "over each kind of layer, a step with and "
-        "without each compiled loop, a round with each optimiser and a model of each task beside Opacus; start-up; "
-        "a step by part beside the core's peak; time over ranks, "
-        "clients, parameters and records of a batch. Takes minutes; tells its progress on stderr. "
-        "`gpu` as the first word checks a GPU instead; `supported` writes the page of what is supported.",
+        "interleaved in one run on random data; start-up; time over ranks and clients; if asked for, a clipped sum "
+        "over each kind of layer beside Opacus. Takes minutes; tells its progress on stderr. `gpu` as the first word "
+        "checks a GPU instead; `supported` writes the page of what is supported.",
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--cases", default=",".join(_NAMES), metavar="NAME,...", help=f"of {', '.join(_NAMES)} (all)")
+    parser.add_argument(
+        "--cases", default=",".join(_USUAL), metavar="NAME,...", help=f"of {', '.join(_NAMES)} (all but layers)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds of each contestant (5; not of scaling)")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="this share of the clients of rounds, for a quick look (1)"
@@ -158,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--save", metavar="FILE", help="write that object to a file")
     parser.add_argument("--load", metavar="FILE", help="show what --save wrote instead of measuring")
-    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks, its figures beside it")
+    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks")
     try:
         options, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:

@@ -13,7 +13,7 @@
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,6 @@ def our_loop(
     engine: SerialEngine,
     noise_multiplier: float = NOISE_MULTIPLIER,
     rounds: int = 1,
-    optimizer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[FederatedLoop, ServerState]:
     """A loop with planned rounds, whose engine is not set up yet, and the state before the first."""
@@ -113,7 +112,6 @@ def our_loop(
             count=case.clients,
             batch_size=tuple(case.sizes),
             learning_rate=LEARNING_RATE,
-            optimizer=dict(optimizer or {"name": "sgd"}),
         ),
         privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM),
         engine=engine,
@@ -130,16 +128,15 @@ def our_round(
     pairs: Sequence[Pair],
     device: torch.device,
     engine: SerialEngine,
-    optimizer: Mapping[str, Any] | None = None,
 ) -> Callable[[], Tensor]:
-    """A whole round of the engine, with `clients.optimizer`."""
-    loop, state = our_loop(case, net, pairs, device, engine, optimizer=optimizer)
+    """A whole round of the engine."""
+    loop, state = our_loop(case, net, pairs, device, engine)
     engine.setup(loop.module, loop.population, Streams(), "poisson")
 
     def one_round() -> Tensor:
-        alike = torch.ones(1, case.clients)  # the mean
-        updates = engine.train(loop.view(state).plan(), state.models, [0] * case.clients, alike)
-        return state.models[0] + aggregate.combine(alike, updates)[0]
+        equal = torch.ones(1, case.clients)  # the mean
+        updates = engine.train(loop.view(state).plan(), state.models, [0] * case.clients, equal)
+        return state.models[0] + aggregate.combine(equal, updates)[0]
 
     return one_round
 
@@ -172,14 +169,12 @@ def plain_epoch(net: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> None:
         optimizer.step()
 
 
-def opacus_epoch(
-    net: nn.Module, x: Tensor, y: Tensor, batch_size: int, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """DPSGD by Opacus over Poisson batches, in place; by plain SGD, or an optimiser of the net's parameters."""
+def opacus_epoch(net: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> None:
+    """DPSGD by Opacus over Poisson batches, in place."""
     device = next(net.parameters()).device
     private, private_optimizer, loader = PrivacyEngine().make_private(
         module=net,
-        optimizer=optimizer or torch.optim.SGD(net.parameters(), lr=LEARNING_RATE),
+        optimizer=torch.optim.SGD(net.parameters(), lr=LEARNING_RATE),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=batch_size),
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=CLIP_NORM,

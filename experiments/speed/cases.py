@@ -14,10 +14,6 @@ LEARNING_RATE = 0.01
 HEAVY = ("torch", "lightning", "mlflow", "optuna", "matplotlib")
 
 
-#: of a step, in its order
-STEP_PARTS = ("forward", "backward", "norms", "sums", "noise, update")
-
-
 @dataclass(frozen=True)
 class Case:
     """One round: every client takes one local epoch on its records, and the mean is the new model.

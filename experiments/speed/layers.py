@@ -14,7 +14,7 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.runtime.memory import keep_freed_memory
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 from experiments.speed.cases import CLIP_NORM
-from experiments.speed.matching import Step, in_turns
+from experiments.speed.measure import Step, in_turns
 
 BATCHES = (16, 64)
 WORDS, STEPS, WIDTH = 1000, 32, 128  # of sequences
@@ -137,16 +137,12 @@ def ours(layer: nn.Module, x: Tensor) -> Step:
 
 def opacus(layer: nn.Module, x: Tensor) -> Step:
     """The clipped sum `[P]`, as Opacus' optimizer computes it."""
-    return clipped_by_opacus(GradSampleModule(layer, loss_reduction="sum"), lambda private: _losses(private(x)))
-
-
-def clipped_by_opacus(private: GradSampleModule, losses: Callable[[nn.Module], Tensor]) -> Step:
-    """The clipped sum `[P]` of the gradients of `losses(private)` `[B]`."""
+    private = GradSampleModule(layer, loss_reduction="sum")
     params = [p for p in private.parameters() if p.requires_grad]
 
     def step() -> Tensor:
         private.zero_grad()
-        losses(private).sum().backward()
+        _losses(private(x)).sum().backward()
         norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in params], dim=1).norm(dim=1)
         factors = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0)
         return torch.cat([torch.einsum("i,i...", factors, p.grad_sample).flatten() for p in params])

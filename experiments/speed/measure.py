@@ -24,6 +24,8 @@ from experiments.speed.baselines import Contestant, build_net, contestants
 from experiments.speed.cases import HEAVY, Case
 from experiments.speed.peers import PEERS, PeerMissing, peer_contestant, versions
 
+Step = Callable[[], torch.Tensor]
+
 
 def measure(
     name: str,
@@ -101,6 +103,30 @@ def take_turns(
             if repeat:
                 seconds[one.name].append(round(took, 4))
     return seconds, gpu
+
+
+def in_turns(
+    name: str, ours: Step, theirs: Step, repeats: int, steps: int, say: Callable[[str], None], rival: str
+) -> dict[str, Any]:
+    """Seconds of a step, ours and the rival's, in turns of `steps` steps, after a warm-up, and their ratios."""
+    found: dict[str, list[float]] = {"seconds": [], f"{rival}_seconds": []}
+    for repeat in range(repeats + 1):
+        for who, step, times in zip(("ours", rival), (ours, theirs), found.values(), strict=True):
+            begun = time.perf_counter()
+            for _ in range(steps):
+                done = step()
+            float(done.sum())  # waits for a GPU
+            took = (time.perf_counter() - begun) / steps
+            if repeat:
+                times.append(round(took, 6))
+            say(f"{name}: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
+    ratios = [b / a for a, b in zip(*found.values(), strict=True)]
+    return {
+        f"ratio_vs_{rival}": round(median(ratios), 3),
+        f"range_vs_{rival}": [round(min(ratios), 3), round(max(ratios), 3)],
+        "threads": torch.get_num_threads(),
+        **found,
+    }
 
 
 def per_second(case: Case, seconds: Sequence[float]) -> float:

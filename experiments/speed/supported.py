@@ -1,4 +1,4 @@
-"""The page of supported layers, optimisers and tasks. Each is tried on random data; speeds are those of the bench."""
+"""The page of supported layers, optimisers and tasks. Each is tried on random data; speeds are the bench's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.runtime.text import markdown
 from experiments.pages import fill_page, split_page
-from experiments.speed.kinds import OPTIMIZER_CASES, TASK_CASES
 from experiments.speed.layers import BATCHES, LowRank, Scale
 
 PAGE = "supported"
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "results" / "layers.json"
 
 
 class _First(nn.Module):
@@ -106,7 +105,63 @@ def support_of(name: str) -> str:
     return _VMAP_LAYER if "but vmap for" in reason else _EXACT
 
 
-# ---- engines
+# ---- optimisers and tasks
+
+#: name on the page -> `clients.optimizer`
+OPTIMIZER_CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"name": "sgd"},
+    "sgd with momentum": {"name": "sgd", "momentum": 0.9},
+    "adam": {"name": "adam"},
+    "adamw": {"name": "adamw"},
+}
+
+
+class TokenModel(nn.Module):
+    """One block of causal self-attention over 16 tokens: [B, 16] -> [B, 16, 500]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(500, 64), nn.LayerNorm(64)
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 8
+        scores = scores + torch.full((16, 16), -1e9, device=x.device).triu(1)
+        return self.head(self.norm(x + scores.softmax(dim=-1) @ self.value(x)))
+
+
+def _table(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, outputs))
+
+
+TaskCase = tuple[nn.Module, Tensor, Tensor, int | None]
+
+
+def _on_a_table(outputs: int, label: Callable[[int], Tensor], num_classes: int | None) -> Callable[[int], TaskCase]:
+    return lambda records: (_table(outputs), torch.randn(records, 64), label(records), num_classes)
+
+
+def _segmentation(records: int) -> TaskCase:
+    body = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 1)
+    return nn.Sequential(*body), torch.randn(records, 3, 24, 24), torch.randint(4, (records, 24, 24)), 4
+
+
+def _tokens(records: int) -> TaskCase:
+    x = torch.randint(500, (records, 16))
+    return TokenModel(), x, x.roll(-1, dims=1), 500
+
+
+#: task -> a net, random x and y of so many records, and the number of classes
+TASK_CASES: dict[str, Callable[[int], TaskCase]] = {
+    "multiclass": _on_a_table(10, lambda records: torch.randint(10, (records,)), 10),
+    "binary": _on_a_table(1, lambda records: torch.randint(2, (records,)), 2),
+    "multilabel": _on_a_table(20, lambda records: torch.randint(2, (records, 20)), 20),
+    "regression": _on_a_table(1, torch.randn, None),
+    "segmentation": _segmentation,
+    "language_modeling": _tokens,
+}
 
 
 def runs_with(engine: str, task: str, optimizer: Mapping[str, Any]) -> str:
@@ -133,20 +188,13 @@ def runs_with(engine: str, task: str, optimizer: Mapping[str, Any]) -> str:
 
 def report(measured: Mapping[str, Any]) -> str:
     """Return the page in Markdown, with the speeds beside Opacus of what `experiments.speed` measured."""
-    layers = [
-        [name, support_of(name), *(_ratio(measured, "layers", name, batch) for batch in BATCHES)] for name in LAYERS
-    ]
+    layers = [[name, support_of(name), *(_ratio(measured, name, batch) for batch in BATCHES)] for name in LAYERS]
     optimizers = [
-        [name, *(runs_with(engine, "multiclass", options) for engine in ENGINES), _ratio(measured, "optimizers", name)]
+        [name, *(runs_with(engine, "multiclass", options) for engine in ENGINES)]
         for name, options in OPTIMIZER_CASES.items()
     ]
     tasks = [
-        [
-            name,
-            task.expects,
-            *(runs_with(engine, name, {"name": "sgd"}) for engine in ENGINES),
-            _ratio(measured, "tasks", name),
-        ]
+        [name, task.expects, *(runs_with(engine, name, {"name": "sgd"}) for engine in ENGINES)]
         for name, task in TASKS.items()
     ]
     engines = [f"engine {name}" for name in ENGINES]
@@ -155,24 +203,18 @@ def report(measured: Mapping[str, Any]) -> str:
             "## Layers",
             markdown(["layer", "gradients of single records", *(f"speed, batch {batch}" for batch in BATCHES)], layers),
             "## Optimisers",
-            markdown(["`clients.optimizer`", *engines, "speed"], optimizers),
+            markdown(["`clients.optimizer`", *engines], optimizers),
             "## Tasks",
-            markdown(["`task`", "labels and outputs", *engines, "speed"], tasks),
+            markdown(["`task`", "labels and outputs", *engines], tasks),
             f"Speeds were measured on {measured['date']}, on {measured['machine']['cores']} cores of "
             f"{measured['machine']['cpu']}.",
         ]
     )
 
 
-def _ratio(measured: Mapping[str, Any], *names: Any) -> str:
-    for name in names:
-        measured = measured.get(str(name), {})
-    return f"{measured['ratio_vs_opacus']:.1f} x" if measured else "-"
-
-
-def _saved(name: str) -> dict[str, Any]:
-    file = RESULTS / name
-    return json.loads(file.read_text()) if file.is_file() else {}
+def _ratio(measured: Mapping[str, Any], layer: str, batch: int) -> str:
+    times = measured["layers"].get(layer)
+    return f"{times[str(batch)]['ratio_vs_opacus']:.1f} x" if times else "-"
 
 
 def main(words: Sequence[str]) -> int:
@@ -182,7 +224,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     if options.page:
         split_page(Path(options.page), PAGE)
-    text = report({**_saved("layers.json"), **_saved("kinds.json")})
+    text = report(json.loads(RESULTS.read_text()))
     if options.page:
         fill_page(Path(options.page), PAGE, text)
     else:

@@ -20,8 +20,8 @@ def known(monkeypatch):
     """The fake, and another that shows its cells under other names."""
     borrower = fake(
         name="fake.table2",
-        rows={"best": Row("best", "accuracy_best", "ours", "fake.table1")},
-        columns={"x": Column("X", cell="b")},
+        rows={"best": Row("best", "accuracy_best", "ours", "fake.table1", "b")},
+        columns={"x": Column("X")},
         cells={},
     )
     for one in (fake(), borrower):

@@ -2,19 +2,16 @@
 
 import dataclasses
 import functools
-import random
 import shlex
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.load import load, split
 from dpfl_lightning.config.options import Options
 from experiments.papers.__main__ import _parse, _sorted_out
 from experiments.papers.cells import RESULTS, Cell, contents, declaration, required_cells
-from experiments.papers.drawing import panels_figure
 from experiments.papers.experiment import Computation, Experiment, NotYet, Training
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, declared_options, options_of, spec
@@ -112,42 +109,3 @@ def test_the_configuration_of_the_clustered_paper_has_the_settings_of_its_table(
     assert run.privacy.clip_norm == table.privacy.clip_norm and run.rounds == table.rounds
     assert run.clients.learning_rate == pytest.approx(table.clients.learning_rate, rel=1e-3)
     assert run.strategies == table.strategies
-
-
-# ---- figures
-
-
-class Numbers(dict):
-    """Any value of a cell, but for the lists of formulas."""
-
-    def __missing__(self, key: str) -> float:
-        return random.Random(key).uniform(1, 90)
-
-    def __contains__(self, key: object) -> bool:
-        return key != "oracle_weights"
-
-
-def a_cell(number: int, seed: int) -> dict:
-    """A finished cell with everything that figures read."""
-    return {
-        "values": Numbers(clients=[(1.0, 2.0), (0.5, 3.0)], test_accuracy=50.0 + number + seed),
-        "curves": {"clustering_accuracy": {"1": 30.0, "2": 90.0 + seed}, "0": {"2": 50.0}},
-        "first_round": {"epsilon": [2.0, 1.0], "rpca_weights": [0.7, 0.3]},
-    }
-
-
-def test_every_figure_draws_what_is_made():
-    drawn = [experiment for experiment in experiments().values() if experiment.draw]
-    assert len(drawn) > 15
-    for experiment in drawn:
-        cells = {
-            (row, column): [a_cell(number, seed) for seed in (0, 1)]
-            for number, row in enumerate(experiment.rows)
-            for column in experiment.columns
-        }
-        panels = experiment.panels(cells)
-        assert panels and all(panel.series and all(panel.series.values()) for panel in panels), experiment.name
-        assert isinstance(panels_figure(experiment.title, panels), Figure)
-        assert experiment.panels({}) == [], experiment.name
-        first = next(iter(cells))
-        assert isinstance(experiment.panels({first: cells[first]}), list)

@@ -8,6 +8,7 @@ import torch
 from conftest import FIXED_KEY, blobs, small_net
 from estimated_rounds import some_deltas, updates_of
 from fakes import Absent, Recorder
+from simulated_updates import best_ratio, noise_aware_weights, signal_to_noise, simulated
 
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.random_effects import (
@@ -23,7 +24,6 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.aggregate import combine, normalised, raw_weights
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from experiments.papers.noise_aware import ablation
 
 COUNT, PARAMS, RATE = 8, 83, 0.3
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -117,12 +117,12 @@ def test_the_variance_between_clients_is_found_without_the_noise():
     [("dist1", "equal", 0.3, 0.98), ("dist1", "steps", 0.3, 0.98), ("dist9", "steps", 0.1, 0.9)],
 )
 def test_signal_per_noise_of_simulated_updates_is_nearly_the_best(budgets, signal, ratio, least):
-    rounds, length, variances = ablation.updates(signal, ratio, seed=0, budgets=budgets, rounds=3)
+    rounds, length, variances = simulated(signal, ratio, seed=0, budgets=budgets, rounds=3)
     truth = length.double().numpy(), variances.double().numpy()
-    best = ablation.best_ratio(*truth, most_influence(20))
+    best = best_ratio(*truth, most_influence(20))
     for noise in MODES:
-        weights = ablation.noise_aware_weights(noise, rounds, length, variances, models=1)[-1]
-        assert ablation._ratio(weights, *truth) > least * best, noise
+        weights = noise_aware_weights(noise, rounds, length, variances)[-1]
+        assert signal_to_noise(weights, *truth) > least * best, noise
 
 
 def test_lengths_of_signals_are_equal_where_noise_hides_them():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import cost_of_quotas, noise_only
 
 from dpfl_lightning.algorithms import allocation
 from dpfl_lightning.algorithms.allocation import (
@@ -15,7 +16,6 @@ from dpfl_lightning.algorithms.allocation import (
 )
 from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.errors import UserError
-from experiments.papers.selection.formulas import noise_only, objective
 
 FACTOR, BIAS = [1.0, 2.0, 4.0], np.array([0.5, 0.1, 0.0])
 
@@ -34,7 +34,7 @@ FACTOR, BIAS = [1.0, 2.0, 4.0], np.array([0.5, 0.1, 0.0])
 def test_worked_examples(exponent, ratio, whole, cost):
     ours = allocate_int(FACTOR, 12, exponent, ratio * BIAS)
     assert ours.tolist() == list(whole)
-    assert objective(ours, FACTOR, exponent, ratio * BIAS) == pytest.approx(cost)
+    assert cost_of_quotas(ours, FACTOR, exponent, ratio * BIAS) == pytest.approx(cost)
 
 
 def test_worked_examples_with_an_anchor():
@@ -79,7 +79,7 @@ def test_whole_quotas_are_optimal(few, monkeypatch):
         factor, total, exponent, bias, upper, anchor = problem
         ours = allocate_int(*problem)
         assert ours.sum() == total and bool((ours >= 0).all()) and bool((ours <= upper).all())
-        found, best = objective(ours, factor, exponent, bias, anchor), least_cost(*problem)
+        found, best = cost_of_quotas(ours, factor, exponent, bias, anchor), least_cost(*problem)
         assert found <= best * (1 + 1e-9) + 1e-9
 
     check()

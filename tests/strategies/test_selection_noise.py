@@ -4,14 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from reference import noise_only
 
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.selection_estimates import jain_index, shrunken_heterogeneity
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_mu
-from experiments.papers.selection.estimates import (
-    gaussian_noise,
-)
-from experiments.papers.selection.formulas import noise_only
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
 INVERSE_MU = {
@@ -42,7 +39,7 @@ def test_jain_index_of_extremes():
 def some_reports(draw, spread):
     """Ten rounds of 20 of 100 clients, losses 1.5 and between clients `spread`, noise of U[0.1, 3] budgets."""
     epsilon = draw.uniform(0.1, 3, 100)
-    factor = gaussian_noise(1, 1, epsilon, 5e-5, 600).factor
+    factor = 1 / (gaussian_mu(epsilon, np.full(100, 5e-5)) * 600) ** 2
     share = noise_only(factor, 1.0)
     counts = np.bincount(np.concatenate([draw.choice(100, 20, replace=False, p=share) for _ in range(10)]), None, 100)
     noise_std = np.sqrt(factor / factor.min())

@@ -24,46 +24,31 @@ from experiments.papers.run import CellContext
 
 PAPER = {"num_clusters": 4, "mixture": "paper", "first_round_noise_multiplier": "same"}
 PAPER |= {"selection": "paper_argmin", "reuse_first_round": False}
-METHODS: Mapping[str, Mapping[str, Any]] = {"ours": {}, "paper": PAPER, "paper_auto": PAPER | {"num_clusters": "auto"}}
-NOISY = 20  # the client that has more noise, or fewer records, than all others
+METHODS: Mapping[str, Mapping[str, Any]] = {"ours": {}, "paper": PAPER}
 
 
-def found(context: CellContext, epsilons: Sequence[float], methods: Sequence[str], odd: bool = False) -> dict[str, Any]:
-    """Values `<method>_eps<epsilon>_perfect` (1 or 0), `_groups`, and `_probability`.
-
-    With `odd`, of our default also `noisy_` and `few_`: one client has ten times the noise, or a tenth of the records;
-    `_others` is whether the groups of the other clients are right.
-    """
+def found(context: CellContext, epsilons: Sequence[float], methods: Sequence[str]) -> dict[str, Any]:
+    """Values `<method>_eps<epsilon>_perfect` (1 or 0), `_groups`, and `_probability`."""
     options = context.options
     population = build_population(options)
     sums = clipped_sums(options, population)
-    few = dataclasses.replace(population, train_of=[*population.train_of])
-    few.train_of[NOISY] = few.train_of[NOISY][: len(few.train_of[NOISY]) // 10]
-    sums_of_few = clipped_sums(options, few, [NOISY]) if odd else sums
     values: dict[str, float] = {}
     for epsilon in epsilons:
         for method in methods:
             noises = planned_noise(options, population, epsilon, METHODS[method])
             values |= _one(f"{method}_eps{epsilon}", sums, population, noises, METHODS[method], options.seed)
-        if odd:
-            noises = planned_noise(options, population, epsilon, {})
-            noises[NOISY] *= 10
-            values |= _one(f"noisy_eps{epsilon}", sums, population, noises, {}, options.seed)
-            noises = planned_noise(options, few, epsilon, {})
-            replaced = torch.cat([sums[:NOISY], sums_of_few, sums[NOISY + 1 :]])
-            values |= _one(f"few_eps{epsilon}", replaced, few, noises, {}, options.seed)
     return {"values": values}
 
 
-def clipped_sums(options: Options, population: Population, clients: Sequence[int] | None = None) -> Tensor:
-    """Return the sums of clipped gradients at the initial model of these clients (None: all), `[C, P]`."""
+def clipped_sums(options: Options, population: Population) -> Tensor:
+    """Return the sums of clipped gradients of all clients at the initial model, `[C, P]`."""
     net = build_net(options, facts_of(population))
     x, y = population.empty_batch
     compute, _ = clipped_sum_for(net, None, x, y)
     assert options.privacy is not None and isinstance(options.privacy.clip_norm, int | float)  # for mypy
     request, params = ClipRequest(float(options.privacy.clip_norm)), dict(net.named_parameters())
     sums = []
-    for client in range(population.num_clients) if clients is None else clients:
+    for client in range(population.num_clients):
         records = population.records(client, torch.arange(population.num_records[client]))
         sums.append(compute(params, *records, request)[0])
     return torch.cat(sums)
@@ -94,7 +79,6 @@ def _one(
         true = np.array(population.groups)
         right = (labels[:, None] == labels) == (true[:, None] == true)
         values["perfect"] = float(right.all())
-        values["others"] = float(np.delete(np.delete(right, NOISY, axis=0), NOISY, axis=1).all())
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
@@ -107,6 +91,5 @@ def mixture_of(
     noise_std = torch.from_numpy(noises) / records
     updates = sums / records[:, None] + noise_std[:, None] * torch.randn(sums.shape, generator=generator)
     if clustered.get("mixture") == "paper":
-        number = clustered["num_clusters"]
-        return paper_mixture(updates, None if number == "auto" else number, seed)
+        return paper_mixture(updates, clustered["num_clusters"], seed)
     return robust_mixture(updates, noise_std.tolist(), distance=DISTANCE)

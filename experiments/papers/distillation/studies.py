@@ -1,4 +1,4 @@
-"""Make cells of the distillation paper: sets of several kinds, and fresh nets that are trained on them.
+"""Make cells of the distillation paper: sets of several kinds, and fresh models that are trained on them.
 
 Choices depend on the accuracy on the server's public records alone; test accuracies are for reports.
 """
@@ -6,7 +6,6 @@ Choices depend on the accuracy on the server's public records alone; test accura
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,19 +22,15 @@ from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.search.objectives import folds
 from dpfl_lightning.sets.distilled_set import DistilledSet
-from dpfl_lightning.strategies.distillation.distillation import AUGMENTATIONS
 from experiments.papers.cells import Cell
 from experiments.papers.distillation.baselines import (
     ON_A_SET,
     ON_EVERYTHING,
-    local_matching,
-    noise_set,
     random_subset,
     train_and_score,
     whole,
@@ -45,18 +40,12 @@ from experiments.papers.run import CellContext
 
 Content = dict[str, Any]
 
-_AUGMENTED_EPOCHS = 1000  # over a set in place of the condensation paper's 300, with one augmentation a batch
-LOCAL_CLIENTS = {"small": 4, "paper": 20}  # clients that stand for all in local matching; their data are drawn alike
-NETWORKS = 3  # fresh nets for each set
+NETWORKS = 3  # fresh models for each set
 SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")  # the set that searches train on
 
 
 class RunRecorder(Recorder):
-    """Test accuracy of the delivered model over rounds, in per cent, `gigabytes` sent both ways, and metrics."""
-
-    def on_round_end(self, view: View, report: RoundReport) -> None:
-        if report.test_accuracy is not None:
-            self._curve[report.round] = 100 * report.test_accuracy
+    """Test accuracy of the delivered model in per cent, `gigabytes` sent both ways, and metrics."""
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         metrics = numbers_of(result)
@@ -78,7 +67,7 @@ class LastModel(Callback):
 
 
 def distilled(context: CellContext) -> Content:
-    """The cell's run of strategy distillation, and fresh nets trained on its set."""
+    """The cell's run of strategy distillation, and fresh models trained on its set."""
     result = context.run([recorder := RunRecorder()])
     return _content(result, recorder, _of_nets(context, DistilledSet.load(result.output_dir).records))
 
@@ -100,19 +89,13 @@ def random_records(context: CellContext) -> Content:
     return {"values": _of_nets(context, records)}
 
 
-def noise(context: CellContext) -> Content:
-    """Nets trained on the images of noise that distillation begins with."""
-    images_per_class = distillation_options(context.options)["images_per_class"]
-    return {"values": _of_nets(context, noise_set(population_of(context), images_per_class, context.options.seed))}
-
-
 def all_records(context: CellContext) -> Content:
-    """One net trained on all clients' records together."""
+    """One model trained on all clients' records together."""
     return _of_one_net(context, whole(population_of(context)))
 
 
 def public_records(context: CellContext) -> Content:
-    """One net trained on the server's public records alone."""
+    """One model trained on the server's public records alone."""
     return _of_one_net(context, population_of(context).public_records())
 
 
@@ -123,77 +106,27 @@ def _of_one_net(context: CellContext, records: tuple[Any, Tensor]) -> Content:
     return {"values": {"test_accuracy": 100 * trained.mean}}
 
 
-def local(context: CellContext) -> Content:
-    """Each client's separate set, and a net trained on each: the mean over clients, the worst and the best."""
-    options, population = context.options, population_of(context)
-    some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[context.cell.scale]])
-    build, training = new_net(options, population), _training(distillation_options(options))
-    common = {name: value for name, value in distillation_options(options).items() if name != "participation_fraction"}
-    sets = local_matching(some, build, options.rounds, options.seed, str(population.x.device), **common)
-    scores = [train_and_score(build, population, one.records, training, 1, options.seed) for one in sets]
-    means = [100 * score.mean for score in scores]
-    values = {"test_accuracy": fmean(means), "test_accuracy_worst": min(means), "test_accuracy_best": max(means)}
-    return {"values": values, "of_clients": means}
-
-
 def _of_nets(context: CellContext, records: tuple[Tensor, Tensor]) -> dict[str, float]:
     population = population_of(context)
     records = (records[0].to(population.x), records[1].to(population.y))
-    build, training = new_net(context.options, population), _training(distillation_options(context.options))
-    score = train_and_score(build, population, records, training, NETWORKS, context.options.seed)
+    build = new_net(context.options, population)
+    score = train_and_score(build, population, records, ON_A_SET, NETWORKS, context.options.seed)
     return {"test_accuracy": 100 * score.mean, "test_accuracy_std": 100 * score.std}
 
 
-def _training(options: Mapping[str, Any]) -> Training:
-    """Training of fresh nets on a set, augmented if the set was made so."""
-    augmentations = AUGMENTATIONS[options.get("augmentation", "none")]
-    if not augmentations:
-        return ON_A_SET
-    return dataclasses.replace(ON_A_SET, epochs=_AUGMENTED_EPOCHS, augmentations=augmentations)
+# ---- searches: which of many models or hyperparameters is best
 
-
-# ---- gradient inversion
-
-
-def given_away(context: CellContext) -> Content:
-    """Mean correlation, over classes, of the server's image of a class with the nearest record of that class.
-
-    `own`: among the client's records; `strangers`: among as many of the test set.
-    """
-    recorder = RunRecorder()
-    result = context.run([recorder])
-    population = population_of(context)
-    known = population.test_records()
-    assert known is not None  # for mypy: Fashion-MNIST has a test set
-    images, labels = (one.to(population.x.device) for one in DistilledSet.load(result.output_dir).records)
-    rows, (others, classes) = population.train_of[0], known
-    clients, strangers = [], []
-    for label in population.y[rows].unique():
-        image, mine = images[labels == label], population.x[rows[population.y[rows] == label]]
-        clients.append(_nearest(image, mine))
-        strangers.append(_nearest(image, others[classes == label][: len(mine)]))
-    return _content(result, recorder, {"own": fmean(clients), "strangers": fmean(strangers)})
-
-
-def _nearest(image: Tensor, records: Tensor) -> float:
-    """The largest correlation of one image with a record."""
-    image, records = (one.flatten(1) - one.flatten(1).mean(dim=1, keepdim=True) for one in (image, records))
-    return float((nn.functional.normalize(image) @ nn.functional.normalize(records).T).max())
-
-
-# ---- searches: which of many nets or hyperparameters is best
-
-_NET_EPOCHS = 200  # passes of a candidate net over the set
+_NET_EPOCHS = 200  # passes of a candidate model over the set
 _PASSES = 60  # over the set for each local epoch that the clients would make of a round
 
 
 def candidate_net(context: CellContext) -> Content:
-    """A candidate net by the scorer of the column: a federated run, or trained on a set."""
+    """A candidate model by the scorer of the column: a federated run, or trained on a set."""
     return _candidate(context, dataclasses.replace(ON_A_SET, epochs=_NET_EPOCHS))
 
 
 def candidate_hyperparameters(context: CellContext) -> Content:
-    """A candidate's hyperparameters by the scorer of the column; on a set the net trains as a client would."""
+    """A candidate's hyperparameters by the scorer of the column; on a set the model trains as a client would."""
     return _candidate(context, _as_clients(context.options, _PASSES))
 
 
@@ -206,47 +139,25 @@ def _as_clients(options: Options, passes: int) -> Training:
 
 
 def _candidate(context: CellContext, training: Training) -> Content:
-    """The candidate's federated run, or nets trained on the distilled set, random or public records, by the column.
-
-    Public records train it as the clients would; their last sixth, which then ranks it, does not. In `set_only`, images
-    of the set rank nets that they did not train.
-    """
+    """The candidate's federated run, or a model trained on the distilled set or on random records, by the column."""
     population, options, recorder = population_of(context), context.options, RunRecorder()
     build, cost, column = new_net(options, population), {}, context.cell.column
     if column in ("federated", "early"):
         result = context.run([recorder, last := LastModel()])
         scores = scored(build, population, last.model.to(population.x.device))
         return _content(result, recorder, {**scores, "trial_seconds": result.wall_seconds})
-    if column in ("distilled", "set_only"):
+    if column == "distilled":
         records = DistilledSet.load(context.run_of(SEARCH_SET, [recorder]).output_dir).records
         cost = {f"set_{name}": recorder.record["values"][name] for name in ("gigabytes", "run_seconds")}
-    elif column == "public":
-        rows = population.public
-        assert rows is not None  # for mypy
-        rows, ranks = rows.split([len(rows) - len(rows) // 6, len(rows) // 6])
-        records, training = (population.x[rows], population.y[rows]), _as_clients(options, options.rounds)
-        population = dataclasses.replace(population, public=ranks)
     else:
         records = random_subset(population, distillation_options(context.options)["images_per_class"], options.seed)
-    x, y = records = records[0].to(population.x), records[1].to(population.y)
-    parts = [(records, population)]
-    if column == "set_only":
-        images = torch.arange(len(y), device=y.device) + len(population.y)
-        both = dataclasses.replace(population, x=torch.cat([population.x, x]), y=torch.cat([population.y, y]))
-        parts = [
-            ((x[~held], y[~held]), dataclasses.replace(both, public=images[held]))
-            for held in (one.to(y.device) for one in folds(y.cpu(), NETWORKS, options.seed))
-        ]
-    seconds, values = 0.0, []
-    for number, (some, judge) in enumerate(parts):
-        begin, order = (torch_seed(public_generator(options.seed + number, "candidate", which)) for which in (0, 1))
-        begun = time.perf_counter()
-        module = ClientModule(build(begin)).to(population.x.device)
-        model = trained_on(module, module.flat, some, training, order)
-        seconds += time.perf_counter() - begun
-        values.append(scored(build, judge, model))
-    means = {name: fmean(one[name] for one in values) for name in values[0]}
-    return {"values": {**means, "trial_seconds": seconds, **cost}}
+    records = records[0].to(population.x), records[1].to(population.y)
+    begin, order = (torch_seed(public_generator(options.seed, "candidate", which)) for which in (0, 1))
+    begun = time.perf_counter()
+    module = ClientModule(build(begin)).to(population.x.device)
+    model = trained_on(module, module.flat, records, training, order)
+    seconds = time.perf_counter() - begun
+    return {"values": {**scored(build, population, model), "trial_seconds": seconds, **cost}}
 
 
 def scored(build: Callable[[int], nn.Module], population: Population, model: Tensor) -> dict[str, float]:
@@ -280,6 +191,6 @@ def population_of(context: CellContext) -> Population:
 
 
 def new_net(options: Options, population: Population) -> Callable[[int], nn.Module]:
-    """Builds the run's net from a seed."""
+    """Builds the run's model from a seed."""
     facts = facts_of(population)
     return lambda seed: build_net(dataclasses.replace(options, seed=seed), facts)

@@ -24,7 +24,7 @@ class FirstRound(Recorder, FirstRoundOnly):
         names: estimators with their default options.
     """
 
-    _kept = ("_curve", "_lists")
+    _kept = ("_lists",)
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ def attacked(context: CellContext) -> dict[str, Any]:
 class FalseAlarms(Recorder):
     """Counts honest updates, and those that `noise_floor` leaves out."""
 
-    _kept = ("_curve", "_updates", "_removed")
+    _kept = ("_updates", "_removed")
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,11 +109,3 @@ class FalseAlarms(Recorder):
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         return {**super()._values(view, result), "updates": self._updates, "removed": self._removed}
-
-
-class Spending(Recorder):
-    """Also keeps the largest epsilon that a client has spent."""
-
-    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        spent = max(client["epsilon_spent"] for client in result.clients)
-        return {**super()._values(view, result), "epsilon": spent}

@@ -1,6 +1,6 @@
-"""The selection paper's formulas: noise of an update, and what its second stage is computed from.
+"""What the selection paper's second stage is computed from.
 
-Reference: Ma et al., "The Power of Bias", Lemmas 1 and 2, equations 7 to 10, problem P2.
+Reference: Ma et al., "The Power of Bias", equations 7 to 10, problem P2.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 
-from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
-
 Vector = NDArray[np.float64]
 
 #: c in the bias term `c L / mu` as printed. The proof supports only 2: one step uses an inequality in the wrong
@@ -26,7 +24,7 @@ def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: 
     """Return Gamma_n of equation 8: the smallest difference of a client's two losses in a round, else their mean.
 
     `reports` are (client, loss at the server's model, loss at the client's model), noised. Noise dominates the minimum,
-    which makes clients that report often look alike.
+    which makes clients that report often look similar.
 
     >>> least_differences([(0, 2.0, 1.5), (0, 2.0, 1.9), (1, 1.0, 1.3)], num_clients=3).round(3).tolist()
     [0.1, 0.3, 0.2]
@@ -141,9 +139,6 @@ def bias_noise_ratio(constants: Constants, rounds: int, cohort_size: int) -> flo
     return cohort_size * (constants.smoothness + PAPER_BIAS / 4 * constants.strong_convexity * last)
 
 
-# ---- noise
-
-
 @dataclass(frozen=True)
 class NoiseModel:
     """`E|Z_n|^2 = scale learning_rate^2 T_n^exponent factor_n`: noise of one update if T_n updates share the budget.
@@ -157,33 +152,3 @@ class NoiseModel:
     scale: float
     exponent: float
     factor: Vector
-
-    def variance(self, quota: ArrayLike, learning_rate: float = 1.0) -> Vector:
-        return self.scale * learning_rate**2 * np.asarray(quota, dtype=float) ** self.exponent * self.factor
-
-
-def gaussian_noise(
-    clip_norm: float, num_params: int, epsilon: ArrayLike, delta: ArrayLike, num_records: ArrayLike
-) -> NoiseModel:
-    """Return the model of full batches with Gaussian noise under replacement of one record, composed exactly.
-
-    Gradients are clipped in L2; epsilon, delta and num_records are `[N]` or one value.
-
-    >>> model = gaussian_noise(clip_norm=1.0, num_params=10, epsilon=[1.0], delta=1e-5, num_records=100)
-    >>> round(float(model.variance(40)[0]), 4)  # 4 d 40 (3.7306 / 100)^2
-    2.2268
-    """
-    epsilon, delta, records = np.broadcast_arrays(*(np.asarray(v, dtype=float) for v in (epsilon, delta, num_records)))
-    return NoiseModel(4 * clip_norm**2 * num_params, 1, 1 / (gaussian_mu(epsilon, delta) * records) ** 2)
-
-
-def laplace_noise(clip_norm: float, num_params: int, epsilon: ArrayLike, num_records: ArrayLike) -> NoiseModel:
-    """Return the model of full batches with Laplace noise of scale `2 clip_norm T_n / (num_records epsilon)` (Lemma 2).
-
-    Gradients are clipped in L1.
-
-    >>> laplace_noise(clip_norm=1.0, num_params=10, epsilon=[1.0], num_records=100).variance(40).tolist()
-    [12.8]
-    """
-    epsilon, records = np.broadcast_arrays(np.asarray(epsilon, dtype=float), np.asarray(num_records, dtype=float))
-    return NoiseModel(8 * num_params * clip_norm**2, 2, 1 / (records * epsilon) ** 2)

@@ -1,6 +1,6 @@
 """Strategies beside clients that send false updates. No paper has these tables."""
 
-from experiments.papers.declarations import entry, table, with_lines
+from experiments.papers.declarations import entry, table
 
 DIGITS = {
     "config": "conf/digits.yaml",
@@ -80,26 +80,5 @@ TABLES = [
         seeds={"small": [0, 1, 2, 3, 4]},
         minutes={"small": 0.5},
         decimals=1,
-    ),
-    table(
-        "robustness.dropout",
-        title="Updates that are lost after they were charged, digits, 20 clients",
-        shows="accuracy on the test set, %; largest epsilon spent. Columns are probabilities of a loss",
-        recorder="robustness.attacks:Spending",
-        rows=with_lines(
-            [
-                rule
-                for name in ("size_weighted", "noise_aware", "pfa", "median")
-                for rule in RULES
-                if rule["name"] == name
-            ],
-            [entry("accuracy", ": accuracy", value="test_accuracy"), entry("epsilon", ": epsilon", value="epsilon")],
-        ),
-        columns=[entry(f"lost{share:g}", f"{share:.0%}", {"network.dropout": share}) for share in (0, 0.1, 0.3, 0.5)],
-        options=DIGITS,
-        scales=SCALES,
-        seeds={"small": [0, 1, 2]},
-        minutes={"small": 0.15},
-        decimals=2,
     ),
 ]

@@ -30,9 +30,9 @@ QUICK = {**DIGITS, "strategies.distillation.net_epochs": "2", "strategies.distil
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Fewer passes over each set, and two clients for all."""
+    """Fewer passes over each set."""
     monkeypatch.chdir(ROOT)
-    fewer = {"_AUGMENTED_EPOCHS": 3, "_PASSES": 2, "_NET_EPOCHS": 4, "NETWORKS": 2, "LOCAL_CLIENTS": {"small": 2}}
+    fewer = {"_PASSES": 2, "_NET_EPOCHS": 4, "NETWORKS": 2}
     training = studies.Training(epochs=4, momentum=0.9, decayed=True)
     for name, value in {"ON_A_SET": training, "ON_EVERYTHING": training, **fewer}.items():
         monkeypatch.setattr(studies, name, value)
@@ -72,7 +72,7 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
     assert 0 < values["test_accuracy"] < 100 and values["test_accuracy_std"] >= 0 and "accuracy" not in values
     assert content["rounds"] == 2 and content["epsilon_max"] is None
     assert content["guarantee"].startswith("No differential privacy")
-    assert list(content["curve"]) == ["2"] and content["curve"]["2"] == values["delivered_accuracy"]
+    assert values["delivered_accuracy"] > 0
     assert "experiments.papers distillation.baselines --rows ten_steps --columns alpha1" in content["command"]
     population, build = population_and_net(work, one)
     records = DistilledSet.load(work.runs / one.place).records
@@ -83,11 +83,11 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
 
 def test_baselines_need_no_run_and_random_records_are_as_many_as_the_images(work, calls):
     scored = calls("train_and_score")
-    for row in ("random", "noise", "whole", "public", "random_dsa"):
+    for row in ("random", "whole", "public"):
         values = made(work, "baselines", row, "alpha1", DIGITS)["values"]
         assert 0 <= values["test_accuracy"] <= 100 and not list(work.runs.glob("**/ledger.jsonl")), row
     counts = [records[1].bincount().tolist() for _, _, records, *_ in scored]
-    assert counts[:2] == [[10] * 10] * 2 and sum(counts[2]) == 1100 and sum(counts[3]) == 200
+    assert counts[0] == [10] * 10 and sum(counts[1]) == 1100 and sum(counts[2]) == 200
 
 
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
@@ -97,13 +97,6 @@ def test_with_privacy_the_budget_holds(work):
         content = made(work, "one_shot", row, "eps8_ipc10", overrides)
         assert content["epsilon_max"] == pytest.approx(8, abs=0.01) and content["epsilon_max"] <= 8 + 1e-6
         assert "differential privacy" in content["guarantee"] and content["values"]["gigabytes"] > 0
-
-
-def test_few_records_are_given_away_unless_there_is_noise(work):
-    data = {"data.name": "digits"}
-    plain, private = (made(work, "inversion", row, "logistic", data) for row in ("records10", "records10_private"))
-    assert plain["values"]["own"] > plain["values"]["strangers"] + 0.05 and plain["values"]["own"] > 0.8
-    assert abs(private["values"]["own"]) < 0.4 and private["epsilon_max"] <= 8 + 1e-6
 
 
 def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeypatch):
@@ -120,9 +113,7 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
         "--rows",
         "net03,net16,net19",
         "--columns",
-        "federated,distilled,set_only",
-        "--jobs",
-        "1",
+        "federated,distilled",
     ]
     overrides = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
     words = [f"--{key}={text}" for key, text in overrides.items()]
@@ -131,14 +122,11 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
     assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
     distilled = kept(work.results, cell("nas", "net03", "distilled", overrides))["values"]
-    federated, alone = (
-        kept(work.results, cell("nas", "net03", scorer, overrides))["values"] for scorer in ("federated", "set_only")
-    )
-    assert alone["set_gigabytes"] == distilled["set_gigabytes"] and alone["test_accuracy"] != distilled["test_accuracy"]
+    federated = kept(work.results, cell("nas", "net03", "federated", overrides))["values"]
     assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
     assert "delivered_accuracy" in federated
     assert federated["test_accuracy"] == pytest.approx(federated["delivered_accuracy"])
-    assert len(contents(work.results, "distillation.nas")) == 9
+    assert len(contents(work.results, "distillation.nas")) == 6
 
 
 def test_a_hold_out_is_of_public_records_alone(work):

@@ -7,7 +7,6 @@ import pytest
 
 from dpfl_lightning.privacy.accounting.accountant import EXACT, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.strategies.distillation.distillation import participants
 from experiments.papers.cells import Cell, source
 from experiments.papers.experiment import Training
 from experiments.papers.registry import experiments
@@ -28,18 +27,6 @@ def cells(name: str, scale: str, rows=()):
         cell = source(table, row, column, scale)
         if isinstance(TABLES[cell.experiment].cells[cell.row], Training):
             yield row, options(cell)
-
-
-def records_of_a_gradient(run) -> int:
-    """The largest number of records of a class in one class gradient, of all clients of a round together."""
-    set_options = run.strategies["distillation"]
-    fraction = set_options.get("participation_fraction", 1.0)
-    return set_options["records_per_class"] * participants(run.clients.count, fraction)
-
-
-def test_centralised_gradients_are_of_as_many_records_as_federated_ones():
-    runs = dict(cells("distillation.baselines", "small", ["tuned", "centralised"]))
-    assert records_of_a_gradient(runs["centralised"]) == records_of_a_gradient(runs["tuned"])
 
 
 def test_private_settings_are_chosen_with_the_records_and_the_noise_of_the_private_runs():

@@ -94,7 +94,7 @@ def test_missing_cells_of_the_tuning_are_named_and_nothing_is_made(results, tmp_
     with pytest.raises(NotYet, match=words):
         chosen("mr_mtl", "dist5", "small")
     places = ["--results", str(results), "--runs", str(tmp_path / "runs")]
-    argv = ["leaderboard.accuracy", "--rows", "mr_mtl", "--columns", "dist5", "--seeds", "0", "--no_table", *places]
+    argv = ["leaderboard.accuracy", "--rows", "mr_mtl", "--columns", "dist5", "--seeds", "0", *places]
     assert command.main(argv) == 1
     assert (
         f"1 of 1 cells cannot be made, because the setting of mr_mtl is chosen from cells that are not finished: "
@@ -114,7 +114,7 @@ def test_one_command_makes_the_tuning_before_the_columns_that_wait_for_it(result
 
     monkeypatch.setattr(command, "make", make)
     monkeypatch.setattr(run, "_lacks", lambda *data: False)
-    argv = ["leaderboard", "--jobs", "1", "--no_table", "--results", str(results)]
+    argv = ["leaderboard", "--results", str(results)]
     assert command.main(argv) == 0
     names = [cell.experiment for cell in made]
     count = {table.name: len(required_cells(table, "small")) for table in (TABLE, ACCURACY)}
