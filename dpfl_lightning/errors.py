@@ -25,6 +25,7 @@ NEW_RUN = "The ledger in the same folder records what was spent. Start a new run
 _ELSEWHERE = {
     **dict.fromkeys(("auc", "roc_auc"), "auroc"),
     **dict.fromkeys(("auprc", "pr_auc"), "average_precision"),
+    "lr": "learning_rate",
     **dict.fromkeys(("fedavg", "dpfedavg"), "size_weighted"),
     "train": "fit",
     "test": "evaluate",
@@ -90,8 +91,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     ('Did you mean `rounds`?', 'Did you mean `size_weighted`?')
     """
     by_lower = {str(choice).lower(): choice for choice in choices}
-    if (ours := _ELSEWHERE.get(str(name).lower())) in by_lower:
-        return f"Did you mean `{ours}`?"
+    section, dot, last = str(name).lower().rpartition(".")
+    if (ours := f"{section}{dot}{_ELSEWHERE.get(last)}") in by_lower:
+        return f"Did you mean `{by_lower[ours]}`?"
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return f"Did you mean `{by_lower[close[0]]}`?" if close else ""
 

@@ -162,6 +162,8 @@ def _loggers(given: Sequence[Mapping[str, Any]], folder: str) -> list[Logger]:
         arguments = {**{name: value for name, value in usual.items() if name in takes}, **one.get("init_args", {})}
         try:
             made.append(made_by(key, path, arguments))
+        except UserError:
+            raise
         except (ImportError, TypeError, ValueError) as error:
             raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {error}.") from None
     return made
@@ -209,7 +211,8 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
         means = ", ".join(f"{name} {cell}" for name, cell in rows[-1].items() if name != "seed")
         over = f"Mean and standard deviation over seeds {', '.join(map(str, seeds))}."
         words = [f"**{means}**", over, *limits, f"**Guarantee.** {guarantee}"]
-        tracking.end(parent_run, [Path(result["output_dir"]) for result in results], "\n\n".join(words))
+        folders = [Path(result["output_dir"]) for result in results]
+        tracking.end(parent_run, folders, "\n\n".join(words), guarantee)
     summary = summarise(seeds, results, guarantee)
     write_text(parent / "result.json", json.dumps(summary, indent=2) + "\n")
     print_rows(rows)

@@ -195,7 +195,9 @@ def _imported(key: str, path: str) -> Any:
     except UserError:
         raise
     except (ImportError, AttributeError, ValueError) as error:
-        advice = "Is it in the working directory or on PYTHONPATH?"
+        module, _, name = path.rpartition(".")
+        near = nearest(name, vars(sys.modules[module])) if module in sys.modules else ""
+        advice = near or "Is it in the working directory or on PYTHONPATH?"
         got = f"{shortened(repr(path))}: {shortened(str(error))}"
         raise UserError(f"`{key}` must be importable, got {got}. {advice}") from None
 

@@ -21,7 +21,7 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.scores import in_words, remarks, stated
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials, without_secrets
 
@@ -208,12 +208,14 @@ def commit() -> str:
 
 def claim(guarantee: Guarantee) -> dict[str, str]:
     """Return a guarantee as tags: the largest epsilon over the clients, its delta and unit, and what it covers."""
+    several = isinstance(guarantee, RunGuarantee) and guarantee.clients > 1
+    whose = "of the client with the largest epsilon: " * several
     return {
         "guarantee": guarantee.words(),
         "epsilon": at_most(guarantee.epsilon),
         "delta": at_most(guarantee.delta),
         "unit": guarantee.unit,
-        "covered": "; ".join(guarantee.covers) or "nothing",
+        "covered": whose + ("; ".join(guarantee.covers) or "nothing"),
         "not_covered": "; ".join(guarantee.not_covered),
     }
 

@@ -317,8 +317,8 @@ def _users_errors(must: str, advice: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        problem = str(error).strip().splitlines()[0]
+    except Exception as error:  # a user's code may raise anything
+        problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         raise UserError(f"`model` must {must}, got: {problem}. {advice}") from error
 
 

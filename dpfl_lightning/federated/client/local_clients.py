@@ -75,8 +75,9 @@ class LocalClients:
 
     @property
     def description(self) -> str:
-        precision = ", without TF32" if self.device.type == "cuda" else ""
-        return f"{self.engine.name} ({self.engine.description}{precision})"
+        parts = [self.engine.description, "without TF32" * (self.device.type == "cuda")]
+        words = ", ".join(filter(None, parts))
+        return f"{self.engine.name} ({words})" if words else self.engine.name
 
     @property
     def noise(self) -> str:

@@ -18,6 +18,7 @@ from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.models.tasks import IGNORED, Task, class_logits
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
+_ALONE: dict[str, Any] = {"sync_on_compute": False}  # only rank 0 evaluates
 _CLASSES = ("binary", "multiclass", "multilabel")
 
 
@@ -36,11 +37,11 @@ def _of_classes(kind: Callable[..., Any], **options: Any) -> Callable[[str, int]
 
     def create(task: str, num: int) -> TorchMetric:
         if task == "binary":
-            return kind(task="binary", validate_args=False)
+            return kind(task="binary", validate_args=False, **_ALONE)
         several = {"num_labels": num} if task == "multilabel" else {"num_classes": num}
         ignored = {"ignore_index": IGNORED} if task == "segmentation" else {}
         task = "multiclass" if task == "segmentation" else task
-        return kind(task=task, **several, **ignored, **options, validate_args=False)
+        return kind(task=task, **several, **ignored, **options, validate_args=False, **_ALONE)
 
     return create
 
@@ -53,13 +54,15 @@ METRICS: dict[str, Metric] = {
     "precision": Metric(_CLASSES, _of_classes(classes.Precision, average="macro")),
     "recall": Metric(_CLASSES, _of_classes(classes.Recall, average="macro")),
     "calibration_error": Metric(_CLASSES[:2], _of_classes(classes.CalibrationError)),
-    "mae": Metric(("regression",), lambda task, num: numbers.MeanAbsoluteError()),
-    "mse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError()),
-    "rmse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError(squared=False)),
-    "r2": Metric(("regression",), lambda task, num: numbers.R2Score()),
+    "mae": Metric(("regression",), lambda task, num: numbers.MeanAbsoluteError(**_ALONE)),
+    "mse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError(**_ALONE)),
+    "rmse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError(squared=False, **_ALONE)),
+    "r2": Metric(("regression",), lambda task, num: numbers.R2Score(**_ALONE)),
     "iou": Metric(("segmentation",), _of_classes(classes.JaccardIndex, average="macro")),
     "dice": Metric(("segmentation",), _of_classes(classes.F1Score, average="macro")),
-    "perplexity": Metric(("language_modeling", "causal_lm"), lambda task, num: Perplexity(ignore_index=IGNORED)),
+    "perplexity": Metric(
+        ("language_modeling", "causal_lm"), lambda task, num: Perplexity(ignore_index=IGNORED, **_ALONE)
+    ),
 }
 _OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
 _UNDEFINED = {**dict.fromkeys(_OF_RANKS, "have one class"), "r2": "are fewer than two, or have one label"}

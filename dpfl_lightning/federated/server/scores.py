@@ -133,7 +133,8 @@ def remarks(results: Sequence[Result]) -> list[str]:
     for name, constants in known_values([one.get("baseline") or {} for one in results]).items():
         if name in _CONSTANT and (known := columns.get(name)) and constants:
             value, constant = statistics.fmean(known), statistics.fmean(constants)
-            if not (value < constant if name in SMALLER_IS_BETTER else value > constant):
+            gain = constant - value if name in SMALLER_IS_BETTER else value - constant
+            if gain <= 1e-9 * abs(constant):  # means of equal scores differ by rounding
                 low.append(f"{name} {formatted(name, value)} ({_CONSTANT[name]} {formatted(name, constant)})")
     sentences = [f"No better than the baseline: {', '.join(low)}."] if low else []
     undefined: dict[str, dict[str, None]] = {}  # what to say -> of which clients

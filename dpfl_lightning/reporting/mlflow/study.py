@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.reading import read_json
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
+from dpfl_lightning.reporting.mlflow.sync import FIRST, headline
 from dpfl_lightning.runtime.text import flattened, without_credentials
 
 
@@ -110,12 +112,17 @@ class SeedsTracking(_Parent):
             usual = description.run_name(options["strategies"], budgets or (), private, options)
             return self.store.begin(name or self.store.new_name(usual, params), tags, params, options)
 
-    def end(self, run_id: str, folders: Sequence[Path], text: str) -> None:
-        """Log mean and standard deviation over the seeds in each round, and `text` as the description."""
+    def end(self, run_id: str, folders: Sequence[Path], text: str, guarantee: Guarantee) -> None:
+        """Log mean and standard deviation over the seeds in each round, `text` as the description, and the guarantee
+        of all runs together."""
 
         def log() -> None:
             runs, pending = [curves.read(folder / curves.FILE) for folder in folders], list[Metric]()
-            for name in dict.fromkeys(name for one in runs[0] for name in one.values):
+            names = dict.fromkeys(name for one in runs[0] for name in one.values)
+            if first := headline(names):
+                for step, (mean, _) in curves.over_seeds(runs, first).items():
+                    pending.extend(metrics({f"{FIRST}/{first}": mean}, step))
+            for name in names:
                 if name.startswith(("test_", "val_", "train_epsilon_")):
                     for step, (mean, std) in curves.over_seeds(runs, name).items():
                         spread = {f"{name}_std_over_seeds": std} if name.startswith("test_") else {}
@@ -123,7 +130,8 @@ class SeedsTracking(_Parent):
             self.store.log_metrics(run_id, pending)
             known = read_json(folders[0] / description.FILE)["params"]  # to the runs of the seeds only
             self.store.params(run_id, {name: known[name] for name in ("num_params", "clients.count")})
-            self.store.tag(run_id, {"status": "finished", "mlflow.note.content": text})
+            said = {**description.claim(guarantee), "mlflow.note.content": text}
+            self.store.tag(run_id, {**said, "status": "finished"})
             self._end(run_id)
 
         self._tried(log)

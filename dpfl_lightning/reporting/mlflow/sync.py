@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
-_FIRST = "headline"  # MLflow shows groups of charts by name, and charts without a group last
+FIRST = "headline"  # MLflow shows groups of charts by name, and charts without a group last
 _SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 
 
@@ -102,12 +102,20 @@ def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
     known = dict.fromkeys(name for one in values.values() for name, value in one.items() if value is not None)
-    test = [name for name in known if name.startswith("test_")]
-    scores = test or [name for name in known if name.startswith("val_") and name.endswith("_mean")]
-    first = min(scores, key=lambda name: ("loss" in name, "accuracy" in name), default=None)  # a metric, if any
-    if first is not None:
-        values = {step: {**one, f"{_FIRST}/{first}": one.get(first)} for step, one in values.items()}
+    if first := headline(known):
+        values = {step: {**one, f"{FIRST}/{first}": one.get(first)} for step, one in values.items()}
     return values
+
+
+def headline(names: Iterable[str]) -> str | None:
+    """Return the curve of the first score: of the test set, else over held-out records; a metric, if any was asked for.
+
+    >>> headline(["test_loss", "test_accuracy", "test_auroc", "val_accuracy_mean"])
+    'test_auroc'
+    """
+    test = [name for name in names if name.startswith("test_")]
+    scores = test or [name for name in names if name.startswith("val_") and name.endswith("_mean")]
+    return min(scores, key=lambda name: ("loss" in name, "accuracy" in name), default=None)
 
 
 def _final(result: RunResult) -> dict[str, float | None]:

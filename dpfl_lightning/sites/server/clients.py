@@ -281,9 +281,8 @@ class RemoteClients(LocalClients):
 
     def _greet(self, channel: Channel, number: int) -> Answer:
         clients, most = range(len(self._keys)), max(map(most_header, self._terms.plan.schedule.clients))
-        return self._exchange(
-            channel, wire.encode(self._hello()), f"number {number} of --nodes", clients, wire.Limits(most, 0)
-        )
+        whose = channel.path if isinstance(channel, SocketChannel) else f"node {number + 1} of {len(self._keys)}"
+        return self._exchange(channel, wire.encode(self._hello()), whose, clients, wire.Limits(most, 0))
 
     def _hello(self) -> Hello:
         return Hello(self._hash, secrets.token_hex(16))
