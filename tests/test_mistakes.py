@@ -41,7 +41,10 @@ TABLE = pandas.DataFrame(
     }
 )
 TABLES = {
-    "a date": ({"features": ["age", "admitted"]}, "admitted` must hold numbers, got 'dates'. Turn them into numbers"),
+    "a date": (
+        {"features": ["age", "admitted"]},
+        "admitted` must hold numbers, got 'dates'. Write a public first day, as in dates: {admitted: 20",
+    ),
     "an id": (
         {"features": ["age", "patient_id"]},
         "patient_id` must hold numbers, got 'names'. Nearly every row",

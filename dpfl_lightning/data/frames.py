@@ -1,96 +1,307 @@
-"""Clients' records from a table: one row a record, one column the client."""
+"""Clients' records from tables: one row a record, in one table with a column of clients, or a table for each client."""
 
+from __future__ import annotations
+
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dpfl_lightning.config.names import check_columns, check_names
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import UserError, nearest, require
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
+
+_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "date_format")
+_MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
+_MOST_SCALE = 100  # of a column, in units of the other columns
 
 
-def frame_of(table: Any, key: str = "df") -> "DataFrame":
-    """Return the table that the argument `key` names, which may be the path of a CSV or Parquet file."""
-    import pandas
+@dataclass(frozen=True)
+class Table:
+    """A table and how it is read, which only its owner knows.
 
-    if isinstance(table, str | Path):
-        must = "be a DataFrame or the path of a file"
-        require(Path(table).is_file(), key, must, str(table), "There is no such file.")
-        table = pandas.read_parquet(table) if Path(table).suffix == ".parquet" else pandas.read_csv(table)
-    require(isinstance(table, pandas.DataFrame), key, "be a DataFrame or a path", type(table).__name__)
-    columns = list(table.columns)
-    wrong = next((one for one in columns if not isinstance(one, str) or columns.count(one) > 1), None)
-    advice = "Rename them, as in df.columns = [...]."
-    require(wrong is None, key, "have columns of different names, each a text", wrong, advice)
-    check_columns(f"columns of {key}", columns)
-    return table
+    Args:
+        source: a DataFrame, or the path of a CSV or Parquet file.
+        read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values; and date_format.
+        replace: {column: {value: other}}, for example where a site writes 1 for yes.
+    """
+
+    source: Any
+    key: str
+    read: Mapping[str, Any] = field(default_factory=dict)
+    replace: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.read if name not in _READ]
+        require(not unknown, "read", f"have keys of {', '.join(_READ)}", ", ".join(unknown))
+        for name, values in self.replace.items():
+            require(isinstance(values, Mapping), f"replace: {name}", "map values to others", values)
+
+    @functools.cached_property
+    def frame(self) -> DataFrame:
+        """The table with its values replaced. Raises UserError."""
+        frame = self._read()
+        columns = list(frame.columns)
+        wrong = next((one for one in columns if not isinstance(one, str) or columns.count(one) > 1), None)
+        advice = "Rename them, as in df.columns = [...]."
+        require(wrong is None, self.key, "have columns of different names, each a text", wrong, advice)
+        check_columns(f"columns of {self.key}", columns)
+        require_columns(frame, list(self.replace), "replace")
+        return frame.assign(**{name: frame[name].map(_replacing(values)) for name, values in self.replace.items()})
+
+    def _read(self) -> DataFrame:
+        import pandas
+
+        if not isinstance(self.source, str | Path):
+            must = "be a DataFrame or a path"
+            require(isinstance(self.source, pandas.DataFrame), self.key, must, type(self.source).__name__)
+            return self.source
+        path, must = Path(self.source), "be a DataFrame or the path of a file"
+        require(path.is_file(), self.key, must, str(path), "There is no such file.")
+        if path.suffix == ".parquet":
+            return pandas.read_parquet(path)
+        options = {name: value for name, value in self.read.items() if name != "date_format"}
+        try:
+            frame = pandas.read_csv(path, **options)
+        except (ValueError, LookupError) as error:  # of the parser, or of another encoding
+            reason = str(error).strip().splitlines()[0]
+            advice = "Write how it is written, as in read: {sep: ';', decimal: ',', encoding: latin-1}."
+            raise UserError(f"`{self.key}` must be a table that can be read, got {path}: {reason}. {advice}") from None
+        mark = next((one for one in ";\t|" if len(frame.columns) == 1 and one in str(frame.columns[0])), "")
+        advice = f"Write read: {{sep: {mark!r}}}."
+        require(not mark, self.key, "have several columns", f"one, with {mark!r} in its name", advice)
+        return frame
+
+    def days(self, name: str, origin: str) -> Series:
+        """Return a column of dates as days since the `origin`; missing ones stay missing."""
+        import pandas
+
+        column, written = self.frame[name], self.read.get("date_format", "ISO8601")
+        try:
+            dates = pandas.to_datetime(column, format=written)
+        except (ValueError, TypeError):
+            must, advice = f"hold dates written {written}", 'Write their form, as in read: {date_format: "%d/%m/%Y"}.'
+            raise UserError(f"`{self.key}: {name}` must {must}, got others. {advice}") from None
+        return (dates - pandas.Timestamp(origin)) / pandas.Timedelta(days=1)
 
 
-def clients_of_frame(table: Any, client: str | None, label: str | Sequence[str]) -> dict[str, "DataFrame"]:
-    """Return the rows of each client, in the order of the clients' names; without a column `client` those of one."""
-    frame = frame_of(table)
-    labels = [label] if isinstance(label, str) else label
-    fits = isinstance(labels, Sequence) and len(labels) > 0 and len(set(labels)) == len(labels)
-    require(fits, "label", "be the name of a column, or a list of different names", label)
-    _check_columns(frame, labels, "label")
-    if client is None:
-        return {"0": frame}
-    require(isinstance(client, str), "client", "be the name of one column", client)
-    _check_columns(frame, [client], "client")
-    require(client not in labels, "label", "be another column than client", label)
-    require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
-    groups = list(frame.groupby(client, sort=True))
-    names = [str(name) for name, _ in groups]
-    require(len(set(names)) == len(names), f"df: {client}", "hold different names as text", names)
-    check_names(f"df: {client}", names)
-    return {name: rows for name, (_, rows) in zip(names, groups, strict=True)}
+def _replacing(values: Mapping[Any, Any]) -> Any:
+    """Return a function that replaces values; a number that JSON has made a text is that number."""
+    by_text = {str(value): other for value, other in values.items()}
+    return lambda value: by_text.get(f"{value:g}" if isinstance(value, float) else str(value), value)
 
 
-def records_of_frame(
-    frame: "DataFrame",
-    where: str,
-    label: str | Sequence[str],
-    features: Sequence[str],
-    scale: Mapping[str, Sequence[float]],
-    categories: Mapping[str, Sequence[Any]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return x [n, F] float32, with one column for each category of a column in `categories`, and labels [n],
-    or [n, L] for a list of columns."""
-    import pandas
+def tables_of(given: Any, read: Mapping[str, Any], replace: Mapping[str, Any], key: str = "df") -> dict[str, Table]:
+    """Return tables by name: those of a folder or of a mapping {client: table or {file, read, replace}}, or one, "".
 
-    labels = [label] if isinstance(label, str) else list(label)
-    _check_columns(frame, labels, "label")
-    _check_columns(frame, features, "features")
-    columns = []
-    for name in features:
-        column, here = frame[name], f"{where}: {name}"
-        _check_complete(column, here)
-        if name in categories:
-            known = list(categories[name])
+    Options of a table come before those of all.
+    """
+    if isinstance(given, str | Path) and Path(given).is_dir():
+        files = sorted(one for one in Path(given).iterdir() if one.suffix in (".csv", ".parquet"))
+        require(len(files) > 0, key, "have files NAME.csv or NAME.parquet, one for each client", str(given))
+        given = {one.stem: one for one in files}
+    if not isinstance(given, Mapping):
+        return {"": Table(given, key, read, replace)}
+    check_names(key, given)
+    tables = {}
+    for name, one in given.items():
+        own = dict(one) if isinstance(one, Mapping) else {"file": one}
+        unknown = own.keys() - {"file", "read", "replace"}
+        require(not unknown and "file" in own, f"{key}: {name}", "have file, read and replace", ", ".join(own))
+        options = {**read, **own.get("read", {})}, {**replace, **own.get("replace", {})}
+        tables[str(name)] = Table(own["file"], f"client {name}", *options)
+    return tables
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the columns of a table become inputs and labels. Everything in it is public, and equal for all clients.
+
+    Args:
+        label: name of the column with the labels, or names of several.
+        features: names of the input columns, in their order; None takes all others, by name.
+        drop: names of columns that are no inputs if `features` is None.
+        scale: mean and standard deviation of columns, by which they are normalised.
+        categories: values of columns, each of which becomes a column of 0 and 1.
+        fill: value in place of a missing one. A column of numbers gets another one beside it: 1 where it was missing.
+        dates: first day of columns of dates, which become days since this day.
+    """
+
+    label: str | Sequence[str]
+    features: Sequence[str] | None = None
+    drop: Sequence[str] = ()
+    scale: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    dates: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        return [self.label] if isinstance(self.label, str) else list(self.label)
+
+    def of(self, tables: Mapping[str, Table], client: str | None = None) -> Columns:
+        """Return these columns with the names of the features. Raises UserError if they do not fit the tables."""
+        fits = isinstance(self.label, str | Sequence) and len(set(self.labels)) == len(self.labels) > 0
+        require(fits, "label", "be the name of a column, or a list of different names", self.label)
+        require(client not in self.labels, "label", "be another column than client", self.label)
+        (first_name, first), *others = tables.items()
+        require_columns(first.frame, self.labels, "label")
+        for key, names in (("features", self.features or ()), ("drop", self.drop)):
+            listed = isinstance(names, Sequence) and not isinstance(names, str)
+            require(listed, key, "be a list of columns", names)
+            require_columns(first.frame, names, key)
+        unused = {client, *self.labels, *(() if self.features is not None else self.drop)}
+        features = self.features
+        if features is None:
+            every = {name: set(table.frame.columns) - unused for name, table in tables.items()}
+            features = sorted(every[first_name])
+            for name, table in others:
+                more, fewer = sorted(every[name] - every[first_name]), sorted(every[first_name] - every[name])
+                got = " and ".join(filter(None, [f"no columns {fewer}" * bool(fewer), f"also {more}" * bool(more)]))
+                advice = "Name them in drop, or name features."
+                require(not got, table.key, f"have the columns of {first.key}", got, advice)
+        columns = dataclasses.replace(self, features=tuple(features), drop=())
+        columns._check(unused)
+        return columns
+
+    def _check(self, unused: set[str | None]) -> None:
+        features = list(self.features or ())
+        require(len(features) >= 1, "features", "name at least one column", features)
+        wrong = next((name for name in features if name in unused or features.count(name) > 1), None)
+        require(wrong is None, "features", "be different columns other than client and label", wrong)
+        for key in ("scale", "categories", "fill", "dates"):
+            given = getattr(self, key)
+            require(isinstance(given, Mapping), key, "be a mapping from columns", given)
+            unknown = sorted(set(given) - set(features))
+            require(not unknown, key, f"be of columns of features ({', '.join(features)})", unknown)
+        for name, values in self.categories.items():
+            listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+            must = "be a list of different values"
+            require(listed and len(set(values)) == len(values), f"categories: {name}", must, values)
+            check_columns(f"categories: {name}", values)
+            known = self.fill.get(name, values[0]) in values
+            require(known, f"fill: {name}", f"be one of the categories {list(values)}", self.fill.get(name))
+        must = "be the public mean and standard deviation of a column of numbers"
+        for name, pair in self.scale.items():
+            fits = name not in self.categories and isinstance(pair, Sequence) and len(pair) == 2
+            fits = fits and all(isinstance(one, int | float) for one in pair) and pair[1] > 0
+            require(fits, f"scale: {name}", must, pair)
+        for name, origin in self.dates.items():
+            require(_is_day(origin), f"dates: {name}", "be a day YYYY-MM-DD", origin)
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the inputs in their order.
+
+        >>> Columns("ill", ["age", "sex"], scale={"age": (50, 20)}, categories={"sex": ["f", "m"]}).inputs
+        ['age (scaled)', 'sex=f', 'sex=m']
+        """
+        names: list[str] = []
+        for name in self.features or ():
+            values = self.categories.get(name)
+            scaled = f"{name} (scaled)" if name in self.scale else name
+            names += [scaled] if values is None else [f"{name}={value}" for value in values]
+            names += [f"{name} missing"] * (name in self.fill and values is None)
+        return names
+
+    def features_facts(self) -> dict[str, Any]:
+        """Return how columns become inputs, ready for JSON."""
+        return {
+            "names": self.inputs,
+            "scale": {name: list(map(float, pair)) for name, pair in self.scale.items()},
+            "categories": {name: list(map(str, values)) for name, values in self.categories.items()},
+        }
+
+    def schema(self) -> dict[str, Any]:
+        """Return what else clients must agree on, ready for JSON."""
+        return {
+            "label": self.labels,
+            "fill": {name: str(value) for name, value in self.fill.items()},
+            "dates": {name: str(origin) for name, origin in self.dates.items()},
+        }
+
+    def records(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs [n, F] float32 and labels, [n] or, for a list of columns, [n, L]. Raises UserError."""
+        frame = table.frame
+        require_columns(frame, self.labels, "label")
+        require_columns(frame, self.features or (), "features")
+        columns = [column for name in self.features or () for column in self._inputs_of(name, table)]
+        for name in self.labels:
+            missing, must = int(frame[name].isna().sum()), "have a label in every row"
+            require(missing == 0, f"{table.key}: {name}", must, f"{missing} without one", "Leave these rows out.")
+        x = np.stack(columns, axis=1)
+        self._check_scales(x, table)
+        return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
+
+    def _inputs_of(self, name: str, table: Table) -> list[np.ndarray]:
+        """Return the inputs of a column, [n] float32 each."""
+        import pandas
+
+        here, column = f"{table.key}: {name}", table.frame[name]
+        if name in self.dates:
+            column = table.days(name, self.dates[name])
+        gaps = column.isna()
+        column = column.where(~gaps, self.fill[name]).infer_objects() if name in self.fill else column
+        advice = f"Fill them with a public value, fill: {{{name}: ...}}, or leave the column out."
+        require(name in self.fill or not gaps.any(), here, "have no missing value", int(gaps.sum()), advice)
+        if name in self.categories:
+            known = list(self.categories[name])
             unknown = next((value for value in column.unique().tolist() if value not in known), None)
-            require(unknown is None, here, f"hold the given categories only, {known}", unknown)
-            columns += [(column == value).to_numpy(np.float32) for value in known]
-            continue
+            advice = f"If it means one of them, write replace: {{{name}: {{{unknown}: ...}}}}."
+            require(unknown is None, here, f"hold the given categories only, {known}", unknown, advice)
+            return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
         require(numeric, here, "hold numbers", *_what_it_holds(column))
-        mean, std = scale.get(name, (0.0, 1.0))
-        columns.append(((column.to_numpy(np.float64) - mean) / std).astype(np.float32))
-    for name in labels:
-        _check_complete(frame[name], f"{where}: {name}")
-    return np.stack(columns, axis=1), frame[labels[0] if isinstance(label, str) else labels].to_numpy()
+        mean, std = self.scale.get(name, (0.0, 1.0))
+        scaled = ((column.to_numpy(np.float64) - mean) / std).astype(np.float32)
+        return [scaled, gaps.to_numpy(np.float32)] if name in self.fill else [scaled]
+
+    def _check_scales(self, x: np.ndarray, table: Table) -> None:
+        """Raise UserError if a column has numbers that are far larger than those of the others.
+
+        **Privacy** It looks at private records, so it is for their owner's eyes only.
+        """
+        sizes = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=0))
+        usual = max(1.0, float(np.median(sizes)))
+        worst = int(sizes.argmax())
+        name = self.inputs[worst].removesuffix(" (scaled)")
+        far = bool(sizes[worst] > _MOST_SCALE * usual)
+        column = table.frame.get(name)
+        unique = column is not None and column.nunique() > 0.9 * len(column) and (column == column.round()).all()
+        scaling = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
+        advice = "Nearly every row has another whole number, as an identifier has: leave it out." if unique else scaling
+        must = "have numbers of the scale of the other columns"
+        require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
 
 
-def _what_it_holds(column: Any) -> tuple[str, str]:
+def _is_day(text: Any) -> bool:
+    try:
+        np.datetime64(str(text), "D")
+    except ValueError:
+        return False
+    return len(str(text)) == 10
+
+
+def _what_it_holds(column: Series) -> tuple[str, str]:
     """Return what a column that is not numeric seems to hold, without its values, and the way out."""
     import pandas
 
-    texts = column.astype(str)
+    texts = column.astype(str).str.strip()
+    marked = texts.str.lower().isin(_MARKERS)
+    if marked.any() and pandas.to_numeric(texts[~marked], errors="coerce").notna().all():
+        marks = sorted(set(texts[marked]))
+        return f"{', '.join(marks)} beside numbers", f"Write read: {{na_values: {marks}}}, and fill."
+    if texts.str.fullmatch(r"[-+]?\d+,\d+|[-+]?\d+").all() and texts.str.contains(",").any():
+        return "numbers with commas", "Write read: {decimal: ','}, or thousands."
     if pandas.to_datetime(texts, errors="coerce", format="mixed").notna().all():
-        return "dates", "Turn them into numbers, such as days since a public date, or leave the column out of features."
+        advice = f"Write a public first day, as in dates: {{{column.name}: 2020-01-01}}, or leave the column out."
+        return "dates", advice
     if texts.nunique() > max(20, len(texts) / 2):
         return "names", "Nearly every row has another one, as an identifier has: leave the column out of features."
     advice = (
@@ -99,61 +310,23 @@ def _what_it_holds(column: Any) -> tuple[str, str]:
     return str(column.dtype), advice
 
 
-def features_of(
-    columns: Sequence[str], scale: Mapping[str, Sequence[float]], categories: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    """Return the names of the inputs of `records_of_frame`, `scale` and `categories`, ready for JSON.
-
-    >>> features_of(["age", "sex"], {"age": (50, 20)}, {"sex": ["f", "m"]})["names"]
-    ['age (scaled)', 'sex=f', 'sex=m']
-    """
-    names: list[str] = []
-    for name in columns:
-        values = categories.get(name)
-        scaled = f"{name} (scaled)" if name in scale else name
-        names += [scaled] if values is None else [f"{name}={value}" for value in values]
-    constants = {name: list(map(float, pair)) for name, pair in scale.items()}
-    return {
-        "names": names,
-        "scale": constants,
-        "categories": {name: list(map(str, categories[name])) for name in categories},
-    }
+def by_client(table: Table, client: str | None) -> dict[str, Table]:
+    """Return the rows of each client, in the order of the clients' names; without a column `client` those of one."""
+    if client is None:
+        return {"0": table}
+    frame = table.frame
+    require(isinstance(client, str), "client", "be the name of one column", client)
+    require_columns(frame, [client], "client")
+    require(not frame[client].isna().any(), f"df: {client}", "name a client in every row", "a missing value")
+    groups = list(frame.groupby(client, sort=True))
+    names = [str(name) for name, _ in groups]
+    require(len(set(names)) == len(names), f"df: {client}", "hold different names as text", names)
+    check_names(f"df: {client}", names)
+    return {name: Table(rows, f"client {name}", table.read) for name, (_, rows) in zip(names, groups, strict=True)}
 
 
-def check_choices(
-    frame: "DataFrame",
-    others: Sequence[str],
-    features: Sequence[str],
-    scale: Mapping[str, Sequence[float]],
-    categories: Mapping[str, Sequence[Any]],
-) -> None:
-    """Raise UserError unless `features` are different columns of the table that are not among `others`, client and
-    label, and `scale` and `categories` are of different ones of them, and complete."""
-    listed = isinstance(features, Sequence) and not isinstance(features, str)
-    require(listed, "features", "be a list of columns", features)
-    _check_columns(frame, features, "features")
-    require(len(features) >= 1, "features", "name at least one column", list(features))
-    wrong = next((name for name in features if name in others or list(features).count(name) > 1), None)
-    require(wrong is None, "features", "be different columns other than client and label", wrong)
-    for key, columns in (("scale", scale), ("categories", categories)):
-        unknown = sorted(set(columns) - set(features))
-        require(not unknown, key, f"be of columns of features ({', '.join(features)})", unknown)
-    for name, values in categories.items():
-        listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
-        must = "be a list of different values"
-        require(listed and len(set(values)) == len(values), f"categories: {name}", must, values)
-        check_columns(f"categories: {name}", values)
-    for name, values in scale.items():
-        fits = name not in categories and len(values) == 2 and values[1] > 0
-        require(fits, f"scale: {name}", "be the public mean and standard deviation of a column of numbers", values)
-
-
-def _check_columns(frame: "DataFrame", names: Sequence[str], key: str) -> None:
+def require_columns(frame: DataFrame, names: Sequence[str], key: str) -> None:
+    """Raise UserError unless a table has these columns."""
     unknown, known = next((name for name in names if name not in frame.columns), None), list(map(str, frame.columns))
     must = f"name {'a column' if key == 'client' else 'columns'} of the table ({', '.join(known)})"
     require(unknown is None, key, must, unknown, nearest(str(unknown), known))
-
-
-def _check_complete(column: Any, where: str) -> None:
-    missing, advice = int(column.isna().sum()), "Fill it with a public value: df.fillna({...})."
-    require(missing == 0, where, "have no missing value", missing, advice)

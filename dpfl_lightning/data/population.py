@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.frames import check_choices, clients_of_frame, features_of, frame_of, records_of_frame
+from dpfl_lightning.data.frames import Columns, by_client, tables_of
 from dpfl_lightning.data.given import PAIR, BatchForm, Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
@@ -53,6 +53,8 @@ class Population:
             and `categories`, ready for JSON; None for other records.
         origin: of a public data set: `Dataset.origin`; otherwise empty.
         form: what a `training_step` gets as a batch.
+        schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table label,
+            fill and dates.
     """
 
     x: Inputs
@@ -68,6 +70,7 @@ class Population:
     features: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     form: BatchForm = PAIR
+    schema: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.names:
@@ -308,7 +311,8 @@ class Population:
             require(len(train[-1]) > 0, "held_out", must, held_out, "Hold out less, or change the seed.")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         rows_of = _tensors(train), _tensors(held_out_rows), test_rows
-        return cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form)
+        schema = {"classes": [] if classes is None else list(map(str, classes)), "held_out": held_out}
+        return cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form, schema=schema)
 
     @classmethod
     def from_dataframe(
@@ -318,26 +322,41 @@ class Population:
         client: str | None = None,
         label: str | Sequence[str],
         features: Sequence[str] | None = None,
+        drop: Sequence[str] = (),
         scale: Mapping[str, Sequence[float]] | None = None,
         categories: Mapping[str, Sequence[Any]] | None = None,
+        fill: Mapping[str, Any] | None = None,
+        dates: Mapping[str, str] | None = None,
+        read: Mapping[str, Any] | None = None,
+        replace: Mapping[str, Mapping[Any, Any]] | None = None,
         test: Any = None,
+        held_out: float = 0.2,
+        classes: Classes = None,
         **options: Any,
     ) -> Population:
-        """Create a population from a table with one row for each record. Raises a UserError that names the column.
+        """Create a population from tables with one row for each record. Raises a UserError that names the column.
 
         Clients are in the order of their names. Constants must be public: one computed from the records, such as their
         mean, would reveal them, so nothing is normalised unless `scale` says by what.
 
         Args:
-            df: a pandas DataFrame, or the path of a CSV or Parquet file.
-            client: name of the column with each record's client; None if all records are of one client.
+            df: a pandas DataFrame, or the path of a CSV or Parquet file, with the rows of all clients; a table for each
+                client, as a folder with CLIENT.csv or a mapping {client: table}, also {client: {file, read, replace}}.
+            client: name of the column with each record's client; None if all records of a table are of one client.
             label: name of the column with the labels: classes, or floating values (a regression); or of several
                 columns, of 0 and 1 (multilabel) or floating.
-            features: names of the input columns; None takes all columns but `client` and `label`.
+            features: names of the input columns, in the order of the inputs; None takes all others, by name.
+            drop: names of columns that are no inputs.
             scale: public mean and standard deviation of columns, {"age": (50, 20)}, which they are normalised by.
             categories: public values of columns of text, {"sex": ["f", "m"]}, each of which becomes a column 0 or 1.
+            fill: public value in place of a missing one, {"age": 50}, with a column beside it that is 1 in its place.
+            dates: public first day of columns of dates, {"admitted": "2020-01-01"}, which become days since then.
+            read: sep, decimal, thousands, encoding and na_values of CSV files, as in `pandas.read_csv`, and
+                date_format.
+            replace: {column: {value: other}}, where a table writes something else for a class or category.
             test: the test set in the same form, whose column `client` is ignored, or None.
-            options: held_out, seed, num_classes, classes, as in `from_datasets`.
+            held_out, classes: as in `from_datasets`; `classes` also names the classes of labels that are no text.
+            options: seed, num_classes, as in `from_datasets`.
 
         >>> import pandas
         >>> df = pandas.DataFrame({"hospital": ["rome", "berlin"] * 20, "age": range(40), "ill": [False, True] * 20})
@@ -346,17 +365,21 @@ class Population:
         ... ).feature_names
         ('age (scaled)',)
         """
-        tables = clients_of_frame(df, client, label)
-        first = next(iter(tables.values()))
-        labels = [label] if isinstance(label, str) else list(label)
-        names = [name for name in first.columns if name not in (client, *labels)] if features is None else features
-        choices = label, names, scale or {}, categories or {}
-        check_choices(first, [name for name in (client, *labels) if name is not None], *choices[1:])
-        parts = [records_of_frame(table, f"client {name}", *choices) for name, table in tables.items()]
-        records = parts if client is None else dict(zip(tables, parts, strict=True))
-        on_test = None if test is None else records_of_frame(frame_of(test, "test"), "test", *choices)
-        population = cls.from_datasets(records, on_test, **options)
-        return dataclasses.replace(population, features=features_of(*choices[1:]))
+        given = tables_of(df, read or {}, replace or {})
+        columns = Columns(label, features, drop, scale or {}, categories or {}, fill or {}, dates or {})
+        one = given.get("")
+        must = "be left out if each client has a table"
+        require(one is not None or client is None, "client", must, client)
+        columns = columns.of(given, client)
+        tables = given if one is None else by_client(one, client)
+        parts = [columns.records(table) for table in tables.values()]
+        named = one is None or client is not None
+        records = dict(zip(tables, parts, strict=True)) if named else parts
+        (on_test,) = [None] if test is None else tables_of(test, read or {}, replace or {}, "test").values()
+        tested = None if on_test is None else columns.records(on_test)
+        population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
+        schema = {**population.schema, **columns.schema()}
+        return dataclasses.replace(population, features=columns.features_facts(), schema=schema)
 
     @classmethod
     def from_datamodule(cls, datamodule: Any, *, client: Any = None, **options: Any) -> Population:

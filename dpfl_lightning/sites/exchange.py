@@ -1,7 +1,7 @@
 """What a server and the node of a site say to each other. `wire` turns these messages into bytes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Site:
         features: names and public constants of the inputs from a table; else None.
         form: what a `training_step` gets as a batch.
         public_key: of the Ed25519 key with which its node signs, 64 hexadecimal digits.
-        schema: further public facts about the records, as JSON; nothing is read from it yet.
+        schema: what sites must agree on, see `Population.schema`.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Site:
     features: Mapping[str, Any] | None
     public_key: str
     form: BatchForm = PAIR
-    schema: Mapping[str, Any] | None = None
+    schema: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,16 @@ def test_words_of_a_digest_are_distinct_and_read_back():
 
 def test_sites_of_other_columns_are_named_with_what_differs(terms):
     table = dataclasses.replace(terms.sites[0], inputs=torch.zeros(0, 2), features={"names": ["age", "sex=f"]})
+    table = dataclasses.replace(table, schema={"classes": ["no", "yes"]})
     for changed, words in (
         ({"features": {"names": ["age", "bmi"]}}, "1: more columns bmi and no columns sex=f"),
         ({"features": {"names": ["sex=f", "age"]}}, "the columns in another order, sex=f, age"),
-        ({"features": {"names": ["age", "sex=f"], "scale": {"age": [1, 2]}}}, "another scale"),
+        (
+            {"features": {"names": ["age", "sex=f"], "scale": {"age": [1, 2]}}},
+            r"1: scale {age: \[1, 2\]} instead of null",
+        ),
+        ({"schema": {"classes": ["yes", "no"]}}, r"1: classes \['yes', 'no'\] instead of \['no', 'yes'\]"),
+        ({"schema": {"classes": ["no", "yes"], "fill": {"crp": "1"}}}, "1: fill {crp: '1'} instead of null"),
         ({"num_classes": 3}, "3 classes instead of 10"),
         ({"inputs": torch.zeros(0, 3)}, r"1: inputs of shape \(3,\) and labels of torch.int64 instead of \(2,\)"),
     ):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.load import from_mapping
@@ -33,13 +31,13 @@ from dpfl_lightning.sites.receipt import new_key, public_key
 from dpfl_lightning.sites.terms import check_version
 
 
-def site_of(
-    settings: Settings, population: Population, client: int, key: bytes, schema: Mapping[str, Any] | None = None
-) -> Site:
+def site_of(settings: Settings, population: Population, client: int, key: bytes) -> Site:
     """Return the public facts about a site, its records, and the key with which its node signs."""
     inputs, labels = population.empty_batch
     size, classes, features = population.num_records[client], population.num_classes, population.features
-    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), population.form, schema)
+    return Site(
+        settings.name, size, classes, inputs, labels, features, public_key(key), population.form, population.schema
+    )
 
 
 def client_of(terms: Terms, settings: Settings) -> int:
@@ -81,7 +79,7 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     check_version(terms)
     settings = state.settings()
     population, own = site_population(settings)
-    site = site_of(settings, population, own, state.key(), state.site().schema)
+    site = site_of(settings, population, own, state.key())
     client = client_of(terms, settings)
     other, advice = wire.different_fields(site, terms.sites[client]), "Give this node's site.json to the plan's author."
     require(not other, "PLAN", "have the public facts of this site", f"other {other}", advice)

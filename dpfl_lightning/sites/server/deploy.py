@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 import dpfl_lightning
 from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.errors import require, warn_user
@@ -51,53 +52,78 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
     """
     first, owners = sites[0], dict[str, str]()
-    known = first.inputs, first.labels, first.num_classes, first.features, first.form
+    known = _Records(first.inputs, first.labels, first.num_classes, first.features, first.form, first.schema)
     for site in sites:
         if (owner := owners.get(site.public_key)) is not None:
             must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
             require(False, "--sites", must, f"one key of {owner} and {site.name}", f"{advice} Do not copy its folder.")
         owners[site.public_key] = site.name
-        other = _difference((site.inputs, site.labels, site.num_classes, site.features, site.form), known)
+        these = _Records(site.inputs, site.labels, site.num_classes, site.features, site.form, site.schema)
+        other = these.difference(known)
         require(not other, "--sites", f"be of sites with records like those of {first.name}", f"{site.name}: {other}")
     x, y, test = first.inputs, first.labels, None
     public = build_test_set(options)
     if public is not None and (records := public.test_records()) is not None:
         x, y = records
-        other = _difference((x, y, public.num_classes, public.features or first.features, public.form), known)
+        schema = {**(public.schema or first.schema), "held_out": first.schema.get("held_out")}
+        these = _Records(x, y, public.num_classes, public.features or first.features, public.form, schema)
+        other = these.difference(known)
         require(not other, "test set", "have records like those of the sites", other)
         test = torch.arange(len(y))
     none = [torch.zeros(0, dtype=torch.long) for _ in sites]
-    sizes = tuple(site.num_records for site in sites)
-    facts: dict[str, Any] = {"names": client_names(sites), "features": first.features, "sizes": sizes}
-    facts["form"] = first.form
-    return AbsentRecords(x, y, none, none, test, first.num_classes, **facts)
+    return AbsentRecords(
+        x,
+        y,
+        none,
+        none,
+        test,
+        first.num_classes,
+        names=client_names(sites),
+        features=first.features,
+        form=first.form,
+        schema=first.schema,
+        sizes=tuple(site.num_records for site in sites),
+    )
 
 
-#: inputs [n, *X], labels [n, ...], the number of classes, the columns of a table, and the form of batches
-_Kind = tuple[Inputs, Tensor, int, Mapping[str, Any] | None, BatchForm]
+@dataclass(frozen=True)
+class _Records:
+    """Public facts about the records of a site: inputs [n, *X], labels [n, ...], and how they came about."""
 
+    inputs: Inputs
+    labels: Tensor
+    num_classes: int
+    features: Mapping[str, Any] | None
+    form: BatchForm
+    schema: Mapping[str, Any]
 
-def _difference(these: _Kind, known: _Kind) -> str:
-    """Return in words how the records differ from the known ones; empty if they are alike."""
-    columns, expected = ((one[3] or {}).get("names", []) for one in (these, known))
-    more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
-    if more or fewer:
-        parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
-        return " and ".join(filter(None, parts))
-    if columns != expected:
-        return f"the columns in another order, {', '.join(columns)}"
-    if these[2] != known[2]:
-        return f"{these[2]} classes instead of {known[2]}"
-    if these[3] != known[3]:
-        return f"another scale or other categories, {these[3]}"
-    if these[4] != known[4]:
-        return f"records of the form {these[4]} instead of {known[4]}"
-    kinds = [
-        (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
-        for leaves, structure in (tree_flatten(one[:2]) for one in (these, known))
-    ]
-    shapes = (f"{record_shape(one[0])} and labels of {one[1].dtype}" for one in (these, known))
-    return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
+    def difference(self, known: _Records) -> str:
+        """Return in words how the records differ from the known ones; empty if they are alike."""
+        ours, theirs = self.features or {}, known.features or {}
+        columns, expected = ours.get("names", []), theirs.get("names", [])
+        more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
+        if more or fewer:
+            parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
+            return " and ".join(filter(None, parts))
+        if columns != expected:
+            return f"the columns in another order, {', '.join(columns)}"
+        if self.num_classes != known.num_classes:
+            return f"{self.num_classes} classes instead of {known.num_classes}"
+        for key in dict.fromkeys((*ours, *self.schema, *theirs, *known.schema)):
+            one, other = ({**records.schema, **(records.features or {})}.get(key) for records in (self, known))
+            if isinstance(one, Mapping) and isinstance(other, Mapping):  # say what differs only
+                differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+                one, other = ({name: given.get(name) for name in differ} for given in (one, other))
+            if one != other:
+                return f"{key} {inline(one)} instead of {inline(other)}"
+        if self.form != known.form:
+            return f"records of the form {self.form} instead of {known.form}"
+        kinds = [
+            (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
+            for leaves, structure in (tree_flatten((one.inputs, one.labels)) for one in (self, known))
+        ]
+        shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (self, known))
+        return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
 
 
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
