@@ -1,4 +1,4 @@
-"""Whether a model can be trained at all with a gradient for each record: a plain loop of autograd. It knows no clipping.
+"""Whether a model can be trained with a gradient for each record at all: a plain loop of autograd.
 
 Dropout is switched off, because gradients with different draws cannot be compared; modes of layers stay.
 """
@@ -67,8 +67,6 @@ def losses_of(entry: Entry, model: nn.Module, x: Any, y: Tensor) -> Tensor:
     out = entry.output(out) if entry.output else out if isinstance(out, Tensor) else out.logits
     if entry.loss is not None:
         return entry.loss(out, y)
-    if entry.kind == "real":
-        return (out.reshape(y.shape) - y).square().reshape(len(y), -1).mean(dim=1)
     if entry.kind == "tokens":
         out = out.movedim(-1, 1)
     each, counted = F.cross_entropy(out, y, reduction="none").reshape(len(y), -1), (y != -100).reshape(len(y), -1)
@@ -80,8 +78,8 @@ def gradient(model: nn.Module, loss: Tensor) -> Tensor:
     trained = [one for one in model.parameters() if one.requires_grad]
     if not loss.requires_grad:
         return torch.cat([torch.zeros_like(one).reshape(-1) for one in trained])
-    parts = torch.autograd.grad(loss, trained, allow_unused=True)
-    return torch.cat([torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for p, g in zip(trained, parts)])
+    parts = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+    return torch.cat([one.reshape(-1) for one in parts])
 
 
 def loop(entry: Entry, model: nn.Module, x: Any, y: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Records = tuple[Any, Tensor]  # x: a tensor, a tuple (arguments) or a dictionary
 class Entry:
     """A model of `source`. `records(n, generator)` makes n records; `kind` says how labels and outputs are read.
 
-    Kinds: "class" (labels [B]), "tokens" ([B, T], -100 is ignored), "pixels" ([B, ...] for outputs [B, K, ...]), "real".
+    Kinds: "class" (labels [B]), "tokens" ([B, T], -100 is ignored) and "pixels" ([B, ...] for outputs [B, K, ...]).
     `output` and `loss` are those of `ClientModule`.
     """
 

@@ -9,17 +9,19 @@ import torch
 
 FOLDER, REQUIREMENTS = "TEST_SUITES", Path(__file__).parent / "requirements.txt"
 COMMAND = f"pip install --no-deps --target FOLDER -r tests/zoo/{REQUIREMENTS.name}"
+LIBRARIES = ["transformers", "peft", "timm", "monai", "torchvision", "vit_pytorch", "rtdl_revisiting_models"]
+LIBRARIES += ["tabm", "tab_transformer_pytorch", "pytorch_tcn"]
 
 _KEPT: list[torch.library.Library] = []
 
 
-def missing(library: str) -> str:
-    """Return why a library cannot be imported, "" if it can; the environment comes before the folder."""
+def missing() -> str:
+    """Make the libraries importable, after those of the environment; return the sentence if one is missing, else ""."""
     folder = os.environ.get(FOLDER)
     if folder and folder not in sys.path:
         sys.path.append(folder)
-    if find_spec(library) is None:
-        return f"{library} is not installed: {COMMAND}, and set {FOLDER}=FOLDER"
+    if absent := [one for one in LIBRARIES if find_spec(one) is None]:
+        return f"{', '.join(absent)} not installed: {COMMAND}, and set {FOLDER}=FOLDER"
     if (
         not _KEPT
     ):  # torchvision of PyPI has no compiled operators for a torch of another build, but asks for their names
