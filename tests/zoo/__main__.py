@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,42 +21,48 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 MARK = "result: "  # libraries print, too
 
 
-def one(name: str) -> None:
-    """Try one model in this process, and print its result."""
-    import torch
-    from zoo.trial import tried
+def one(name: str, limit: int) -> None:
+    """Try one model in this process, which ends after `limit` CPU seconds, and print its result."""
+    import resource
 
+    import torch
+    from zoo.judge import judged
+    from zoo.trial import described, tried
+
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     torch.set_num_threads(1)
     missing()
-    print(MARK + json.dumps(tried(ZOO[name])))
+    verdict = judged(ZOO[name])
+    print(MARK + json.dumps(described(ZOO[name], verdict)), flush=True)  # also known if the rest takes too long
+    print(MARK + json.dumps(tried(ZOO[name], verdict)))
 
 
-def in_process(name: str, limit: float) -> dict[str, Any]:
-    """Try one model in a process of its own, for at most `limit` seconds."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.zoo", "--here", name]
-    entry = ZOO[name]
-    lost = {"name": name, "source": entry.source, "judge": "unknown", "why": "", "outcome": "failed"}
-    try:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return lost | {"sentence": f"it did not end within {limit:g} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+def in_process(name: str, limit: int) -> dict[str, Any]:
+    """Try one model in a process of its own, for at most `limit` CPU seconds."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.zoo", "--here", name, "--limit", str(limit)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        return lost | {"sentence": f"exit code {done.returncode}: {' '.join(done.stderr.split())[-300:]}"}
-    return json.loads(lines[-1].removeprefix(MARK))
+        raise RuntimeError(f"{name} was not judged: {done.stderr}")
+    row = json.loads(lines[-1])
+    if done.returncode == 0:
+        return row
+    late = done.returncode == -signal.SIGXCPU
+    sentence = f"it did not end within {limit} CPU seconds" if late else " ".join(done.stderr.split())[-300:]
+    return row | {"outcome": "failed", "sentence": sentence}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=ZOO, metavar="NAME", help="models to try; the others keep theirs")
     parser.add_argument("--jobs", type=int, default=1, help="models tried at the same time")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each model")
+    parser.add_argument("--limit", type=int, default=300, help="CPU seconds for each model")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--here", choices=ZOO, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.here:
-        one(flags.here)
+        one(flags.here, flags.limit)
         return
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     known = {row["name"]: row for row in rows}

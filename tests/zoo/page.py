@@ -1,5 +1,6 @@
 """The page about the models of the zoo, written from the results."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,10 @@ TEST_SUITES=/tmp/suites python -m tests.zoo
 | | models |
 |---|---|
 {counts}
+
+| how gradients are computed | models that work | median ratio to Opacus |
+|---|---|---|
+{engines}
 
 {speed}
 
@@ -54,14 +59,32 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     }
 
 
+def engines(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table row for each way in which the engine computes gradients: the first words of its description."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if kind_of(row) == "works":
+            found.setdefault(re.split(r" for |:", row["engine"])[0], []).append(row)
+    lines = []
+    for words, some in sorted(found.items()):
+        ratios = [row["ratio"] for row in some if "ratio" in row]
+        lines.append(f"| {words} | {len(some)} | {f'{median(ratios):.2f}' if ratios else '-'} |")
+    return "\n".join(lines)
+
+
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return the text of the page."""
     ratios = sorted((row["ratio"], row["name"]) for row in rows if "ratio" in row)
+    right = [row["ratio"] for row in rows if "ratio" in row and row["opacus_error"] <= TOLERANCE]
     speed = "No ratio was measured."
     if ratios:
         worst = ", ".join(f"{name} {ratio:g}" for ratio, name in ratios[:WORST])
         middle = median(ratio for ratio, _ in ratios)
-        speed = f"The median ratio to Opacus of {len(ratios)} models is {middle:.2f}. The lowest: {worst}."
+        speed = f"The median ratio to Opacus of {len(ratios)} models is {middle:.2f}"
+        speed += (
+            f", and {median(right):.2f} of the {len(right)} whose gradients Opacus computes rightly" if right else ""
+        )
+        speed += f". The lowest: {worst}."
     lines = [
         "| model | source | what happens | engine, or sentence | ratio | largest error |",
         "|---|---|---|---|---|---|",
@@ -69,9 +92,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         said = (row.get("engine") or row.get("sentence", "")).replace("|", "\\|").replace("<", "&lt;")
         said = said if len(said) <= LONGEST else said[:LONGEST] + " ..."
-        star = "*" if row.get("opacus_error", 0.0) > TOLERANCE else ""
+        star = "\\*" if row.get("opacus_error", 0.0) > TOLERANCE else ""
         ratio = f"{row['ratio']:.2f}{star}" if "ratio" in row else "-"
         error = f"{row['error']:.0e}" if "error" in row else "-"
         lines.append(f"| {row['name']} | {row['source']} | {kind_of(row)} | {said} | {ratio} | {error} |")
     counts = "\n".join(f"| {kind} | {count} |" for kind, count in summary(rows).items())
-    return TEXT.format(total=len(rows), counts=counts, speed=speed, tables="\n".join(lines))
+    return TEXT.format(total=len(rows), counts=counts, engines=engines(rows), speed=speed, tables="\n".join(lines))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo.judge import RECORDS, apart, in_dtype, judged, loop, losses_of, of_rows, without_draws
+from zoo.judge import RECORDS, Verdict, apart, in_dtype, loop, losses_of, of_rows, without_draws
 from zoo.models import Entry
 
 from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, UserError
@@ -22,24 +22,23 @@ UNCLIPPED = 1e12  # a norm that no gradient has
 TIMED, REPEATS = 16, 5
 
 
-def tried(entry: Entry) -> dict[str, Any]:
-    """Return what became of a model, as one line of `results.jsonl`.
+def tried(entry: Entry, verdict: Verdict) -> dict[str, Any]:
+    """Return what became of a model that was judged so, as one line of `results.jsonl`.
 
     `outcome` is "works", "wrong" (it trains, but gradients differ, or it mixes records), "refused" (by a UserError)
     or "failed" (by another error).
     """
-    verdict = judged(entry)
-    row = {"name": entry.name, "source": entry.source, "judge": verdict.category, "why": verdict.reason}
+    row = described(entry, verdict)
     torch.manual_seed(0)
     model = entry.build()
-    row["parameters"] = sum(one.numel() for one in model.parameters() if one.requires_grad)
     begun = time.process_time()
     try:
         trained = _train(entry, model)
     except UserError as error:
         return row | {"outcome": "refused", "sentence": _first_lines(error)}
     except Exception as error:  # whatever a user would see
-        return row | {"outcome": "failed", "sentence": f"{type(error).__name__}: {_first_lines(error)}"}
+        before = f"; before that: {_first_lines(error.__context__)}" if isinstance(error.__context__, UserError) else ""
+        return row | {"outcome": "failed", "sentence": f"{type(error).__name__}: {_first_lines(error)[:150]}{before}"}
     row |= {"engine": trained.clients.engine.description, "seconds": round(time.process_time() - begun, 1)}
     try:
         compared = _compared(entry, trained)
@@ -49,7 +48,12 @@ def tried(entry: Entry) -> dict[str, Any]:
         return row | {"outcome": "failed", "sentence": f"after training: {_first_lines(error)}"}
 
 
-def _first_lines(error: Exception) -> str:
+def described(entry: Entry, verdict: Verdict) -> dict[str, Any]:
+    """Return what is known of a model before it is trained."""
+    return {"name": entry.name, "source": entry.source, "judge": verdict.category, "why": verdict.reason}
+
+
+def _first_lines(error: BaseException) -> str:
     return " ".join(str(error).split())[:400]
 
 
