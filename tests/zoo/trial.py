@@ -1,0 +1,191 @@
+"""One model of the zoo, judged, trained through the public names, and compared with a plain loop and with Opacus."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zoo.judge import RECORDS, Verdict, apart, in_dtype, loop, losses_of, of_rows, without_draws
+from zoo.models import Entry
+
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, UserError
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
+
+CLIENTS, BATCH, ROUNDS = {"berlin": 24, "oslo": 16}, 8, 2
+EPSILON, DELTA = 8.0, 1e-3
+TOLERANCE = 1e-4  # of gradients and clipped sums, relative; a float32 model has few more digits
+COMPANY = 1e-5  # of a record's gradient in another place or other company
+UNCLIPPED = 1e12  # a norm that no gradient has
+TIMED, REPEATS = 16, 5
+
+
+def tried(entry: Entry, verdict: Verdict) -> dict[str, Any]:
+    """Return what became of a model that was judged so, as one line of `results.jsonl`.
+
+    `outcome` is "works", "wrong" (it trains, but gradients differ, or it mixes records), "refused" (by a UserError)
+    or "failed" (by another error).
+    """
+    row = described(entry, verdict)
+    torch.manual_seed(0)
+    model = entry.build()
+    begun = time.process_time()
+    try:
+        trained = _train(entry, model)
+    except UserError as error:
+        return row | {"outcome": "refused", "sentence": _first_lines(error)}
+    except Exception as error:  # whatever a user would see
+        before = f"; before that: {_first_lines(error.__context__)}" if isinstance(error.__context__, UserError) else ""
+        return row | {"outcome": "failed", "sentence": f"{type(error).__name__}: {_first_lines(error)[:150]}{before}"}
+    row |= {"engine": trained.clients.engine.description, "seconds": round(time.process_time() - begun, 1)}
+    try:
+        compared = _compared(entry, trained)
+        right = verdict.category == "trainable" and compared["error"] <= TOLERANCE and compared["company"] <= COMPANY
+        return row | compared | {"outcome": "works" if right else "wrong"} | _beside_opacus(entry, trained)
+    except UserError as error:
+        return row | {"outcome": "failed", "sentence": f"after training: {_first_lines(error)}"}
+
+
+def described(entry: Entry, verdict: Verdict) -> dict[str, Any]:
+    """Return what is known of a model before it is trained."""
+    return {"name": entry.name, "source": entry.source, "judge": verdict.category, "why": verdict.reason}
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _train(entry: Entry, model: nn.Module) -> FederatedLoop:
+    """Train a model as a user would. Raises RuntimeError if the run ends without having trained every client."""
+    x, y = entry.records(sum(CLIENTS.values()), torch.Generator().manual_seed(1))
+    ends = torch.tensor(list(CLIENTS.values())).cumsum(dim=0).tolist()
+    rows = {name: slice(end - CLIENTS[name], end) for name, end in zip(CLIENTS, ends, strict=True)}
+    hospitals = {name: (of_rows(x, some), y[some]) for name, some in rows.items()}
+    population = Population.from_datasets(hospitals, num_classes=entry.num_classes)
+    module = ClientModule(model, output=entry.output, loss=entry.loss)
+    start = module.flat
+    with tempfile.TemporaryDirectory() as folder:
+        federated = FederatedLoop(
+            population,
+            module,
+            rounds=ROUNDS,
+            clients=ClientOptions(batch_size=BATCH, learning_rate=0.1),
+            privacy=PrivacyOptions(epsilon=EPSILON, delta=DELTA),
+            output_dir=f"{folder}/run",
+            device="cpu",
+        )
+        result = federated.run()
+    engine, end = federated.clients.engine, federated.module.flat
+    problems = {
+        "it did not finish": not result.finished,
+        "a client failed": bool(engine.failed),
+        "a client trained on no record": not engine.counts[:, 0].all(),
+        "parameters are not finite": not end.isfinite().all(),
+        "parameters did not change": torch.equal(start, end),
+        "a budget is exceeded": any(client["epsilon_spent"] > EPSILON for client in result.clients),
+    }
+    if broken := [problem for problem, found in problems.items() if found]:
+        raise RuntimeError("; ".join(broken + [f"{error}" for error in engine.failed.values()]))
+    return federated
+
+
+def _gradients(clipped_sum: ClippedSum, params: Params, x: Any, y: Tensor) -> Tensor:
+    """Return each record's gradient as the engine computes it, `[n, P]`."""
+    each = ClipRequest(UNCLIPPED, group=torch.arange(len(y)), num_groups=len(y))
+    return clipped_sum(params, x, y, each)[0].clone()
+
+
+def _compared(entry: Entry, federated: FederatedLoop) -> dict[str, Any]:
+    """Compare the engine's gradients and clipped sums with a plain loop in float32, or float64 if that is nearer.
+
+    Also those of the same records in reverse, alone, and among others. Dropout is off.
+    """
+    net, engine = federated.module.net, federated.clients.engine
+    without_draws(net)
+    params = federated.module.unflatten(federated.module.flat)
+    x, y = entry.records(2 * RECORDS, torch.Generator().manual_seed(2))
+    few, few_y = of_rows(x, slice(RECORDS)), y[:RECORDS]
+    ours = _gradients(engine.clipped_sum, params, few, few_y)
+    exact = [
+        plain
+        for dtype in (torch.float32, torch.float64)
+        if (plain := _plain(entry, net, few, few_y, dtype)) is not None
+    ]
+    clip = float(ours.norm(dim=1).median())
+    clipped = engine.clipped_sum(params, few, few_y, ClipRequest(clip))[0].clone()
+    errors = [max(apart(ours, plain), apart(clipped, _clip(plain, clip).sum(dim=0, keepdim=True))) for plain in exact]
+    back = torch.arange(RECORDS - 1, -1, -1)
+    reverse = _gradients(engine.clipped_sum, params, of_rows(few, back), few_y[back])[back]
+    among = _gradients(engine.clipped_sum, params, x, y)[:RECORDS]
+    rows = ([row] for row in range(RECORDS))
+    alone = torch.cat([_gradients(engine.clipped_sum, params, of_rows(few, row), few_y[row]) for row in rows])
+    others = (reverse, among, alone)
+    return {
+        "error": min(errors),
+        "company": max(apart(one, ours) for one in others),
+        "same_bits": all(torch.equal(one, ours) for one in others),
+    }
+
+
+def _plain(entry: Entry, net: nn.Module, x: Any, y: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the gradients of a plain loop with the trained parameters; None if the model cannot compute in float64."""
+    model = without_draws(entry.build())
+    model.load_state_dict(net.state_dict())
+    try:
+        return loop(entry, model.to(dtype), in_dtype(x, dtype), y).double()
+    except RuntimeError:
+        if dtype == torch.float32:
+            raise
+        return None
+
+
+def _clip(gradients: Tensor, clip: float) -> Tensor:
+    return gradients * (clip / gradients.norm(dim=1, keepdim=True)).clamp(max=1.0)
+
+
+def _beside_opacus(entry: Entry, federated: FederatedLoop) -> dict[str, Any]:
+    """Return the CPU time of a clipped sum of Opacus divided by ours, and how wrong its gradients are."""
+    from opacus import GradSampleModule
+
+    x, y = entry.records(TIMED, torch.Generator().manual_seed(3))
+    net, engine = federated.module.net, federated.clients.engine
+    params = federated.module.unflatten(federated.module.flat)
+    model, plain = (without_draws(entry.build()) for _ in range(2))
+    for one in (model, plain):
+        one.load_state_dict(net.state_dict())
+    try:
+        sampled = GradSampleModule(model, loss_reduction="sum")
+
+        def gradients() -> Tensor:
+            sampled.zero_grad(set_to_none=True)
+            losses_of(entry, sampled, x, y).sum().backward()
+            trained = [one for one in sampled.parameters() if one.requires_grad]
+            return torch.cat([_of_each_record(one) for one in trained], dim=1)
+
+        wrong = apart(gradients(), loop(entry, plain, x, y))
+        theirs = _seconds(lambda: _clip(gradients(), 1.0).sum(dim=0))
+    except Exception as error:  # Opacus may refuse a layer in any way
+        return {"opacus": f"{type(error).__name__}: {_first_lines(error)}"[:200]}
+    ours = _seconds(lambda: engine.clipped_sum(params, x, y, ClipRequest(1.0)))
+    return {"ratio": round(theirs / ours, 2), "opacus_error": wrong}
+
+
+def _of_each_record(parameter: Tensor) -> Tensor:
+    """Return what Opacus leaves at a parameter, `[TIMED, p]`; one gradient for all records is repeated."""
+    grad = getattr(parameter, "grad_sample", None)
+    if grad is None:
+        return parameter.new_zeros(TIMED, parameter.numel())
+    return grad.reshape(len(grad), -1).expand(TIMED, -1)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call, the median of several after one that prepares it."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        begun = time.process_time()
+        work()
+        times.append(time.process_time() - begun)
+    return median(times)
