@@ -36,7 +36,7 @@ class LightningLoss:
     The loss of a record is what `training_step((x, y), 0)` returns for a batch of this record alone. If it depends on
     the records only by the outputs of `forward` (or of one child module) and by y, in training and in evaluation mode,
     these are computed for all records of a batch at once, so that engines can use layer rules. Otherwise the whole
-    `training_step` runs under `vmap`.
+    `training_step` runs under `vmap`, or for one record after the other if it cannot.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -48,6 +48,7 @@ class LightningLoss:
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
         self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
+        self.runs_under_vmap = True
 
     def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int) -> None:
         """Find out, on random records `x [B, *X]`, `y [B]`, how losses are computed; before any private record is read.
@@ -88,6 +89,10 @@ class LightningLoss:
     def sample_loss(self, params: Params, x: Any, y: Tensor) -> Tensor:
         """The loss of each record, `[B]`, by the whole `training_step`."""
 
+        if len(y) == 1 or not self.runs_under_vmap:
+            rows = [slice(row, row + 1) for row in range(len(y))]
+            return torch.stack([self._of_all(params, take(x, row), y[row]) for row in rows])
+
         def of_one(x: Any, y: Tensor) -> Tensor:
             return self._of_all(params, tree_map(lambda one: one[None], x), y[None])
 
@@ -116,7 +121,11 @@ class LightningLoss:
             together, drawn = _drawn(y.device, lambda: self._of_all(params, x, y))
             one_alone, _ = _drawn(y.device, lambda: self._of_all(params, *one))
             others = [_drawn(y.device, lambda: self._of_all(params, *one, index))[0] for index in (1, 7)]  # noqa: B023
-            alone = self.sample_loss(params, x, y)
+            try:
+                alone = self.sample_loss(params, x, y)
+            except Exception:  # of a user's code under `vmap`
+                self.runs_under_vmap = False
+                alone = self.sample_loss(params, x, y)
         except UserError:
             raise
         except Exception as error:  # a user's code may raise anything
@@ -170,9 +179,8 @@ class LightningLoss:
                     "squeeze(), which removes the dimension of records, too."
                 )
         return UserError(
-            "`training_step` must take (x, y) of records, and run under torch.func.vmap (without .item(), "
-            f"loggers or functional metrics), got {type(error).__name__}: {reason}. Move other work to "
-            "validation_step, or pass ClientModule(model, loss=...)."
+            f"`training_step` must take (x, y) of records, without loggers, got {type(error).__name__}: {reason}. Move "
+            "other work to validation_step, or pass ClientModule(model, loss=...)."
         )
 
     def _agrees(self, output: Output, part: str, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
@@ -274,9 +282,14 @@ class _TrainingStep(nn.Module):
 
 
 class _Unreduced(TorchFunctionMode):
-    """Within it the losses of torch.nn.functional, which the loss modules call, are not reduced."""
+    """Within it the losses of torch.nn.functional, which the loss modules call, are not reduced.
+
+    What reads such a loss as one number, for a log, gets the mean.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.item, Tensor.__float__) and args[0].numel() > 1:
+            return func(args[0].mean())
         return func(*args, **{**(kwargs or {}), **({"reduction": "none"} if func in _LOSSES else {})})
 
 
