@@ -262,6 +262,27 @@ def test_a_training_step_that_needs_more_than_its_records_is_refused(module, wor
         make_loop(module=module())
 
 
+def logged(self, x, y):
+    self.history.append(F.cross_entropy(self(x), y).item())
+    self.history.clear()
+    return F.cross_entropy(self(x), y)
+
+
+def read_of_inputs(self, x, y):
+    loss = F.cross_entropy(self(x), y) + 0.1 * (x**2).mean() * (self.net[0].weight ** 2).sum()
+    return loss if loss.item() < 100 else 0 * loss
+
+
+@pytest.mark.parametrize("of, whole, engine", [(logged, False, "exact rules"), (read_of_inputs, True, "loop: ")])
+def test_a_training_step_may_read_its_loss(of, whole, engine, make_loop, one_noise):
+    loop = make_loop(module=step(of, history=[]), rounds=1)
+    assert loop.module.adapted.whole == whole and not loop.module.adapted.runs_under_vmap
+    loop.run()
+    assert engine in loop.clients.description
+    ours, reference = (trained(make_loop, step(of, history=[]), name, rounds=1) for name in ("fast", "serial"))
+    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
 def test_metrics_of_forward_beside_the_loss_of_a_child_are_said(make_loop):
     module = step(lambda self, x, y: F.cross_entropy(self.net(x), y), forward=lambda self, x: -self.net(x))
     with pytest.warns(UserNotice, match="does not call forward, whose outputs give accuracy"):

@@ -55,7 +55,7 @@ class LightningLoss:
         self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
         self.form = BatchForm()
-        self._by_vmap = True
+        self.runs_under_vmap = True
 
     def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int, form: BatchForm) -> None:
         """Find out, on random records `x [B, *X]`, `y [B]`, how losses are computed; before any private record is read.
@@ -70,7 +70,7 @@ class LightningLoss:
         parts = ("", *(name for name, _ in self.module.named_children()))
         ways = [*((part, unreduced) for part in parts for unreduced in (True, False)), (None, True)]
         with torch.no_grad():
-            self._by_vmap = self._runs_under_vmap(params, x, y)
+            self.runs_under_vmap = self._runs_under_vmap(params, x, y)
             for mode in (evaluating(self.module), nullcontext()):
                 with mode:
                     for p, some_x, some_y in _trials(params, x, y, num_classes):
@@ -111,7 +111,7 @@ class LightningLoss:
         return self._one_by_one(params, x, y)
 
     def _one_by_one(self, params: Params, x: Any, y: Tensor) -> Tensor:
-        if self._by_vmap and len(y) != 1:
+        if self.runs_under_vmap and len(y) != 1:
             return vmap(partial(self._of_one, params), randomness="different")(x, y)
         return torch.stack([self._of_one(params, take(x, row), y[row]) for row in range(len(y))])
 
@@ -221,8 +221,8 @@ class LightningLoss:
                 alone, drawn_alone = _drawn(y.device, lambda: losses(one_x, one_y))  # noqa: B023
                 if drawn != drawn_alone or not _close(alone, expected[None]):
                     return False
-            with fixed_rng(y.device):
-                return self._same_together(losses, x, y)
+            with fixed_rng(y.device):  # also beside extreme records, by which code may decide for all
+                return self._same_together(losses, x, y) and self._same_together(losses, tree_map(_with_extremes, x), y)
         except Exception:  # a user's code may raise anything for an unexpected output
             return False
 
@@ -325,7 +325,8 @@ class _TrainingStep(nn.Module):
 class _SeparateLosses(TorchFunctionMode):
     """Within it the losses of torch.nn.functional, which the loss modules call, are those of each of `records`, `[B]`.
 
-    Without `records` only means weighted by classes change: to the mean of the weighted losses.
+    What reads such losses as one number, for a log, gets the mean. Without `records` only means weighted by classes
+    change: to the mean of the weighted losses.
     """
 
     def __init__(self, records: int | None = None) -> None:
@@ -334,6 +335,8 @@ class _SeparateLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._records and func in (Tensor.item, Tensor.__float__) and args[0].numel() > 1:
+            return func(args[0].mean())
         if func not in _LOSSES:
             return func(*args, **kwargs)
         call = _LOSSES[func].bind(*args, **kwargs)
@@ -387,6 +390,15 @@ def _kept(module: nn.Module) -> dict[str, int]:
         for key, value in vars(part).items()
         if not key.startswith("_") and key != "training" and not isinstance(part, Metric | MetricCollection)
     }
+
+
+def _with_extremes(part: Tensor) -> Tensor:
+    """Return a copy in which every second record is 10,000 times as large."""
+    if not part.is_floating_point():
+        return part
+    part = part.clone()
+    part[1::2] *= 1e4
+    return part
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:

@@ -132,6 +132,9 @@ class ClientModule(Model, L.LightningModule):
         advice = "Such as lambda parameters: torch.optim.Adam(parameters): each round of a client has a new one."
         must = "be a function that returns an optimizer"
         require(optimizer is None or callable(optimizer), "optimizer", must, type(optimizer).__name__, advice)
+        if type(model).__name__ == "OptimizedModule":
+            warn_user("torch.compile is not used: its code is another for every number of records")
+            model = model.get_submodule("_orig_mod")
         if is_lightning(model):
             model.configure_model()
         model = fixed(model) if fix else model

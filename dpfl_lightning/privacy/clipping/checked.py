@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.clipping.constant_draws import ConstantDraws
+from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
     LoopClippedSum,
     Params,
     SampleLoss,
     VmapClippedSum,
+    clip_factors,
     cross_entropy_of,
     evaluating,
 )
@@ -39,6 +41,8 @@ _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of
 _FEWEST_IN_A_CROWD = 24
 _KINDS = 6  # of records in a random example
 _RANDOM_KINDS = 3  # the first ones, without constant stretches
+_CLIP_NORM = 1e-2
+_MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
 
 PassedSum = FastClippedSum | VmapClippedSum
 Kind = Callable[[nn.Module, SampleLoss, int], PassedSum]  # the last argument is the size of passes
@@ -95,10 +99,10 @@ def clipped_sum_for(
 ) -> tuple[CheckedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
-    Rules of layers have to agree with `vmap` on random, constant, padded and extreme records, also beside records that
-    try to influence them, to 1e-8 relative in float64 (1e-4 in float32 without float64). No record is read but the
-    first of the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. Raises UserError if a pass
-    changes parameters, or numbers that the model keeps.
+    Rules of layers, or `vmap`, have to agree with the loop on random, constant, padded and extreme records, also beside
+    records that try to influence them, to 1e-8 relative in float64 (1e-4 in float32 without float64), without random
+    numbers. No record is read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the
+    padding. Raises UserError if a pass changes parameters, or numbers that the model keeps.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -110,9 +114,10 @@ def clipped_sum_for(
         kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
         if kind is not None and reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
-            clipped_sum = CheckedSum(net, sample_loss, passes, functools.partial(_by_vmap, passes.padding))
+            clipped_sum, _ = _vmap_or_loop(net, sample_loss, passes)
+            kind = clipped_sum.kind
             reason = "vmap: on this machine the bits of a gradient by rules depend on the other records of a batch"
-        if kind is not None and isinstance(clipped_sum.choose(), LoopClippedSum):
+        if reason[:4] != "loop" and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
             _require_repeatable(net, sample_loss, passes)
     return clipped_sum, reason
@@ -122,8 +127,22 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
     """Return the reference of a run: `VmapClippedSum`, or the loop where `vmap` cannot run the model."""
     passes = _passes_of(net, example_x, example_y)
     with _drawing_nothing(net):
-        needs_loop = _needs_loop(net, sample_loss, passes)
-    return CheckedSum(net, sample_loss, passes, None if needs_loop else functools.partial(_by_vmap, passes.padding))
+        changed = _changed_in_a_pass(net, sample_loss, passes)
+        if not changed:
+            return _vmap_or_loop(net, sample_loss, passes)[0]
+        _require_repeatable(net, sample_loss, passes)
+    return CheckedSum(net, sample_loss, passes, None)
+
+
+def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> tuple[CheckedSum, str]:
+    try:
+        rows = [0, _KINDS - 2, _KINDS - 1]
+        some = take(passes.examples[0], rows), passes.examples[1][rows]
+        VmapClippedSum(sample_loss, len(rows))(moved_parameters(net), *some, ClipRequest(1.0))
+    except Exception as error:  # a user's forward pass may raise anything under `vmap`
+        _require_repeatable(net, sample_loss, passes)
+        return CheckedSum(net, sample_loss, passes, None), _first_line(error)
+    return CheckedSum(net, sample_loss, passes, functools.partial(_by_vmap, passes.padding)), ""
 
 
 @contextmanager
@@ -140,92 +159,111 @@ def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int)
 def _kind_of(
     net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor, passes: FixedPasses
 ) -> tuple[Kind | None, str]:
-    cause, tolerance = "", 1e-8
-    vmap = functools.partial(_by_vmap, passes.padding)
-    if problem := _needs_loop(net, sample_loss, passes):
-        return None, f"loop: {problem}"
-    try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
-        loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float64)
-    except Exception:  # a device or loss without float64; any other error is raised again
-        loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float32)
-        tolerance = 1e-4
+    """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop."""
+    if changed := _changed_in_a_pass(net, sample_loss, passes):
+        _require_repeatable(net, sample_loss, passes)
+        return None, f"loop: `{changed}` changes in every pass"
+    with _still(net, passes):
+        try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
+            dtype, tolerance = torch.float64, 1e-8
+            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, dtype)
+        except Exception:  # a device or loss without float64; any other error is raised again
+            dtype, tolerance = torch.float32, 1e-4
+            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, dtype)
+        try:
+            reads = reads_of(loss, *example)
+        except Exception as error:  # a user's code may refuse to be watched
+            kind, cause = None, _first_line(error)
+        else:
+            kind, cause = _by_rules_if_right(net, sample_loss, loss, example, expected, tolerance, passes, reads)
+        if kind is not None:
+            return kind, cause
+        try:
+            wrong = _apart(example[0], _answers(VmapClippedSum(loss, _KINDS // 2), *example), expected, tolerance)
+        except Exception as error:  # a user's forward pass may raise anything under `vmap`
+            wrong = _first_line(error)
+    if wrong is None and sum(p.numel() for p in example[0].values()) <= _MOST_BY_VMAP:
+        return functools.partial(_by_vmap, passes.padding), f"vmap: {cause}"
+    _require_repeatable(net, sample_loss, passes)
+    return None, f"loop: {cause}"
+
+
+def _by_rules_if_right(
+    net: nn.Module,
+    sample_loss: SampleLoss,
+    loss: SampleLoss,
+    example: tuple[Params, Records, Tensor],
+    expected: list[Tensor],
+    tolerance: float,
+    passes: FixedPasses,
+    reads: Sequence[Read],
+) -> tuple[Kind | None, str]:
+    """Return the sum by rules if it is right, and how it is computed; otherwise None, and what is wrong."""
+    cause = ""
     for channels_last in (True, False):
         try:
-            fast = FastClippedSum(net, loss, _KINDS, channels_last)
+            fast = FastClippedSum(net, loss, _KINDS, channels_last, reads=reads)
             wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
-            if wrong_parameter is None:
-                reading = _reads_in_a_pass(
-                    FastClippedSum(net, sample_loss, _KINDS, channels_last), net, example_x, example_y
-                )
-        except Exception as error:  # a user's forward pass may raise anything under hooks
-            cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
-            continue
-        if wrong_parameter is None and reading:
-            cause = f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
-            break
-        if wrong_parameter is None:
-            widest = fast.widest_input(*example)
-            on_cpu = example[2].device.type == "cpu"
+            if wrong_parameter is not None:
+                cause = cause or f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
+                continue
+            in_own_dtype = FastClippedSum(net, sample_loss, _KINDS, channels_last, reads=reads)
+            if reading := _reads_in_a_pass(in_own_dtype, net, *passes.examples):
+                return None, f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
+            widest, on_cpu = fast.widest_input(*example), example[2].device.type == "cpu"
             if on_cpu:
                 passes.most = min(passes.most, _CPU_NUMBERS // widest)
             crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
-            mixing_unit = _reached_in_company(fast, *example, crowd, tolerance)
-            if mixing_unit is not None:
-                cause = f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
-                break
+            for number in EXTREME_DRAWS if passes.draws else (None,):
+                with nullcontext() if number is None else ConstantDraws(number):
+                    if mixing_unit := _reached_in_company(fast, *example, crowd, tolerance):
+                        return (
+                            None,
+                            f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch",
+                        )
             vmap_modules = ", ".join(fast.under_vmap())
             reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
             sparse = fast.sparse_layers(*example) if on_cpu else []
             passes.enter = fast.enter
-            return functools.partial(_by_rules, passes.padding, channels_last, sparse), reason
-        cause = cause or f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
-    return vmap, f"vmap: {cause}"
+            return functools.partial(_by_rules, passes.padding, channels_last, sparse, reads), reason
+        except Exception as error:  # a user's forward pass may raise anything under hooks
+            cause = cause or _first_line(error)
+    return None, cause
+
+
+def _first_line(error: Exception) -> str:
+    return re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
 
 
 def _by_rules(
     padding: Batch,
     channels_last: bool,
     sparse: Sequence[str],
+    reads: Sequence[Read],
     net: nn.Module,
     sample_loss: SampleLoss,
     size: int,
 ) -> FastClippedSum:
-    return FastClippedSum(net, sample_loss, size, channels_last, sparse, padding)
+    return FastClippedSum(net, sample_loss, size, channels_last, sparse, padding, reads)
 
 
-def _needs_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> str:
-    """Return why the gradients of a model have to be computed one record at a time; empty if they need not.
-
-    What `vmap` refuses may decide by the content of a batch, such as `mask.all()`, a packed sequence or an index.
+def _changed_in_a_pass(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> str:
+    """Return the name of a tensor that every pass changes; empty if there is none. Notes whether a pass draws.
 
     Raises UserError if a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
     params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
-    x, y, before = take(passes.examples[0], rows), passes.examples[1][rows], {n: p.clone() for n, p in params.items()}
-
-    def twice(clipped_sum: VmapClippedSum | LoopClippedSum) -> tuple[list[str], list[str]]:
-        """Return the names of what a second pass changes, tensors and others; the first may store what stays."""
-        kept = []
-        for _ in range(2):
+    x, y = take(passes.examples[0], rows), passes.examples[1][rows]
+    clipped_sum, drawn, kept = LoopClippedSum(net, sample_loss), _generator_state(y.device), list[dict[str, object]]()
+    with one_thread_an_operator():
+        for _ in range(2):  # the first pass may store what stays
             clipped_sum(params, x, y, ClipRequest(1.0))
-            changed = restore()
             kept.append(contents(net))
-        return changed, [name for name, value in kept[1].items() if kept[0].get(name) != value]
-
-    with tensors_restored(net) as restore:
-        drawn = _generator_state(y.device)
-        try:
-            tensors, others = twice(VmapClippedSum(sample_loss, len(rows)))
-            problem = f"`{tensors[0]}` changes in every pass" if tensors else ""
-        except Exception as error:  # a user's forward pass may raise anything under `vmap`
-            problem = re.split(r"[.\n] ", f"{error}".strip())[0].split("\n")[0] or type(error).__name__
-            _, others = twice(LoopClippedSum(net, sample_loss))
-        passes.draws = not torch.equal(drawn, _generator_state(y.device))
-    _require_unchanged([name for name, p in params.items() if not torch.equal(p, before[name])], "its parameters")
-    _require_unchanged(others, "what it keeps")
-    if problem:
-        _require_repeatable(net, sample_loss, passes)
-    return problem
+    passes.draws = not torch.equal(drawn, _generator_state(y.device))
+    others = [name for name, value in kept[1].items() if kept[0].get(name) != value]
+    advice = "Counters and averages would tell how many records there were."
+    require(not others, "model", "leave what it keeps as it is in a pass", ", ".join(others), advice)
+    return next(iter(clipped_sum.restored), "")
 
 
 def _generator_state(device: torch.device) -> Tensor:
@@ -245,11 +283,6 @@ def _still(net: nn.Module, passes: FixedPasses) -> Iterator[None]:
 def _generators_kept(net: nn.Module) -> AbstractContextManager[Any]:
     device = next(net.parameters()).device
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def _require_unchanged(changed: Sequence[str], what: str) -> None:
-    advice = "Counters and averages would tell how many records there were."
-    require(not changed, "model", f"leave {what} as they are in a pass", ", ".join(changed), advice)
 
 
 def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
@@ -288,7 +321,10 @@ def _reference_answers(
         return sample_loss({**fixed, **params}, x, y)
 
     example = random_example(net, x, y, dtype)
-    return loss, example, _answers(VmapClippedSum(loss, _KINDS // 2), *example)
+    each = ClipRequest(math.inf, 2, torch.arange(_KINDS, device=y.device), _KINDS)
+    rows = LoopClippedSum(net, loss)(*example, each)[0]
+    factors = (clip_factors(torch.linalg.vector_norm(rows, ord=order, dim=1), _CLIP_NORM) for order in (2, 1))
+    return loss, example, [rows, *(factor[None] @ rows for factor in factors)]
 
 
 def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params:
@@ -340,15 +376,15 @@ def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
 def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
     """Return what distinguishes two clipped sums: full gradients record by record, and sums of clipped ones."""
     each = ClipRequest(math.inf, 2, torch.arange(len(y), device=y.device), len(y))
-    requests = [each, ClipRequest(1e-2, 2), ClipRequest(1e-2, 1)]
+    requests = [each, ClipRequest(_CLIP_NORM, 2), ClipRequest(_CLIP_NORM, 1)]
     return [clipped_sum(params, x, y, request)[0] for request in requests]
 
 
 def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> str:
     """Return an operator that reads numbers in a backward pass in the dtypes of the model and of its records, or "".
 
-    What a forward pass reads of records `vmap` has refused. Before that the clipped sum is computed: a model under
-    autocast may raise only here, and compiled loops read numbers of their own when they are first used.
+    What a forward pass reads of records is fixed. Before that the clipped sum is computed: a model under autocast may
+    raise only here, and compiled loops read numbers of their own when they are first used.
     """
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
     some_x, some_y = random_example(net, x, y)[1:]

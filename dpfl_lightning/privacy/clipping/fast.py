@@ -37,6 +37,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     has_special_backward,
 )
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
+from dpfl_lightning.privacy.clipping.reads import Read, fixed, unwatched
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_SIZE,
     ClipRequest,
@@ -117,7 +118,8 @@ class FastClippedSum:
     that holds it, and each such module once in a forward pass; raises Unsupported for other models. A pass has `size`
     records, at its end `padding` `[1, ...]` (None: a record of the batch, for tests). `channels_last` is the memory
     format of images on a CPU, if the model gains from it. `sparse` names convolutions whose output gradients are mostly
-    zeros on random data: private records never influence how a pass is computed.
+    zeros on random data, and `reads` is what code reads of public records: private ones never influence how a pass is
+    computed.
 
     Reference: Goodfellow (2015), https://arxiv.org/abs/1510.01799; Li et al. (2022), https://arxiv.org/abs/2110.05679.
     """
@@ -130,14 +132,15 @@ class FastClippedSum:
         channels_last: bool = True,
         sparse: Collection[str] = (),
         padding: Batch | None = None,
+        reads: Sequence[Read] = (),
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
-        self.size, self.padding = size, padding
+        self.size, self.padding, self.reads = size, padding, reads
         trained = {name for name, p in net.named_parameters() if p.requires_grad}
         shared = [name for name, first in further_names(net).items() if first in trained]
         if shared:
             raise Unsupported(f"`{shared[0]}` is also a parameter of another module")
-        self._sample_loss = sample_loss or cross_entropy_of(net)
+        self._sample_loss = fixed(sample_loss or cross_entropy_of(net), reads)
         self.units_of = dict(units_of(net))
         self._known = {full for unit in self.units_of.values() for full in unit.names.values()}
         inside = {id(part) for unit in self.units_of.values() for part in unit.module.modules()}
@@ -181,7 +184,7 @@ class FastClippedSum:
         return [one[:count] for one in found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
-        return FastClippedSum(net, sample_loss, self.size, self.channels_last, self.sparse, self.padding)
+        return FastClippedSum(net, sample_loss, self.size, self.channels_last, self.sparse, self.padding, self.reads)
 
     def enter(self, x: Records) -> Records:
         if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:
@@ -300,14 +303,17 @@ class _Watch:
         self.grads: ByName = {}
         self.anchor = torch.zeros((), requires_grad=True)
 
+    @unwatched()
     def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
         name = f"{unit_name}.{part}" if unit_name else part
         self._note(name, self.units[unit_name], rule, inputs)
         return self._entered(name, output)
 
+    @unwatched()
     def convolve(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
         return conv2d_forward(conv, x, self.count)
 
+    @unwatched()
     def stage(self, names: Mapping[nn.Module, str], conv: nn.Conv2d, x: Tensor) -> Tensor:
         name = names[conv]
         self._note(name, self.units[name], conv2d_rule, (x,))
@@ -315,6 +321,7 @@ class _Watch:
             pooled, winners = pooling.max_relu(conv2d_forward(conv, x, self.count), self.count)
         return self._behind_seam(name, conv, (x,), pooled, winners)
 
+    @unwatched()
     def hook(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not self.listening:
             return output

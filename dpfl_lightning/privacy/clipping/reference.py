@@ -225,11 +225,12 @@ class LoopClippedSum:
     """The reference `ClippedSum`: plain autograd, one record at a time, each a copy.
 
     It computes what neither rules nor `vmap` can, such as packed sequences, and what decides by the content of a batch.
-    What `net` keeps in tensors is restored after every record. Raises RuntimeError if it changes its parameters.
+    What `net` keeps in tensors is restored after every record. Raises UserError if it changes its parameters.
     """
 
     def __init__(self, net: nn.Module, sample_loss: SampleLoss) -> None:
         self._net, self._sample_loss = net, sample_loss
+        self.restored: list[str] = []  # what the last pass changed
 
     @torch.no_grad()  # except for the losses
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
@@ -245,9 +246,10 @@ class LoopClippedSum:
                 factor = clip_factors(norms[row], request.clip_norm)
                 group = 0 if request.group is None else int(request.group[row])
                 total[group] += factor * kept(grad, factor)[0]
-                restore()
-                if any(leaf._version for leaf in leaves.values()):
-                    raise RuntimeError("the model changes its parameters in a forward pass")
+                self.restored = restore()
+                changed = [name for name, leaf in leaves.items() if leaf._version]
+                advice = "Counters and averages would tell how many records there were."
+                require(not changed, "model", "leave its parameters as they are in a pass", ", ".join(changed), advice)
         return total, norms
 
     @torch.enable_grad()

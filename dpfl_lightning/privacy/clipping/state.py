@@ -14,19 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+_COPIED = 1 << 16  # numbers of a tensor that is copied, so that it can be restored
+
 
 @contextmanager
 def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Restore what the model keeps in tensors besides its trainable parameters: a pass must leave nothing for the next.
 
     These are buffers, frozen parameters and attributes. They are restored whether they were changed in place or
-    replaced, and new ones are deleted. Yields a function that restores them at once, and returns their names.
+    replaced, and new ones are deleted. Yields a function that restores them at once, and returns their names. Of large
+    ones there is no copy: RuntimeError if they were changed in place.
     """
     spaces = [
         (name, space) for name, part in net.named_modules() for space in (part._buffers, part._parameters, vars(part))
     ]
-    before: list[dict[str, tuple[Tensor, Tensor, int]]] = [
-        {name: (value, value.detach().clone(), value._version) for name, value in space.items() if _fixed(value)}
+    before: list[dict[str, tuple[Tensor, Tensor | None, int]]] = [
+        {name: (value, _copied(value), value._version) for name, value in space.items() if _fixed(value)}
         for _, space in spaces
     ]
 
@@ -39,6 +42,8 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
                 del space[name]
             for name, (tensor, value, version) in tensors.items():
                 if not _same(tensor, value, version):
+                    if value is None:
+                        raise RuntimeError(f"the model changes `{f'{part}.{name}'.lstrip('.')}` in a forward pass")
                     tensor.copy_(value)
                     changed.append(f"{part}.{name}".lstrip("."))
                 elif space.get(name) is not tensor:
@@ -52,9 +57,13 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
         restore()
 
 
-def _same(tensor: Tensor, value: Tensor, version: int) -> bool:
-    """Whether a tensor still has a value, NaN included; of a sparse one whether it was not changed in place."""
-    if tensor.layout is not torch.strided:
+def _copied(tensor: Tensor) -> Tensor | None:
+    return tensor.detach().clone() if tensor.layout is not torch.strided or tensor.numel() <= _COPIED else None
+
+
+def _same(tensor: Tensor, value: Tensor | None, version: int) -> bool:
+    """Whether a tensor still has a value, NaN included; whether a sparse or large one was not changed in place."""
+    if value is None or tensor.layout is not torch.strided:
         return tensor._version == version
     return torch.equal(tensor, value) or _bytes_of(tensor) == _bytes_of(value)
 
