@@ -18,7 +18,7 @@ from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, Consta
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
+from dpfl_lightning.privacy.clipping.isolation import CROWD, SMALL_CROWD, in_companies
 from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
@@ -237,9 +237,10 @@ def _used(
     if on_cpu:
         passes.most = min(passes.most, _CPU_NUMBERS // widest)
     crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
-    for number in EXTREME_DRAWS if passes.draws else (None,):
-        with nullcontext() if number is None else ConstantDraws(number):
-            if mixing_unit := _reached_in_company(fast, *example, crowd, tolerance):
+    for number in EXTREME_DRAWS if passes.draws else EXTREME_DRAWS[:1]:
+        usual = number == EXTREME_DRAWS[0]
+        with nullcontext() if usual else ConstantDraws(number):
+            if mixing_unit := _reached_in_company(fast, *example, crowd if usual else SMALL_CROWD, tolerance):
                 return None, f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
     fast.sparse = frozenset(fast.sparse_layers(*example) if on_cpu else ())
     passes.enter = fast.enter
