@@ -225,3 +225,65 @@ def test_a_refusal_names_all_layers_and_the_way_out():
     words = r"`net.1` must .* Use nn.GroupNorm.*The same holds for `net.2` \(BatchNorm2d\), `net.3` \(InstanceNorm2d\)"
     with pytest.raises(UserError, match=words + r".*ClientModule\(model, fix=True\), replaces every BatchNorm"):
         check_net(net)
+
+
+class Positions(nn.Module):
+    """Learnt positions, a token and a scale of the model's own, beside dropout, and a layer that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.zeros(1, 1, 6)), nn.Parameter(torch.ones(6))
+        self.places, self.layer, self.head = nn.Embedding(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.places(torch.arange(4))
+        for _ in range(2):
+            x = x + F.dropout(self.scale * torch.tanh(self.layer(x)), 0.1, self.training)
+        return self.head(x[:, 0])
+
+
+class Cells(nn.Module):
+    """A cell of a recurrent network, whose last state no loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        hidden = cell = x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            hidden, cell = self.cell(step, (hidden, cell))
+        return self.head(hidden)
+
+
+class TiedHead(nn.Module):
+    """A frozen head has the weights of a frozen table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.table.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.body(self.table(x)).mean(1))[:, :3]
+
+
+class Narrow(nn.LayerNorm):
+    """A subclass that computes the same."""
+
+
+@pytest.mark.parametrize(
+    "net, shape, modules",
+    [
+        (Positions(), (3, 6), "but vmap for `net` (Positions), `net.places` (Embedding), `net.layer` (Linear)"),
+        (Cells(), (3, 6), "but vmap for `net.cell` (LSTMCell)"),
+        (TiedHead(), (5,), "for all layers"),
+        (nn.Sequential(nn.Linear(6, 6), Narrow(6), nn.Flatten(), nn.Linear(18, 3)), (3, 6), "for all layers"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_parameters_that_no_rule_covers_get_their_own_gradients(net, shape, modules):
+    x = torch.randint(7, (9, *shape)) if isinstance(net, TiedHead) else torch.randn(9, *shape)
+    net.eval()
+    reason = engine_of(net, people(x))
+    assert reason == f"fast: exact rules {modules.replace('net.', '')}"

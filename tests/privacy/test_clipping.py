@@ -62,6 +62,8 @@ def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True, spa
     fast = FastClippedSum(mine, squares_of(mine), 3, channels_last, sparse)
     reference = VmapClippedSum(squares_of(true))
     params, y = params_of(net, dtype), torch.zeros(len(x), dtype=torch.long)
+    if fast.under_vmap():
+        fast.planned(params, torch.randn(3, *x.shape[1:]).to(dtype), torch.zeros(3, dtype=torch.long))
     wide = {name: p.double() for name, p in params.items()}
     x, wide_x = (x.to(dtype), x.to(dtype).double()) if x.is_floating_point() else (x, x)
     each, pairs, count = torch.arange(len(x)), torch.arange(len(x)) % 2, max(len(x), 1)
@@ -112,6 +114,36 @@ def group_norms(draw, batch):
     inner = draw(st.sampled_from([(7,), (2, 3), (1, 5, 2)]))
     channels = groups * draw(st.integers(1, 3))
     return nn.GroupNorm(groups, channels), torch.randn(batch, channels, *inner)
+
+
+@st.composite
+def convolutions_of_sequences(draw, batch):
+    stride = draw(st.integers(1, 3))
+    layer = nn.Conv1d(
+        draw(st.sampled_from([1, 2, 8])),
+        draw(st.sampled_from([1, 5])),
+        draw(st.integers(1, 4)),
+        stride=stride,
+        padding=draw(st.sampled_from([0, 2, "same"] if stride == 1 else [0, 2])),
+        dilation=draw(st.integers(1, 2)),
+        bias=draw(st.booleans()),
+        padding_mode=draw(st.sampled_from(["zeros", "reflect", "circular"])),
+    )
+    return layer, torch.randn(batch, layer.in_channels, draw(st.integers(8, 19)))
+
+
+@st.composite
+def rms_norms(draw, batch):
+    shape, inner = draw(st.sampled_from([(4,), (2, 3)])), draw(st.sampled_from([(), (1,), (3, 2)]))
+    return nn.RMSNorm(shape, eps=draw(st.sampled_from([None, 1e-5]))), torch.randn(batch, *inner, *shape)
+
+
+def instance_norms(kind, dims):
+    @st.composite
+    def layers(draw, batch):
+        return kind(3, affine=True), torch.randn(batch, 3, *(draw(st.integers(2, 4)) for _ in range(dims)))
+
+    return layers
 
 
 @st.composite
@@ -174,7 +206,12 @@ CASES = {
     nn.MultiheadAttention: attentions,
     nn.Linear: linears,
     nn.Conv2d: convolutions,
+    nn.Conv1d: convolutions_of_sequences,
     nn.GroupNorm: group_norms,
+    nn.RMSNorm: rms_norms,
+    nn.InstanceNorm1d: instance_norms(nn.InstanceNorm1d, 1),
+    nn.InstanceNorm2d: instance_norms(nn.InstanceNorm2d, 2),
+    nn.InstanceNorm3d: instance_norms(nn.InstanceNorm3d, 3),
     nn.LayerNorm: layer_norms,
     nn.Embedding: embeddings,
     "convolution behind another": behind_another,
@@ -351,7 +388,7 @@ class Slope(nn.Module):
         return torch.where(x > 0, x, self.slope * x)
 
 
-@pytest.mark.parametrize("module", [nn.Conv1d(2, 3, 3), Slope(), nn.ConvTranspose1d(2, 2, 2)], ids=repr)
+@pytest.mark.parametrize("module", [nn.Conv1d(2, 4, 3, groups=2), Slope(), nn.ConvTranspose1d(2, 2, 2)], ids=repr)
 def test_module_without_rule_equals_reference(module):
     fast = FastClippedSum(nn.Sequential(nn.Linear(6, 6), module))
     assert fast.under_vmap() == [f"`1` ({type(module).__name__})"]
@@ -366,8 +403,8 @@ def test_a_project_adds_a_rule_and_a_wrong_one_is_found(times, monkeypatch):
     monkeypatch.setitem(RULES, Slope, slope_rule)
     net = nn.Sequential(nn.Linear(6, 6), Slope())
     _, reason = clipped_sum_for(net, None, torch.randn(4, 6), torch.arange(4))
-    wrong = "vmap: the gradient of `1.slope` differs from what the layers' rules give"
-    assert reason == ("fast: exact rules for all layers" if times == 1 else wrong)
+    instead = "fast: exact rules but vmap for `1` (Slope)"
+    assert reason == ("fast: exact rules for all layers" if times == 1 else instead)
     if times == 1:
         assert_equals_reference(net, torch.randn(3, 6))
 
@@ -536,18 +573,20 @@ def test_fast_is_chosen_and_leaves_no_trace(name):
 
 
 DIFFERS = "vmap: the gradient of `{}.weight` differs from what the layers' rules give"
+VMAP = "fast: exact rules but vmap for `{}` ({})"
+ATTEND = VMAP.format("attend", "MultiheadAttention") + ", `attend.out_proj` (NonDynamicallyQuantizableLinear)"
 REASONS = [
     (scaled(), "fast: exact rules but vmap for `net` (Net)"),
     (nn.Sequential(nn.Linear(3, 3), scaled(), Slope()), "fast: exact rules but vmap for `1` (Net), `2` (Slope)"),
-    (linear_of_3(lambda net, x: net.layer(net.layer(x))), "vmap: `layer` is used twice in one forward pass"),
-    (tied(), "vmap: `second.weight` is also a parameter of another module"),
-    (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), DIFFERS.format("first")),
+    (linear_of_3(lambda net, x: net.layer(net.layer(x))), "fast: exact rules but vmap for `layer` (Linear)"),
+    (tied(), "fast: exact rules but vmap for `first` (Linear), `second` (Linear)"),
+    (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), VMAP.format("first", "Linear")),
     # mixes records: what one contributes depends on the others, so no sum over a batch is per record
     (linear_of_3(lambda net, x: net.layer(x - x.mean(0))), DIFFERS.format("layer")),
-    (attending(batch_first=False), "vmap: `attend` does not map tensors to one tensor"),
-    (attending(batch_first=True), "vmap: MultiheadAttention attends to something else than its query [B, T, E]"),
-    (reading(nn.RNN(1, 3, batch_first=True)), "vmap: `read` does not map tensors to one tensor"),
-    (reading(nn.LSTM(1, 4, proj_size=3, batch_first=True)), "vmap: `read` does not map tensors to one tensor"),
+    (attending(batch_first=False), ATTEND),
+    (attending(batch_first=True), ATTEND),
+    (reading(nn.RNN(1, 3, batch_first=True)), VMAP.format("read", "RNN")),
+    (reading(nn.LSTM(1, 4, proj_size=3, batch_first=True)), VMAP.format("read", "LSTM")),
     # dropout between layers and within attention is drawn for each record
     (reading(nn.GRU(1, 3, 2, dropout=0.5, batch_first=True)), "fast: exact rules for all layers"),
 ]
@@ -560,7 +599,7 @@ def test_engine_is_chosen_with_its_reason():
         assert reason == words
 
 
-def test_losses_in_float32_are_checked_and_those_that_read_parameters_left_to_the_reference():
+def test_losses_in_float32_and_losses_that_read_parameters_are_checked():
     net = nn.Sequential(nn.Linear(3, 3))
     plain = cross_entropy_of(net)
 
@@ -570,7 +609,7 @@ def test_losses_in_float32_are_checked_and_those_that_read_parameters_left_to_th
     _, reason = clipped_sum_for(net, lambda p, x, y: plain(p, x.float(), y), torch.empty(0, 3), LABELS)
     assert reason == "fast: exact rules for all layers"
     _, reason = clipped_sum_for(net, with_decay, torch.randn(1, 3), LABELS)
-    assert reason == "vmap: the gradient of `0.weight` differs from what the layers' rules give"
+    assert reason == "fast: exact rules but vmap for `0` (Linear)"
 
 
 def test_embedding_that_scales_by_frequency_has_no_rule():

@@ -16,6 +16,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import RULES, Lookup, Outer, Un
 from dpfl_lightning.privacy.clipping.reference import (
     CANCELLING,
     SUM_ROUNDING,
+    LoopClippedSum,
     VmapClippedSum,
     clip_factors,
     cross_entropy_of,
@@ -57,12 +58,17 @@ NETS = {
     "convolution, never formed": (nn.Conv2d(8, 24, 3), (8, 4, 4)),
     "pooled convolutions": (pooled(), (2, 12, 12)),
     "group norm": (nn.GroupNorm(2, 4), (4, 3)),
+    "convolution of a sequence": (nn.Conv1d(3, 4, 2), (3, 7)),
+    "rms norm": (nn.RMSNorm(6), (2, 6)),
+    "instance norm": (nn.InstanceNorm1d(3, affine=True), (3, 6)),
+    "instance norm of images": (nn.InstanceNorm2d(3, affine=True), (3, 3, 2)),
+    "instance norm of volumes": (nn.InstanceNorm3d(2, affine=True), (2, 2, 2, 2)),
     "layer norm": (nn.LayerNorm(6), (2, 6)),
     "embedding": (nn.Embedding(7, 3), (5,)),
     "lstm": (Net(lambda net, x: net.read(x)[0], read=nn.LSTM(3, 4, batch_first=True)), (5, 3)),
     "gru": (Net(lambda net, x: net.read(x)[0], read=nn.GRU(3, 4, batch_first=True)), (5, 3)),
     "attention": (Net(lambda net, x: net.read(x, x, x)[0], read=nn.MultiheadAttention(4, 2, batch_first=True)), (3, 4)),
-    "a module without a rule": (nn.Conv1d(2, 3, 2), (2, 5)),
+    "a module without a rule": (nn.ConvTranspose1d(2, 3, 2), (2, 5)),
 }
 
 
@@ -113,7 +119,10 @@ def hostile(net: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[dict[str
 
 
 def sums_of(engine: str, net: nn.Module, loss):
-    return VmapClippedSum(loss, 9) if engine == "vmap" else FastClippedSum(net, loss, 9, sparse=["0", "2"])
+    if engine == "vmap":
+        return VmapClippedSum(loss, 9)
+    fast = FastClippedSum(net, loss, 9, sparse=["0", "2"])
+    return fast.planned(values(net), torch.randn(3, 2, 5), torch.ones(3)) if fast.under_vmap() else fast
 
 
 VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
@@ -226,7 +235,13 @@ def meets_a_question(net, x):
 )
 def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width, layer):
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, width), torch.empty(0, dtype=torch.long))
-    assert isinstance(clipped_sum.choose(), VmapClippedSum) and f"`{layer}` do not have one row" in reason
+    assert clipped_sum.by_rules and reason == f"fast: exact rules but vmap for `{layer}` (Linear)"
+    x, y, each = torch.randn(5, width), torch.zeros(5, dtype=torch.long), torch.arange(5)
+    ours, loop = (
+        summed(one, values(net), x, y, 1.0, each, 5)
+        for one in (clipped_sum, LoopClippedSum(net, cross_entropy_of(net)))
+    )
+    torch.testing.assert_close(ours, loop, rtol=1e-4, atol=1e-6)
     with pytest.raises(Unsupported, match=layer):
         summed(FastClippedSum(net), values(net), torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
 

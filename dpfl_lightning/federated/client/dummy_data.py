@@ -29,11 +29,13 @@ from dpfl_lightning.models.model import taken_by
 from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
-from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
+from dpfl_lightning.privacy.clipping.isolation import CROWD, SMALL_CROWD, in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
 from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
 
 _SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
+
+_CROWD_NUMBERS = 1 << 30  # parameters times records of the batch that shows mixing: more take minutes
 
 
 @dataclass(frozen=True)
@@ -420,7 +422,7 @@ def _kept(module: ClientModule, x: Inputs, y: Tensor) -> list[str]:
 
 
 def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
-    """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
+    """Whether the loss of each record is the same alone, among many others (few for large models) and broken ones.
 
     Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
     record the same loss alone: it is compared in two batches of one size, which draw the same numbers.
@@ -442,7 +444,8 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
             actual = losses(some_x, some_y)[places]
             return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
-        return all(in_companies(like_alone, x, y))
+        numbers = sum(parameter.numel() for parameter in module.parameters())
+        return all(in_companies(like_alone, x, y, max(SMALL_CROWD, min(CROWD, _CROWD_NUMBERS // numbers))))
 
     try:
         module.double()

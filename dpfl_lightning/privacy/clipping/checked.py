@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
-from dpfl_lightning.privacy.clipping.fast import FastClippedSum, units_of
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
+from dpfl_lightning.privacy.clipping.isolation import CROWD, SMALL_CROWD, in_companies
 from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
@@ -199,36 +199,54 @@ def _by_rules_if_right(
     reads: Sequence[Read],
 ) -> tuple[Kind | None, str]:
     """Return the sum by rules if it is right, and how it is computed; otherwise None, and what is wrong."""
-    cause = ""
+    cause, loose = "", set[str]()
     for channels_last in (True, False):
-        try:
-            fast = FastClippedSum(net, loss, _KINDS, channels_last, reads=reads)
-            wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
-            if wrong_parameter is not None:
-                cause = cause or f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
-                continue
-            in_own_dtype = FastClippedSum(net, sample_loss, _KINDS, channels_last, reads=reads)
-            if reading := _reads_in_a_pass(in_own_dtype, net, *passes.examples):
-                return None, f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
-            widest, on_cpu = fast.widest_input(*example), example[2].device.type == "cpu"
-            if on_cpu:
-                passes.most = min(passes.most, _CPU_NUMBERS // widest)
-            crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
-            for number in EXTREME_DRAWS if passes.draws else (None,):
-                with nullcontext() if number is None else ConstantDraws(number):
-                    if mixing_unit := _reached_in_company(fast, *example, crowd, tolerance):
-                        return (
-                            None,
-                            f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch",
-                        )
-            vmap_modules = ", ".join(fast.under_vmap())
-            reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
-            sparse = fast.sparse_layers(*example) if on_cpu else []
-            passes.enter = fast.enter
-            return functools.partial(_by_rules, passes.padding, channels_last, sparse, reads), reason
-        except Exception as error:  # a user's forward pass may raise anything under hooks
-            cause = cause or _first_line(error)
+        while True:
+            unit = None
+            try:
+                fast = FastClippedSum(net, loss, _KINDS, channels_last, reads=reads, loose=loose).planned(*example)
+                wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
+                if wrong_parameter is None:
+                    return _used(fast, net, sample_loss, example, tolerance, passes)
+                unit = next(
+                    (name for name, one in fast.units_of.items() if wrong_parameter in one.names.values()), None
+                )
+                problem = f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
+            except Exception as error:  # a user's forward pass may raise anything under hooks
+                unit, problem = getattr(error, "unit", None), _first_line(error)
+            cause = cause or problem
+            if unit is None or unit in loose:
+                break
+            loose.add(unit)  # without its rule
     return None, cause
+
+
+def _used(
+    fast: FastClippedSum,
+    net: nn.Module,
+    sample_loss: SampleLoss,
+    example: tuple[Params, Records, Tensor],
+    tolerance: float,
+    passes: FixedPasses,
+) -> tuple[Kind | None, str]:
+    """Return what computes right sums as they are used, and its reason; None if records depend on each other."""
+    in_own_dtype = fast.copy_for(net, sample_loss)
+    if reading := _reads_in_a_pass(in_own_dtype, net, *passes.examples):
+        return None, f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
+    widest, on_cpu = fast.widest_input(*example), example[2].device.type == "cpu"
+    if on_cpu:
+        passes.most = min(passes.most, _CPU_NUMBERS // widest)
+    crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
+    for number in EXTREME_DRAWS if passes.draws else EXTREME_DRAWS[:1]:
+        usual = number == EXTREME_DRAWS[0]
+        with nullcontext() if usual else ConstantDraws(number):
+            if mixing_unit := _reached_in_company(fast, *example, crowd if usual else SMALL_CROWD, tolerance):
+                return None, f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
+    fast.sparse = frozenset(fast.sparse_layers(*example) if on_cpu else ())
+    passes.enter = fast.enter
+    vmap_modules = ", ".join(fast.under_vmap())
+    reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
+    return functools.partial(_by_rules, passes.padding, fast), reason
 
 
 def _first_line(error: Exception) -> str:
@@ -236,15 +254,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _by_rules(
-    padding: Batch,
-    channels_last: bool,
-    sparse: Sequence[str],
-    reads: Sequence[Read],
-    net: nn.Module,
-    sample_loss: SampleLoss,
-    size: int,
+    padding: Batch, found: FastClippedSum, net: nn.Module, sample_loss: SampleLoss, size: int
 ) -> FastClippedSum:
-    return FastClippedSum(net, sample_loss, size, channels_last, sparse, padding, reads)
+    clipped_sum = found.copy_for(net, sample_loss)
+    clipped_sum.size, clipped_sum.padding = size, padding
+    return clipped_sum
 
 
 def _changed_in_a_pass(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> str:
@@ -300,14 +314,8 @@ def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
-    """Return the layers whose dropout is switched off, also the tapped ones, which draw it for each record.
-
-    No rule covers the dropout of other units: it stays on and fails the check.
-    """
-    units = [unit.module for _, unit in units_of(net)]
-    inside = {id(m) for module in units for m in module.modules()}
-    layers = [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
-    return layers + [module for module in units if tapped_forward(module)]
+    """Return the layers whose dropout is switched off, which is quicker than constants for its draws."""
+    return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) or tapped_forward(m)]
 
 
 def _reference_answers(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels import dense_conv, pooling, sparse_conv
@@ -25,17 +24,18 @@ from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.layer_rules import (
-    RULES,
     ByName,
+    Dense,
     Inputs,
     Rule,
     Unsupported,
-    any_module_rule,
     conv2d_backward,
     conv2d_forward,
     conv2d_rule,
     has_special_backward,
+    rule_of,
 )
+from dpfl_lightning.privacy.clipping.parameter_uses import Plan, Uses, plan_of
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
 from dpfl_lightning.privacy.clipping.reads import Read, fixed, unwatched
 from dpfl_lightning.privacy.clipping.reference import (
@@ -83,14 +83,21 @@ Calls = dict[str, Call]  # by the name of the unit, or of the linear map in it
 Edges = dict[str, GradientEdge]  # of the outputs in the graph, by the same names
 
 
-def units_of(net: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """Yield the topmost modules of `net` that directly hold trainable parameters, by their first name."""
+def units_of(net: nn.Module, loose: Collection[str] = ()) -> Iterator[tuple[str, Unit]]:
+    """Yield the modules with trainable parameters that a rule covers, by their first name.
+
+    Those in `loose` are left out, and those that share a parameter with another module.
+    """
+    names = {p: name for name, p in net.named_parameters() if p.requires_grad}
+    shared = {names[p] for p in (net.get_parameter(name) for name in further_names(net)) if p in names}
     inside: set[nn.Module] = set()
     for name, part in net.named_modules():
-        if part not in inside and any(p.requires_grad for p in part.parameters(recurse=False)):
+        if part in inside or name in loose or not _has_rule(part):
+            continue
+        of_part = {local: names[p] for local, p in part.named_parameters() if p in names}
+        if of_part and not shared & {*of_part.values()}:
             inside.update(part.modules())
-            names = {n: f"{name}.{n}".lstrip(".") for n, p in part.named_parameters() if p.requires_grad}
-            yield name, Unit(part, names)
+            yield name, Unit(part, of_part)
 
 
 class _Seam(torch.autograd.Function):
@@ -133,28 +140,41 @@ class FastClippedSum:
         sparse: Collection[str] = (),
         padding: Batch | None = None,
         reads: Sequence[Read] = (),
+        loose: Collection[str] = (),
+        plan: Plan | None = None,
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding, self.reads = size, padding, reads
-        trained = {name for name, p in net.named_parameters() if p.requires_grad}
-        shared = [name for name, first in further_names(net).items() if first in trained]
-        if shared:
-            raise Unsupported(f"`{shared[0]}` is also a parameter of another module")
         self._sample_loss = fixed(sample_loss or cross_entropy_of(net), reads)
-        self.units_of = dict(units_of(net))
-        self._known = {full for unit in self.units_of.values() for full in unit.names.values()}
-        inside = {id(part) for unit in self.units_of.values() for part in unit.module.modules()}
-        plain = [m for m in net.modules() if id(m) not in inside]  # rules may run the parts of units under `vmap`
-        self._pools = [m for m in plain if isinstance(m, nn.MaxPool2d)] if channels_last else []
+        self.net, self.loose, self._plan = net, frozenset(loose), plan
+        self.units_of = dict(units_of(net, self.loose))
+        covered = {full for unit in self.units_of.values() for full in unit.names.values()}
+        self._known = {name for name, p in net.named_parameters() if p.requires_grad}
+        self._uncovered = [name for name, p in net.named_parameters() if p.requires_grad and name not in covered]
+        self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
         self._names = {unit.module: name for name, unit in self.units_of.items()}
         sequences = [m for m in net.modules() if type(m) is nn.Sequential]
         self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
 
     def under_vmap(self) -> list[str]:
-        """Describe the modules without a rule."""
-        others = {name: unit.module for name, unit in self.units_of.items() if not _has_rule(unit.module)}
-        return [f"`{name or 'net'}` ({type(module).__name__})" for name, module in others.items()]
+        """Describe the modules whose parameters no rule covers."""
+        holders = dict.fromkeys(name.rpartition(".")[0] for name in self._uncovered)
+        return [f"`{name or 'net'}` ({type(self.net.get_submodule(name)).__name__})" for name in holders]
+
+    def planned(self, params: Params, x: Records, y: Tensor) -> FastClippedSum:
+        """Return the same sum with the plan of uses of uncovered parameters, from public records (at least three)."""
+        leaves = self._leaves(params)
+
+        def forward(records: int) -> Tensor:
+            with torch.enable_grad():
+                return self._sample_loss({**params, **leaves}, take(x, slice(records)), y[:records])
+
+        self._plan = plan_of(forward, list(leaves.values())) if leaves else ()
+        return self
+
+    def _leaves(self, params: Params) -> dict[str, Tensor]:
+        return {name: params[name].detach().requires_grad_() for name in self._uncovered if name in params}
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
@@ -184,7 +204,8 @@ class FastClippedSum:
         return [one[:count] for one in found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
-        return FastClippedSum(net, sample_loss, self.size, self.channels_last, self.sparse, self.padding, self.reads)
+        form = (self.channels_last, self.sparse, self.padding, self.reads, self.loose, self._plan)
+        return FastClippedSum(net, sample_loss, self.size, *form)
 
     def enter(self, x: Records) -> Records:
         if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:
@@ -196,15 +217,17 @@ class FastClippedSum:
         with torch.no_grad(), self._watched({}) as watch:
             self._pass(watch, params, x, y, len(y))
             signals = {name: {f"{i}": a for i, a in enumerate(call.inputs)} for name, call in watch.calls.items()}
+            for name, use in watch.uses.uses.items() if watch.uses else ():
+                signals[name] = {f"{i}": a for i, a in enumerate(use.inputs)}
             for name, dy in watch.dys.items():
-                signals[name]["dy"] = dy
+                signals.setdefault(name, {})["dy"] = watch.uses.by_record(name, dy) if watch.uses else dy
             return signals
 
     def losses(self, params: Params, x: Records, y: Tensor) -> Tensor:
         """Return the loss of each record `[B]`, with its graph."""
-        with self._watched({}) as watch, torch.enable_grad():
+        with self._watched({}) as watch:
             watch.begin(len(y))
-            return self._sample_loss(params, x, y)
+            return self._watched_losses(watch, params, x, y)
 
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
@@ -214,10 +237,11 @@ class FastClippedSum:
 
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
-        with self._watched({}) as watch, torch.enable_grad():
+        with self._watched({}) as watch:
             watch.begin(1)
-            self._sample_loss(params, take(x, slice(1)), y[:1])
-            return max(1, *(a[0].numel() for call in watch.calls.values() for a in call.inputs))
+            self._watched_losses(watch, params, take(x, slice(1)), y[:1])
+            calls = [*watch.calls.values(), *(watch.uses.uses.values() if watch.uses else ())]
+            return max(1, *(a[0].numel() for call in calls for a in call.inputs))
 
     def _gradients(self, watch: _Watch, params: Params, x: Records, y: Tensor, count: int) -> ByName:
         """Return the gradients of the first `count` records by the names in `watch.wanted`.
@@ -225,13 +249,14 @@ class FastClippedSum:
         Those of parameters that no loss depends on are left out.
         """
         self._pass(watch, params, x, y, count)
-        watch.listening = False  # rules may run modules again
         grads = watch.grads
-        for name, dy in watch.dys.items():
-            call = watch.calls[name]
-            if params_of_unit := call.unit.local(watch.wanted):
+        for name, call in watch.calls.items():
+            if (dy := watch.dys.get(name)) is not None and (params_of_unit := call.unit.local(watch.wanted)):
                 by_name = call.rule(call.unit.module, params_of_unit, call.inputs, dy)
                 grads |= call.unit.in_net({local: form.first(count) for local, form in by_name.items()})
+        if watch.uses is not None:
+            for name, rows in watch.uses.gradients(watch.dys, watch.wanted).items():
+                grads[name] = Dense(rows.reshape(len(rows), -1)[:count])
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in watch.wanted)}")
         return grads
@@ -242,8 +267,7 @@ class FastClippedSum:
         Where a convolution on a CPU computes the gradients of wanted parameters itself, these are collected instead.
         """
         watch.begin(count)
-        with torch.enable_grad():
-            losses = self._sample_loss(params, x, y)
+        losses = self._watched_losses(watch, params, x, y)
         if losses.shape != (len(y),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
         outputs: list[Any] = [*watch.edges.values(), watch.anchor]
@@ -252,7 +276,19 @@ class FastClippedSum:
         for name, call in watch.calls.items():
             dy = [watch.dys[name]] if name in watch.dys else []
             if any(a.shape[:1] != (len(y),) for a in (*call.inputs, *dy)):
-                raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
+                without = f"the inputs and outputs of `{name}` do not have one row for each record"
+                raise Unsupported(without, self._names[call.unit.module])
+
+    def _watched_losses(self, watch: _Watch, params: Params, x: Records, y: Tensor) -> Tensor:
+        """Return the loss of each record `[B]`, with its graph."""
+        with torch.enable_grad():
+            if not self._uncovered:
+                return self._sample_loss(params, x, y)
+            if self._plan is None:
+                raise Unsupported(f"there is no plan for {', '.join(self.under_vmap())}")
+            leaves = self._leaves(params)
+            with Uses(leaves, self._plan, watch.entered) as watch.uses:
+                return self._sample_loss({**params, **leaves}, x, y)
 
     @contextmanager
     def _watched(self, wanted: Params) -> Iterator[_Watch]:
@@ -261,7 +297,7 @@ class FastClippedSum:
         A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, and a
         stage that it begins is computed as one layer.
         """
-        watch = _Watch(self.units_of, self.sparse, wanted)
+        watch = _Watch(self.units_of, self._names, self.sparse, wanted)
         with contextlib.ExitStack() as stack:
             stack.callback(watch.begin, 0)  # its edges and the graph refer to each other
             if self.channels_last:  # before there are hooks
@@ -269,7 +305,7 @@ class FastClippedSum:
                 stack.enter_context(computed_as_one(self._stages, stage))
             for name, unit in self.units_of.items():
                 if forward := tapped_forward(unit.module):
-                    tapped = functools.partial(forward, unit.module, functools.partial(watch.tap, name))
+                    tapped = functools.partial(_tapped, name, forward, unit.module, functools.partial(watch.tap, name))
                     stack.enter_context(replaced_forward(unit.module, tapped))
                 else:
                     if has_special_backward(unit.module):
@@ -290,13 +326,16 @@ class _Watch:
     convolution has computed itself.
     """
 
-    def __init__(self, units: Mapping[str, Unit], sparse: Collection[str], wanted: Params) -> None:
-        self.units, self.sparse, self.wanted = units, sparse, wanted
+    def __init__(
+        self, units: Mapping[str, Unit], names: Mapping[nn.Module, str], sparse: Collection[str], wanted: Params
+    ) -> None:
+        self.units, self.names, self.sparse, self.wanted = units, names, sparse, wanted
         self.begin(0)
 
     def begin(self, count: int) -> None:
         """Forget the last pass; the next one has `count` records, and then padding."""
-        self.count, self.listening = count, True
+        self.count = count
+        self.uses: Uses | None = None
         self.calls: Calls = {}
         self.edges: Edges = {}
         self.dys: dict[str, Tensor] = {}
@@ -307,7 +346,7 @@ class _Watch:
     def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
         name = f"{unit_name}.{part}" if unit_name else part
         self._note(name, self.units[unit_name], rule, inputs)
-        return self._entered(name, output)
+        return self.entered(name, output)
 
     @unwatched()
     def convolve(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -323,31 +362,22 @@ class _Watch:
 
     @unwatched()
     def hook(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        if not self.listening:
-            return output
-        leaves, structure = tree_flatten((args, kwargs))
-        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        if not inputs or not isinstance(output, Tensor):
-            raise Unsupported(f"`{name}` does not map tensors to one tensor")
-        rule = RULES.get(type(module))
-        if rule is None:
-            others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            arguments = functools.partial(_with_tensors, others, structure)
-            rule = functools.partial(any_module_rule, fixed=_state(module), arguments=arguments)
-        elif len(leaves) > 1:
-            raise Unsupported(f"`{name}` gets more than its input")
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+            raise Unsupported(f"`{name}` gets more than its input", name)
+        rule, inputs = rule_of(module), (args[0],)
+        assert rule is not None  # there are no other units
         self._note(name, self.units[name], rule, inputs)
         if output.device.type == "cpu" and has_special_backward(module):
             return self._behind_seam(name, module, inputs, output)
-        return self._entered(name, output)
+        return self.entered(name, output)
 
     def _note(self, name: str, unit: Unit, rule: Rule, inputs: Inputs) -> None:
         if name in self.calls:
-            raise Unsupported(f"`{name}` is used twice in one forward pass")
+            raise Unsupported(f"`{name}` is used twice in one forward pass", self.names[unit.module])
         # the graph would cause a reference cycle
         self.calls[name] = Call(unit, rule, tuple(a.detach() for a in inputs))
 
-    def _entered(self, name: str, output: Tensor) -> Tensor:
+    def entered(self, name: str, output: Tensor) -> Tensor:
         entered = output if output.requires_grad else _Seam.apply(output, self.anchor, None)
         self.edges[name] = get_gradient_edge(entered)
         return entered
@@ -367,13 +397,11 @@ class _Watch:
         return _Seam.apply(output.detach(), self.anchor, special_backward, *inputs)
 
 
-_TENSOR = object()  # stands for a tensor among the arguments of a module
-
-
-def _with_tensors(leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
-    """Return positional and keyword arguments, with `tensors` in their places."""
-    remaining = iter(tensors)
-    return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in leaves], structure)
+def _tapped(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except Unsupported as error:
+        raise Unsupported(str(error), error.unit or name) from None
 
 
 def _suits_channels_last(net: nn.Module) -> bool:
@@ -385,13 +413,8 @@ def _suits_channels_last(net: nn.Module) -> bool:
     return not single and any(map(dense_conv.gains_in_blocks, modules))
 
 
-def _state(module: nn.Module) -> Params:
-    """Return all parameters and buffers, which `functional_call` may swap out again."""
-    return {name: t.detach() for tensors in (module.named_parameters(), module.named_buffers()) for name, t in tensors}
-
-
 def _has_rule(module: nn.Module) -> bool:
-    return type(module) in RULES or tapped_forward(module) is not None
+    return rule_of(module) is not None or tapped_forward(module) is not None
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp, vmap
 from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES, dense_conv, pooling, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
-from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 #: on a CPU, numbers of a gradient that are formed, measured and summed as fast as one position is summed in float64
@@ -30,7 +28,11 @@ CUDA_GRID = 65_535
 
 
 class Unsupported(Exception):
-    """The fast pass does not support the model; the message says why."""
+    """The fast pass does not support the model; the message says why, and `unit` names the module whose rule fails."""
+
+    def __init__(self, message: str, unit: str | None = None) -> None:
+        super().__init__(message)
+        self.unit = unit
 
 
 class Grads(ABC):
@@ -401,6 +403,35 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
     return _scale_and_shift(params, dy, normalised, (len(x), -1, *layer.normalized_shape), dim=1)
 
 
+def rms_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dgamma_j = sum_t dy_jt x^_jt`, with `x^` the normalised input."""
+    assert isinstance(layer, nn.RMSNorm)
+    normalised = F.rms_norm(inputs[0], layer.normalized_shape, eps=layer.eps)
+    return _scale_and_shift(params, dy, normalised, (len(dy), -1, *layer.normalized_shape), dim=1)
+
+
+def instance_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """As `group_norm_rule`, with one group for each channel: there are no running statistics."""
+    normalised = F.instance_norm(inputs[0], eps=layer.eps)  # type: ignore[arg-type]
+    return _scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
+
+
+def conv1d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dW_j[o,c,u] = sum_t dy_j[o,t] x_j[c, s t + d u]` (x padded): a linear map of patches, as there are no groups."""
+    assert isinstance(layer, nn.Conv1d)
+    x = inputs[0]
+    sides = layer._reversed_padding_repeated_twice
+    if any(sides):
+        x = F.pad(x, sides, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+    x = x.contiguous()
+    record, channel, place = x.stride()
+    patches = x.as_strided(
+        (len(x), dy.shape[2], layer.in_channels, layer.kernel_size[0]),
+        (record, layer.stride[0] * place, channel, layer.dilation[0] * place),
+    )
+    return linear_gradients(params, patches.flatten(2), dy.mT, "weight", "bias")
+
+
 def _scale_and_shift(params: Params, dy: Tensor, normalised: Tensor, shape: tuple[int, ...], dim: int) -> ByName:
     """Return `dgamma_j`, `dbeta_j`: sums over a dimension of the tensors viewed in this shape."""
 
@@ -421,28 +452,28 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
     return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
 
 
-def any_module_rule(
-    module: nn.Module, params: Params, inputs: Inputs, dy: Tensor, fixed: Params, arguments: Callable[..., Any]
-) -> ByName:
-    """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`.
+def kind_of(module: nn.Module, kinds: Mapping[type[nn.Module], Any]) -> type[nn.Module] | None:
+    """Return which of the `kinds` a module computes: its own, or that of a base whose forward pass it has."""
+    if type(module) in kinds:
+        return type(module)
+    return next((kind for kind in kinds if isinstance(module, kind) and type(module).forward is kind.forward), None)
 
-    `fixed` are the other parameters and the buffers of the module in its forward pass. `arguments` returns all its
-    positional and keyword arguments from those that are tensors.
-    """
 
-    further = further_names(module)
-
-    def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
-        given = arguments([a[None] for a in inputs])
-        return vjp(lambda p: call(module, {**fixed, **p}, further, *given), dict(params))[1](dy[None])[0]
-
-    by_name = vmap(pull_back)(dy, *inputs)
-    return {name: Dense(grads if grads.dim() > 1 else grads[:, None]) for name, grads in by_name.items()}
+def rule_of(module: nn.Module) -> Rule | None:
+    """Return the rule of a module, or None."""
+    kind = kind_of(module, RULES)
+    in_groups = isinstance(module, nn.Conv1d) and module.groups > 1
+    return None if kind is None or in_groups else RULES[kind]
 
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
+    nn.Conv1d: conv1d_rule,
     nn.Conv2d: conv2d_rule,
+    nn.RMSNorm: rms_norm_rule,
+    nn.InstanceNorm1d: instance_norm_rule,
+    nn.InstanceNorm2d: instance_norm_rule,
+    nn.InstanceNorm3d: instance_norm_rule,
     nn.GroupNorm: group_norm_rule,
     nn.Embedding: embedding_rule,
 }

@@ -21,6 +21,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Inputs,
     Rule,
     Unsupported,
+    kind_of,
     layer_norm_rule,
     linear_gradients,
     linear_rule,
@@ -42,7 +43,8 @@ def tapped_forward(layer: nn.Module) -> TappedForward | None:
     elif isinstance(layer, nn.MultiheadAttention):
         plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
         supported = layer.batch_first and plain
-    return TAPPED.get(type(layer)) if supported else None
+    kind = kind_of(layer, TAPPED) if supported else None
+    return None if kind is None else TAPPED[kind]
 
 
 # ---- recurrent layers
