@@ -3,9 +3,10 @@
 import numpy as np
 import pandas
 import pytest
+import torch
 
 from dpfl_lightning import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 
 ROWS = 40
 TABLE = pandas.DataFrame(
@@ -118,3 +119,8 @@ def test_what_does_not_fit_is_named_with_the_way_out(case, files):
 
 def _file(files, name):
     return files[name]["file"]
+
+
+def test_large_inputs_are_warned_of():
+    with pytest.warns(UserNotice, match="above 1,000: divide them by a public constant"):
+        Population.from_datasets([(torch.full((20, 2), 1e4), torch.arange(20) % 2)], num_classes=2)
