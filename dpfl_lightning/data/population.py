@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import Columns, by_client, tables_of
-from dpfl_lightning.data.given import PAIR, BatchForm, Classes, Source, check_alike, check_range, check_rows
+from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
@@ -25,7 +25,7 @@ from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require, warn_user
-from dpfl_lightning.privacy.clipping.inputs import Inputs, joined, record_shape, take
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, joined, record_shape, take
 
 # In these partitions clients have the same distribution: any random part of a test set matches their records.
 _ALIKE = ("iid", "sizes", "overlapping")
