@@ -31,7 +31,7 @@ from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.session import RunSession
 from dpfl_lightning.federated.server.settings import RunConfig, client_settings, reported_epsilons
-from dpfl_lightning.federated.server.strategy import Strategy, register
+from dpfl_lightning.federated.server.strategy import Strategy, overrides, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.learning_rates import build_schedule
@@ -310,6 +310,12 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
     if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
         return strategies
     kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None) or SizeWeighted
+    for one in strategies:
+        kinds = [kind for kind in type(one).__mro__ if issubclass(kind, Strategy) and kind is not Strategy]
+        said = any("role" in vars(kind) or kind.__module__.startswith("dpfl_lightning.") for kind in kinds)
+        if isinstance(one, Strategy) and overrides(one, "weigh") and not said:
+            words = f"the weights of {type(one).__name__} multiply those of {kind.__name__}, because it has no role"
+            warn_user(f'{words}: write role = "base" to replace them, or role = "correction"')
     return [kind(), *strategies]
 
 

@@ -42,7 +42,7 @@ ONLY_IN = {
         "kernels.windows",
     },
     "llvmlite": {"kernels.dense_loops", "kernels.pool_loops", "kernels.windows"},
-    "opacus": {"privacy.accounting.events"},
+    "opacus": {"privacy.accounting.events", "models"},
     "dp_accounting": {"privacy.accounting.losses"},
     "pandas": {"data.frames"},
     "PIL": {"data.images"},

@@ -1,5 +1,7 @@
 """Mistakes that users make often: the message says what is wrong, and the way out in words that can be typed."""
 
+import warnings
+
 import numpy as np
 import pandas
 import pytest
@@ -7,7 +9,8 @@ import torch
 
 from dpfl_lightning import ClientModule, Population
 from dpfl_lightning.__main__ import main
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.server.strategy import Strategy
 
 DIGITS = "fit --config digits --tracking null"
 COMMANDS = {
@@ -74,3 +77,20 @@ def test_a_model_without_values():
         net = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match=r"hold values, got 'a tensor on the device meta'. Make the model outside"):
         ClientModule(net)
+
+
+class Halved(Strategy):
+    def weigh(self, updates, view):
+        return torch.full((len(updates.clients),), 0.5)
+
+
+class Meant(Halved):
+    role = "correction"
+
+
+def test_weights_of_a_strategy_without_a_role_are_said_to_multiply(make_loop):
+    with pytest.warns(UserNotice, match='weights of Halved multiply those of SizeWeighted.*role = "base"'):
+        make_loop(parts=[Halved()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_loop(parts=[Meant()])

@@ -13,58 +13,9 @@ from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models.tasks import IGNORED
-from dpfl_lightning.privacy.clipping.inputs import Inputs, record_shape, take
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, record_shape, take
 
 Classes = Sequence[Any] | None  # names of the classes, in the order of their numbers
-_LABELS = ("labels", "label", "targets", "target", "y")  # of records that are dictionaries
-
-
-@dataclass(frozen=True)
-class BatchForm:
-    """What a user's code gets as a batch: (x, y), the parts of a tuple x and then y, or a dictionary with y.
-
-    `label` is the key of y in a dictionary.
-    """
-
-    layout: str = "pair"  # or parts, or dictionary
-    label: str = ""
-
-    def __post_init__(self) -> None:
-        fits = self.layout in ("pair", "parts", "dictionary") and (self.layout == "dictionary") == bool(self.label)
-        require(fits, "form", "be pair, parts, or dictionary with a label", self.layout)
-
-    def __str__(self) -> str:
-        return f"{self.layout} with {self.label}" if self.label else self.layout
-
-    @classmethod
-    def of(cls, record: Any, label: str | None, where: str) -> "BatchForm":
-        """The form of a record, or of arrays of records, as a user gave them. Raises UserError."""
-        if isinstance(record, Mapping):
-            name = label or next((key for key in _LABELS if key in record), None)
-            keys = ", ".join(map(str, record))
-            must, advice = f"have a key {label or ' or '.join(_LABELS)} with the label", "Name it: label='...'."
-            require(name in record and len(record) > 1, where, must, keys, advice)
-            return cls("dictionary", str(name))
-        several = isinstance(record, tuple | list) and len(record) >= 2
-        advice = "Let a Dataset return the inputs as one tensor, tuple or dictionary, and the label beside them."
-        must = "yield or be pairs (x, y), tuples that end with y, or dictionaries with the label"
-        require(several, where, must, type(record).__name__, advice)
-        return cls("pair" if len(record) == 2 else "parts")
-
-    def separated(self, record: Any) -> tuple[Any, Any]:
-        """Return inputs and label of a record of this form."""
-        if self.layout == "dictionary":
-            return {name: part for name, part in record.items() if name != self.label}, record[self.label]
-        return record if self.layout == "pair" else (tuple(record[:-1]), record[-1])
-
-    def batch(self, x: Inputs, y: Tensor) -> Any:
-        """Return a batch of this form."""
-        if self.layout == "dictionary":
-            return {**x, self.label: y}
-        return (x, y) if self.layout == "pair" else (*x, y)
-
-
-PAIR = BatchForm()
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import Columns, by_client, tables_of
-from dpfl_lightning.data.given import PAIR, BatchForm, Classes, Source, check_alike, check_range, check_rows
+from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
-from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.clipping.inputs import Inputs, joined, record_shape, take
+from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, joined, record_shape, take
 
 # In these partitions clients have the same distribution: any random part of a test set matches their records.
 _ALIKE = ("iid", "sizes", "overlapping")
+_LARGE = 1000  # typical size of inputs at which training fails
 _SHARED = (
     "clients drew their records from one pool, so a record may live at several clients: a client's epsilon "
     "covers what this client released, not what others released of the same record"
@@ -296,6 +297,11 @@ class Population:
             xs, ys = zip(*(source.read() for source in sources), strict=True)
         pairs = [(source.where, x, y) for source, x, y in zip(sources, xs, ys, strict=True)]
         num_classes = check_alike(pairs, num_classes)
+        parts = [part for x in xs for part in tree_leaves(x) if part.is_floating_point() and part.numel()]
+        if any(float(part.square().mean()) > _LARGE**2 for part in parts):
+            warn_user(
+                f"inputs have numbers above {_LARGE:,}: divide them by a public constant, so that they are near 1"
+            )
         x, y = joined(xs), torch.cat(ys)
         ends = np.cumsum([len(labels) for labels in ys])[: len(clients)]
         if lazy:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.data.given import PAIR, BatchForm
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.plan import Job
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.sites.receipt import Receipt
 

@@ -22,12 +22,12 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.federated.messages import clients, evaluation, facts, plan, query, schedule, update
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.clipping.inputs import BatchForm
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.runtime.digests import memory_of
 from dpfl_lightning.runtime.strict_json import parsed

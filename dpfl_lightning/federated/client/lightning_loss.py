@@ -20,10 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
-from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
-from dpfl_lightning.privacy.clipping.inputs import take
+from dpfl_lightning.privacy.clipping.inputs import BatchForm, take
 from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
 

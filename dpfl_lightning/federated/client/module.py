@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.registry import users_code
-from dpfl_lightning.data.given import PAIR, BatchForm
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import fixed_rng
@@ -26,7 +25,7 @@ from dpfl_lightning.models import fixed
 from dpfl_lightning.models.model import Model, forward_chunk
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.models.tasks import CUSTOM, Task
-from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams

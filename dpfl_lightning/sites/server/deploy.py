@@ -20,14 +20,13 @@ from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.given import BatchForm
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
-from dpfl_lightning.privacy.clipping.inputs import Inputs, record_shape
+from dpfl_lightning.privacy.clipping.inputs import BatchForm, Inputs, record_shape
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names

@@ -1,0 +1,126 @@
+"""Tables as hospitals write them: separators, commas, dates, gaps, other words, other orders of columns."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from dpfl_lightning import Population
+from dpfl_lightning.errors import UserError, UserNotice
+
+ROWS = 40
+TABLE = pandas.DataFrame(
+    {
+        "id": [f"P{row:03d}" for row in range(ROWS)],
+        "day": pandas.date_range("2022-01-01", periods=ROWS).strftime("%Y-%m-%d"),
+        "age": np.linspace(30, 80, ROWS).round(1),
+        "sex": ["F", "M"] * (ROWS // 2),
+        "crp": [None, 12.5] * (ROWS // 2),
+        "died": ["no", "no", "no", "yes"] * (ROWS // 4),
+    }
+)
+CHOICES = {
+    "label": "died",
+    "classes": ["no", "yes"],
+    "drop": ["id"],
+    "scale": {"age": [50, 20], "crp": [10, 10], "day": [20, 20]},
+    "categories": {"sex": ["F", "M"]},
+    "fill": {"crp": 10},
+    "dates": {"day": "2022-01-01"},
+    "held_out": 0,
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The same records as three sites write them."""
+    TABLE.to_csv(tmp_path / "plain.csv", index=False)
+    other = TABLE.assign(sex=TABLE.sex.map({"F": "female", "M": "male"}))[list(reversed(TABLE.columns))]
+    other.to_csv(tmp_path / "commas.csv", index=False, sep=";", decimal=",", na_rep="?", encoding="utf-16")
+    day = pandas.to_datetime(TABLE.day).dt.strftime("%d/%m/%Y")
+    TABLE.assign(died=(TABLE.died == "yes").astype(int), day=day).to_parquet(tmp_path / "numbers.parquet")
+    return {
+        "plain": str(tmp_path / "plain.csv"),
+        "commas": {
+            "file": str(tmp_path / "commas.csv"),
+            "read": {"sep": ";", "decimal": ",", "na_values": ["?"], "encoding": "utf-16"},
+            "replace": {"sex": {"female": "F", "male": "M"}},
+        },
+        "numbers": {
+            "file": str(tmp_path / "numbers.parquet"),
+            "read": {"date_format": "%d/%m/%Y"},
+            "replace": {"died": {"1": "yes", 0: "no"}},
+        },
+    }
+
+
+def test_the_same_records_are_read_however_they_are_written(files):
+    people = Population.from_dataframe(files, **CHOICES)
+    assert people.names == ("plain", "commas", "numbers")
+    assert people.feature_names == ("age (scaled)", "crp (scaled)", "crp missing", "day (scaled)", "sex=F", "sex=M")
+    x, y = people.records(0, people.train_of[0].new_tensor(range(ROWS)))
+    for client in (1, 2):
+        for ours, theirs in zip((x, y), people.records(client, people.train_of[0][:ROWS]), strict=True):
+            assert (ours == theirs).all()
+    assert x[:2, 1:4].tolist() == [[0, 1, -1], [0.25, 0, pytest.approx(-0.95)]] and y.sum() == ROWS // 4
+    assert people.schema == {
+        "classes": ["no", "yes"],
+        "held_out": 0,
+        "label": ["died"],
+        "fill": {"crp": "10"},
+        "dates": {"day": "2022-01-01"},
+    }
+
+
+def test_a_folder_has_a_table_for_each_client(files, tmp_path):
+    for name in ("berlin", "oslo"):
+        (tmp_path / "sites").mkdir(exist_ok=True)
+        TABLE.to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
+    assert Population.from_dataframe(tmp_path / "sites", **CHOICES).names == ("berlin", "oslo")
+
+
+REFUSED = {
+    "another separator": ({"df": {"a": "commas"}}, "encoding: latin-1|read: {sep"),
+    "dates of another form": (
+        {"df": {"a": "numbers"}},
+        r"`client a: day` must hold dates written ISO8601.*date_format",
+    ),
+    "another word": ({"replace": {}, "df": {"a": TABLE.assign(sex="female")}}, r"replace: {sex: {female: ...}}"),
+    "marks of gaps": ({"df": {"a": TABLE.assign(crp=["?", "1"] * 20)}}, r"read: {na_values: \['\?'\]}"),
+    "commas": ({"df": {"a": TABLE.assign(crp=["1,5", "2,0"] * 20)}}, "decimal: ','"),
+    "an unscaled identifier": (
+        {"df": {"a": TABLE.assign(number=np.arange(ROWS) * 10**7)}},
+        "`client a: number` must have numbers of the scale.*identifier",
+    ),
+    "an unscaled column": (
+        {"df": {"a": TABLE.assign(dose=[1e6, 2e6] * 20)}},
+        r"scale: {dose: \[mean, std\]}",
+    ),
+    "other columns": (
+        {"df": {"a": TABLE, "b": TABLE.assign(sodium=1.0).drop(columns="age")}},
+        r"`client b` must have the columns of client a, got .*no columns \['age'\] and also \['sodium'\]",
+    ),
+    "no day": ({"dates": {"day": "soon"}}, "`dates: day` must be a day"),
+    "a scale that is not typed": ({"scale": {"age": None}}, "`scale: age` must be the public mean"),
+    "fill of no category": ({"fill": {"sex": "D", "crp": 1}}, "`fill: sex` must be one of the categories"),
+    "an unknown option": ({"read": {"seperator": ";"}}, "`read` must have keys of sep"),
+    "client of several tables": ({"client": "id", "df": {"a": TABLE}}, "`client` must be left out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_named_with_the_way_out(case, files):
+    changed, words = REFUSED[case]
+    tables = changed.get("df", {"a": TABLE})
+    tables = {name: _file(files, one) if isinstance(one, str) else one for name, one in tables.items()}
+    with pytest.raises(UserError, match=words):
+        Population.from_dataframe(**{**CHOICES, **changed, "df": tables})
+
+
+def _file(files, name):
+    return files[name]["file"]
+
+
+def test_large_inputs_are_warned_of():
+    with pytest.warns(UserNotice, match="above 1,000: divide them by a public constant"):
+        Population.from_datasets([(torch.full((20, 2), 1e4), torch.arange(20) % 2)], num_classes=2)
