@@ -23,7 +23,7 @@ class Entry:
     """A model of `source`. `records(n, generator)` makes n records; `kind` says how labels and outputs are read.
 
     Kinds: "class" (labels [B]), "tokens" ([B, T], -100 is ignored) and "pixels" ([B, ...] for outputs [B, K, ...]).
-    `output` and `loss` are those of `ClientModule`.
+    `output`, `loss` and `task` are those of `ClientModule`.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Entry:
     output: Callable[[Any], Tensor] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     masked: bool = False
+    task: str | None = None
 
 
 ZOO: dict[str, Entry] = {}
@@ -241,7 +242,7 @@ def decoder(name: str, kind: str, **options: Any) -> Callable[[], nn.Module]:
 
 SEQUENCE, TAGS, LANGUAGE = "SequenceClassification", "TokenClassification", "CausalLM"
 TAGGED = {"kind": "tokens", "masked": True}
-NEXT = {"kind": "tokens", "num_classes": VOCABULARY, "masked": True}
+NEXT = {"kind": "tokens", "num_classes": VOCABULARY, "masked": True, "task": "language_modeling"}  # shifted already
 
 # transformers: 23
 

@@ -64,7 +64,7 @@ def _train(entry: Entry, model: nn.Module) -> FederatedLoop:
     rows = {name: slice(end - CLIENTS[name], end) for name, end in zip(CLIENTS, ends, strict=True)}
     hospitals = {name: (of_rows(x, some), y[some]) for name, some in rows.items()}
     population = Population.from_datasets(hospitals, num_classes=entry.num_classes)
-    module = ClientModule(model, output=entry.output, loss=entry.loss)
+    module = ClientModule(model, output=entry.output, loss=entry.loss, task=entry.task)
     start = module.flat
     with tempfile.TemporaryDirectory() as folder:
         federated = FederatedLoop(

@@ -336,12 +336,17 @@ def _reference_answers(
 
 
 def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params:
-    """Return the trainable parameters moved off zeros and symmetries, in `dtype` (None: their own)."""
+    """Return the trainable parameters moved off zeros and symmetries, in `dtype` (None: their own).
+
+    They are views of one vector, as those of a run.
+    """
     gen = torch.Generator().manual_seed(0)
     params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    return {
-        name: (p + 0.05 * torch.randn(p.shape, generator=gen).to(p)).to(dtype or p.dtype) for name, p in params.items()
-    }
+    moved = [(p + 0.05 * torch.randn(p.shape, generator=gen).to(p)).to(dtype or p.dtype) for p in params.values()]
+    if len({one.dtype for one in moved}) > 1:
+        return dict(zip(params, moved, strict=True))
+    parts = torch.cat([one.reshape(-1) for one in moved]).split([one.numel() for one in moved])
+    return {name: part.view(params[name].shape) for name, part in zip(params, parts, strict=True)}
 
 
 def random_example(
