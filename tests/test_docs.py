@@ -49,8 +49,3 @@ def test_a_page_loads_nothing_from_other_hosts(site):
             r'<(?:script|img|iframe)[^>]* src="(https?:[^"]+)"|<link[^>]* href="(https?:[^"]+)"', file.read_text()
         )
         assert not loaded, file
-
-
-def test_figures_of_results_are_part_of_the_site(site):
-    shown = re.findall(r'<img[^>]* src="([^"]+)"', page(site, "noise_aware"))
-    assert len(shown) >= 5 and all((site / "noise_aware" / name).is_file() for name in shown)
