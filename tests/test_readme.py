@@ -213,6 +213,17 @@ def test_yaml_blocks(page, block, tmp_path):
         f"{('berlin', 'lyon', 'oslo')[n % 3]},{n % 70},{'fm'[n % 2]},{('no', 'yes')[n % 5 > 2]}" for n in range(400)
     ]
     (tmp_path / "patients.csv").write_text("\n".join(["hospital,age,sex,ill", *patients]))
+    (tmp_path / "raw").mkdir()
+    admissions = [
+        f"P{n},2022-03-{n % 28 + 1:02d},{n % 70},{'FM'[n % 2]},{n % 9 or ''},{('no', 'yes')[n % 5 > 2]}"
+        for n in range(80)
+    ]
+    (tmp_path / "raw" / "bergen.csv").write_text("\n".join(["patient_id,admitted,age,sex,crp,died", *admissions]))
+    other = [
+        f"P{n};{n % 28 + 1:02d}/03/2022;{n % 70},0;{('female', 'male')[n % 2]};{n % 9 or '?'};{int(n % 5 > 2)}"
+        for n in range(80)
+    ]
+    (tmp_path / "raw" / "cork.csv").write_text("\n".join(["patient_id;admitted;age;sex;crp;died", *other]))
     (tmp_path / "block.yaml").write_text(block)
     upon = "" if "data:" in block else "--config digits "
     command, more = ("sweep", " --sweep.trials 1") if "sweep:" in block else ("fit", "")
