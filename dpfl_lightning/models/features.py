@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 COUNT_WEIGHT = 0.2  # of the constant feature, whose sum counts records
 
@@ -38,11 +38,12 @@ def _features(module: Model) -> Callable[[Tensor, Tensor], Tensor]:
     if not (type(net) is nn.Sequential and len(net) > 1 and isinstance(net[-1], nn.Linear)):
         return lambda flat, x: module.output(module.unflatten(flat), x)
     layers = net[:-1]
+    further = further_names(layers)
 
     def of_layers(flat: Tensor, x: Tensor) -> Tensor:
         params = module.unflatten(flat)
         trained = {name: params[name] for name, _ in layers.named_parameters() if name in params}  # others are frozen
-        return functional_call(layers, trained, (x,))
+        return call(layers, trained, further, (x,))
 
     return of_layers
 

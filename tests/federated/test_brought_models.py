@@ -2,6 +2,7 @@
 
 import warnings
 
+import lightning as L
 import pytest
 import pytorch_lightning
 import torch
@@ -287,3 +288,25 @@ def test_parameters_that_no_rule_covers_get_their_own_gradients(net, shape, modu
     net.eval()
     reason = engine_of(net, people(x))
     assert reason == f"fast: exact rules {modules.replace('net.', '')}"
+
+
+class UnderTwoNames(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks, self.head = nn.ModuleList([self.first]), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.blocks[0](torch.tanh(x))))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        penalty = (x**2).mean() * (self.first.weight**2).sum()
+        return nn.functional.cross_entropy(self(x), y) + 0.1 * penalty
+
+
+def test_a_whole_training_step_may_use_a_module_under_two_names(make_loop):
+    module = ClientModule(UnderTwoNames())
+    loop = make_loop(module=module, rounds=1)
+    assert module.adapted.whole and loop.run().finished
+    assert len(module.trainable) == 4 and all(isinstance(one, nn.Parameter) for one in module.net.parameters())

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -22,9 +22,10 @@ from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
-from dpfl_lightning.privacy.clipping.inputs import BatchForm, take
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
 from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
+from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 Output = Callable[[Params, Any], Tensor]
 
@@ -53,7 +54,8 @@ class LightningLoss:
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
         self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
-        self.form = BatchForm()
+        self.form = PAIR
+        self._further_names = further_names(_TrainingStep(self))  # known once, as in `Model`
         self.runs_under_vmap = True
 
     def prepare(self, output: Output, params: Params, x: Any, y: Tensor, num_classes: int, form: BatchForm) -> None:
@@ -104,7 +106,6 @@ class LightningLoss:
 
     def sample_loss(self, params: Params, x: Any, y: Tensor) -> Tensor:
         """The loss of each record, `[B]`, by the whole `training_step`."""
-
         if self.whole and self.unreduced:
             return self._of_all(params, x, y, records=len(y))
         return self._one_by_one(params, x, y)
@@ -244,7 +245,7 @@ class LightningLoss:
         """The loss of a batch, or those of so many records, `[records]`, if all are losses of torch."""
         named = {f"module.{name}": value for name, value in params.items()}
         with self._silent(), _SeparateLosses(records):
-            loss = functional_call(_TrainingStep(self), named, (x, y, index))
+            loss = call(_TrainingStep(self), named, self._further_names, (x, y, index))
         return loss.reshape(()) if records is None else loss
 
     @contextmanager
@@ -338,9 +339,9 @@ class _SeparateLosses(TorchFunctionMode):
             return func(args[0].mean())
         if func not in _LOSSES:
             return func(*args, **kwargs)
-        call = _LOSSES[func].bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
+        bound = _LOSSES[func].bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         weighted = (
             func in (F.cross_entropy, F.nll_loss) and given["weight"] is not None and given["reduction"] == "mean"
         )
