@@ -70,7 +70,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.identity import module_digest
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.federated.server.folder import RunFolder
-    from dpfl_lightning.models.model import load_trained
+    from dpfl_lightning.models.model import has_frozen, load_trained
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
 
@@ -102,8 +102,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     module = build_module(options, population)
     check_fits(module, population)
     header = ClientFolder(run).header()
-    frozen = any(not parameter.requires_grad for parameter in module.net.parameters())
-    if frozen and header is not None and header.identity.get("module") != module_digest(module):
+    if has_frozen(module.net) and header is not None and header.identity.get("module") != module_digest(module):
         warn_user("the frozen parameters or the code of the model are not those of the run")
     models = []
     for file in files:

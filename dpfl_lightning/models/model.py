@@ -155,14 +155,18 @@ class Model(nn.Module):
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
 
+def has_frozen(net: nn.Module) -> bool:
+    """Whether a net has frozen parameters, which the files of a run leave out."""
+    return any(not parameter.requires_grad for parameter in net.parameters())
+
+
 def load_trained(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a file `model.pt` of a run: all of a net, or, if it has frozen parameters, the trained ones.
 
     Raises RuntimeError if it has other names or shapes.
     """
     trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
-    partial = any(not parameter.requires_grad for parameter in net.parameters())
-    unexpected = net.load_state_dict(state, strict=not partial).unexpected_keys
+    unexpected = net.load_state_dict(state, strict=not has_frozen(net)).unexpected_keys
     if unexpected or trained - state.keys():
         raise RuntimeError(f"it has parameters {', '.join(state)} instead of {', '.join(sorted(trained))}")
 

@@ -32,6 +32,7 @@ from dpfl_lightning.federated.server.scores import (
 from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.models.model import has_frozen
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import at_most, counted, data_size, duration, span
 from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS
@@ -335,7 +336,7 @@ def _files(folder: Path) -> list[str]:
 
 def _commands(folder: Path, view: View) -> list[str]:
     """Return how to go on; a run without a configuration goes on in Python."""
-    partial = ", strict=False" * any(not one.requires_grad for one in view.module.net.parameters())  # frozen ones
+    partial = ", strict=False" * has_frozen(view.module.net)
     first = [str(folder / one) for one in _models(folder)[:1]]
     in_python = [f"net.load_state_dict(torch.load({one!r}){partial})  (in Python)" for one in first]
     search = f"{invocation('sweep')} --config SWEEP.yaml --sweep.distilled {folder}: search on the set"

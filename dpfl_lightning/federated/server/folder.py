@@ -17,7 +17,7 @@ import torch
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import NEW_RUN, UserError, warn_user
 from dpfl_lightning.federated.messages.evaluation import ClientModels
-from dpfl_lightning.models.model import Model
+from dpfl_lightning.models.model import Model, has_frozen
 from dpfl_lightning.runtime.files import PARTIAL, save_tensors, write_atomically, write_json, write_text
 
 HISTORY = "metrics.jsonl"  # the curves of the run: one line for each round
@@ -114,7 +114,7 @@ class RunFolder:
 
         Of a net with frozen parameters, which may be large and which its user has, it holds the trained ones only.
         """
-        frozen = any(not parameter.requires_grad for parameter in module.net.parameters())
+        frozen = has_frozen(module.net)
         for row, model in enumerate(final_models.models):
             tensors = {**({} if frozen else module.net.state_dict()), **module.unflatten(model)}
             state = {name: value.cpu().clone() for name, value in tensors.items()}

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
+from dpfl_lightning.privacy.clipping.reads import memory
 
 _FEW, _MORE = 2, 3  # records of the passes that show what counts records
 _PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
@@ -135,7 +136,9 @@ class Uses(TorchFunctionMode):
         for number, (one, result) in enumerate(zip(found, results, strict=True)):
             if result is not None:
                 key = f"{name}.{number}"
-                one = one.clone() if any(_share_memory(one, leaves[i]) for i in own) else one  # it may change in place
+                one = (
+                    one.clone() if any(memory(one)[0] == memory(leaves[i])[0] for i in own) else one
+                )  # it may change in place
                 self._zeros[key] = one.new_zeros(()).expand(one.shape)
                 # a result of which another one is computed would have that one's gradient, too
                 found[number] = self._entered(key, one if len(found) == 1 else one.view_as(one))
@@ -176,10 +179,6 @@ class Uses(TorchFunctionMode):
         leaves = [self._parameters[name] for name in names]
         found = torch.autograd.grad(own, leaves, grad, retain_graph=True, allow_unused=True, is_grads_batched=True)
         return [(name, one) for name, one in zip(names, found, strict=True) if one is not None]
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _changes(func: Any) -> bool:

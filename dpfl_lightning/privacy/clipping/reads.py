@@ -119,12 +119,12 @@ class _Numbers(TorchDispatchMode):
         found = 0
         for one in tree_leaves(values):
             if isinstance(one, Tensor):
-                found |= self._known.get(_memory(one)[0], (None, 0))[1]
+                found |= self._known.get(memory(one)[0], (None, 0))[1]
         return found
 
     def _note(self, value: Tensor, depends: int) -> None:
-        number, memory = _memory(value)
-        self._known[number] = memory, self._known.get(number, (None, 0))[1] | depends
+        number, held = memory(value)
+        self._known[number] = held, self._known.get(number, (None, 0))[1] | depends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,7 +161,8 @@ class _Noting(TorchFunctionMode):
         return value
 
 
-def _memory(tensor: Tensor) -> tuple[int, object]:
+def memory(tensor: Tensor) -> tuple[int, object]:
+    """Return a number that tells whether tensors share memory, and what has to be kept while it is used."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse tensors have none

@@ -9,10 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import dpfl_lightning
@@ -26,7 +24,7 @@ from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
-from dpfl_lightning.privacy.clipping.inputs import BatchForm, Inputs, record_shape
+from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names
@@ -51,22 +49,21 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
     """
     first, owners = sites[0], dict[str, str]()
-    known = _Records(first.inputs, first.labels, first.num_classes, first.features, first.form, first.schema)
     for site in sites:
         if (owner := owners.get(site.public_key)) is not None:
             must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
             require(False, "--sites", must, f"one key of {owner} and {site.name}", f"{advice} Do not copy its folder.")
         owners[site.public_key] = site.name
-        these = _Records(site.inputs, site.labels, site.num_classes, site.features, site.form, site.schema)
-        other = these.difference(known)
+        other = _difference(site, first)
         require(not other, "--sites", f"be of sites with records like those of {first.name}", f"{site.name}: {other}")
     x, y, test = first.inputs, first.labels, None
     public = build_test_set(options)
     if public is not None and (records := public.test_records()) is not None:
         x, y = records
         schema = {**(public.schema or first.schema), "held_out": first.schema.get("held_out")}
-        these = _Records(x, y, public.num_classes, public.features or first.features, public.form, schema)
-        other = these.difference(known)
+        these = dataclasses.replace(first, inputs=x, labels=y, num_classes=public.num_classes, form=public.form)
+        these = dataclasses.replace(these, features=public.features or first.features, schema=schema)
+        other = _difference(these, first)
         require(not other, "test set", "have records like those of the sites", other)
         test = torch.arange(len(y))
     none = [torch.zeros(0, dtype=torch.long) for _ in sites]
@@ -85,44 +82,33 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     )
 
 
-@dataclass(frozen=True)
-class _Records:
-    """Public facts about the records of a site: inputs [n, *X], labels [n, ...], and how they came about."""
-
-    inputs: Inputs
-    labels: Tensor
-    num_classes: int
-    features: Mapping[str, Any] | None
-    form: BatchForm
-    schema: Mapping[str, Any]
-
-    def difference(self, known: _Records) -> str:
-        """Return in words how the records differ from the known ones; empty if they are alike."""
-        ours, theirs = self.features or {}, known.features or {}
-        columns, expected = ours.get("names", []), theirs.get("names", [])
-        more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
-        if more or fewer:
-            parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
-            return " and ".join(filter(None, parts))
-        if columns != expected:
-            return f"the columns in another order, {', '.join(columns)}"
-        if self.num_classes != known.num_classes:
-            return f"{self.num_classes} classes instead of {known.num_classes}"
-        for key in dict.fromkeys((*ours, *self.schema, *theirs, *known.schema)):
-            one, other = ({**records.schema, **(records.features or {})}.get(key) for records in (self, known))
-            if isinstance(one, Mapping) and isinstance(other, Mapping):  # say what differs only
-                differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-                one, other = ({name: given.get(name) for name in differ} for given in (one, other))
-            if one != other:
-                return f"{key} {inline(one)} instead of {inline(other)}"
-        if self.form != known.form:
-            return f"records of the form {self.form} instead of {known.form}"
-        kinds = [
-            (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
-            for leaves, structure in (tree_flatten((one.inputs, one.labels)) for one in (self, known))
-        ]
-        shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (self, known))
-        return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
+def _difference(site: Site, known: Site) -> str:
+    """Return in words how the records of a site differ from the known ones; empty if they are alike."""
+    ours, theirs = site.features or {}, known.features or {}
+    columns, expected = ours.get("names", []), theirs.get("names", [])
+    more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
+    if more or fewer:
+        parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
+        return " and ".join(filter(None, parts))
+    if columns != expected:
+        return f"the columns in another order, {', '.join(columns)}"
+    if site.num_classes != known.num_classes:
+        return f"{site.num_classes} classes instead of {known.num_classes}"
+    for key in dict.fromkeys((*ours, *site.schema, *theirs, *known.schema)):
+        one, other = ({**one.schema, **(one.features or {})}.get(key) for one in (site, known))
+        if isinstance(one, Mapping) and isinstance(other, Mapping):  # say what differs only
+            differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+            one, other = ({name: given.get(name) for name in differ} for given in (one, other))
+        if one != other:
+            return f"{key} {inline(one)} instead of {inline(other)}"
+    if site.form != known.form:
+        return f"records of the form {site.form} instead of {known.form}"
+    kinds = [
+        (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
+        for leaves, structure in (tree_flatten((one.inputs, one.labels)) for one in (site, known))
+    ]
+    shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (site, known))
+    return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
 
 
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
