@@ -29,7 +29,7 @@ from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.fit import main as fit_command
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves, read
-from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri
+from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri, sync
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.text import without_secrets
 from dpfl_lightning.sets.distilled_set import DistilledSet
@@ -453,6 +453,21 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
 
 
 @pytest.mark.usefixtures("blank_figures")
+def test_a_run_that_a_signal_ends_while_it_is_created_is_ended(new_tracking, only_run, folder, monkeypatch):
+    def interrupted(*args, **more):
+        sync(*args, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpfl_lightning.reporting.mlflow.run.sync", interrupted)
+    tracking, view = new_tracking(), a_view(folder)
+    with pytest.raises(KeyboardInterrupt):
+        start(tracking, view)
+    assert only_run().info.status == "RUNNING"
+    monkeypatch.undo()
+    end(tracking, view, a_result(view, finished=False, rounds=0, reason="interrupted", interrupted=True))
+    assert only_run().info.status == "KILLED"
+
+
 def test_a_finished_run_that_is_resumed_stays_as_it_is_in_mlflow(new_tracking, only_run, folder):
     view, first, second = a_view(folder), new_tracking(), new_tracking()
     play(first, view, [9, 10])

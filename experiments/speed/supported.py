@@ -153,6 +153,11 @@ def _tokens(records: int) -> TaskCase:
     return TokenModel(), x, x.roll(-1, dims=1), 500
 
 
+def _own_labels(records: int) -> TaskCase:
+    model, x, _, num_classes = _tokens(records)
+    return model, x, x, num_classes
+
+
 #: task -> a net, random x and y of so many records, and the number of classes
 TASK_CASES: dict[str, Callable[[int], TaskCase]] = {
     "multiclass": _on_a_table(10, lambda records: torch.randint(10, (records,)), 10),
@@ -161,6 +166,7 @@ TASK_CASES: dict[str, Callable[[int], TaskCase]] = {
     "regression": _on_a_table(1, torch.randn, None),
     "segmentation": _segmentation,
     "language_modeling": _tokens,
+    "causal_lm": _own_labels,
 }
 
 

@@ -53,8 +53,8 @@ class Tracking(Callback):
         description.change(view.run.output_dir, tracking=self._section)
         with reported(self.store.uri):
             self.store.end_abandoned()
+            self._begun = True  # a signal that comes while the run is created ends it, too
             sync(view.run.output_dir, self.store, running=True)
-        self._begun = True
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if time.monotonic() >= self._send_at:
