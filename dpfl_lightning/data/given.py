@@ -202,7 +202,8 @@ def check_range(where: str, y: Tensor, num_classes: int) -> None:
     y = y.where(y != IGNORED, 0) if several else y
     label_range = int(y.min()), int(y.max())
     must = f"hold classes from 0 to {most - 1}{f' or {IGNORED} (ignored)' * several}"
-    require(label_range[0] >= 0 and label_range[1] < most, where, must, label_range)
+    advice = "" if several else "If they are names of classes, name these in their order, as in classes: [1, 2, 3]."
+    require(label_range[0] >= 0 and label_range[1] < most, where, must, label_range, advice)
 
 
 def check_rows(count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Tensor], test: Tensor | None) -> bool:
