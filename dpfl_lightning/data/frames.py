@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _READ = ("sep", "decimal", "thousands", "encoding", "na_values", "date_format")
-_MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
+MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
 _MOST_SCALE = 100  # of a column, in units of the other columns
 
 
@@ -293,7 +293,7 @@ def _what_it_holds(column: Series) -> tuple[str, str]:
     import pandas
 
     texts = column.astype(str).str.strip()
-    marked = texts.str.lower().isin(_MARKERS)
+    marked = texts.str.lower().isin(MARKERS)
     if marked.any() and pandas.to_numeric(texts[~marked], errors="coerce").notna().all():
         marks = sorted(set(texts[marked]))
         return f"{', '.join(marks)} beside numbers", f"Write read: {{na_values: {marks}}}, and fill."
