@@ -1,12 +1,18 @@
-"""`dpfl init [FOLDER]`: write config.yaml and my_data.py, a small example to edit."""
+"""`dpfl init [FOLDER]`: write a configuration to edit: an example, or one for the columns of tables (`--from FILE`)."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation
+
+if TYPE_CHECKING:
+    from dpfl_lightning.data.look import Column
 
 _CONFIG = """\
 # A configuration of dpfl_lightning. `dpfl fit --help all` explains every key;
@@ -55,32 +61,123 @@ def hospitals(records: int = 200) -> dict[str, tuple[torch.Tensor, torch.Tensor]
         clients[name] = x, (x @ weights > 0).long()
     return clients
 '''
+
+_DATA = """\
+# What all sites and the server agree on. It has names and kinds of columns, and no value of any row, so that it
+# may leave the site. Fill in each null with what is public: from a protocol, a guideline or the literature.
+data:
+  class_path: dpfl_lightning.Population.from_dataframe
+  init_args:
+    label: {label}
+    classes: null  # in the order of their numbers and in quotes, as in ["no", "yes"]; for numbers leave this line out
+    drop: {drop}  # look like identifiers or free text; columns that are in no list are numbers as they are
+    scale:{scale}
+    categories:{categories}
+    dates:{dates}
+    fill: {{}}  # public values in place of missing ones, as in {{{column}: 1}}
+    held_out: 0  # of sites, whose models are scored on the server's test table; 0.2 in a simulation
+"""
+
+_SITE = """\
+# It stays at this site: what the rows hold is private. Compare it with data.yaml, and do not copy it there.
+data:
+  init_args:
+    {tables}
+    # replace: {{COLUMN: {{value: other}}}} where this file writes something else for a class or a category
+privacy: {{epsilon: 4, delta: 1.0e-4}}  # of a node: limits on the sums over all plans that it ever accepts
+{facts}
+"""
+
+_RUN = """\
+# A run, which the operator of the server decides.
+model: {name: logistic}  # --model.help lists the models
+evaluation: {metrics: [auroc]}
+clients: {batch_size: 64, learning_rate: 1.0}
+privacy: {epsilon: 4, delta: 1.0e-4}  # delta is usually below 1 / records
+rounds: 20
+tracking: null
+# data: {init_args: {test: FILE.csv}}  # a public table of the server, for scores
+"""
 _FILES = {"config.yaml": _CONFIG, "my_data.py": _MY_DATA}
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `init` with command-line arguments, and return its exit status."""
-    about = "Write config.yaml and my_data.py, an example to edit that trains in seconds. Existing files are kept."
-    parser = CommandParser("init", about, "[FOLDER]", ("", "my_project"))
+    about = (
+        "Write config.yaml and my_data.py, an example to edit that trains in seconds; or, for tables of your own, "
+        "data.yaml, site.yaml and run.yaml. Existing files are kept."
+    )
+    parser = CommandParser("init", about, "[FOLDER] [FLAGS]", ("", "my_project", "--from hospital.csv"))
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="new or existing folder (default .)")
-    folder = Path(parser.parse_args(argv).folder)
+    text = "CSV or Parquet files, one for each client: how they are written and what their columns are is found out"
+    parser.add_argument("--from", metavar="FILE", nargs="+", default=[], dest="tables", help=text)
+    flags = parser.parse_args(argv)
+    folder = Path(flags.folder)
     require(folder.is_dir() or not folder.exists(), "FOLDER", "be a folder", str(folder))
-    existing = ", ".join(name for name in _FILES if (folder / name).exists())
+    files = _for_tables([Path(one) for one in flags.tables], folder) if flags.tables else _FILES
+    existing = ", ".join(name for name in files if (folder / name).exists())
     advice = f"It contains {existing} already; choose another folder."
-    require(not existing, "FOLDER", f"have no {' or '.join(_FILES)}", str(folder), advice)
+    require(not existing, "FOLDER", f"have no {' or '.join(files)}", str(folder), advice)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in _FILES.items():
+    for name, text in files.items():
         write_text(folder / name, text)
     there = [] if folder == Path() else [f"cd {folder}"]
+    given = " ".join(f"--config {name}" for name in files if name.endswith(".yaml"))
+    first = "edit data.yaml, which all sites and the server have; site.yaml stays here, as it shows private rows"
     steps = [
         *there,
-        f"{invocation('plan')} --config config.yaml   # noise and epsilon of each client",
-        f"{invocation('fit')} --config config.yaml    # train, in seconds",
+        *([first] if flags.tables else []),
+        f"{invocation('plan')} {given}   # noise and epsilon of each client",
+        f"{invocation('fit')} {given}    # train, in seconds",
     ]
-    written = " and ".join(str(folder / name) for name in _FILES)
+    if flags.tables:
+        steps.append(f"{invocation('node')} init NODE --config data.yaml --config site.yaml   # or be a site")
+    written = " and ".join(str(folder / name) for name in files)
     print("\n  ".join([f"Wrote {written}. Next:", *steps]))
     return 0
+
+
+def _for_tables(paths: Sequence[Path], folder: Path) -> dict[str, str]:
+    """Return the configurations for tables: what is shared, what stays at the site, and a run."""
+    from dpfl_lightning.data.look import likely_label, look
+
+    looked = {path: look(path) for path in paths}
+    columns = looked[paths[0]][1]
+    label = likely_label(columns)
+    candidates = ", ".join(one.name for one in columns if one.may_be_label)
+    inputs = [one for one in columns if one.name != label]
+    numbers = [one for one in inputs if one.kind == "number"]
+    shared = _DATA.format(
+        label=f"{inline(label, unicode=True)}  # the outcome; of few values are {candidates}",
+        drop=inline([one.name for one in inputs if one.kind == "other"], unicode=True),
+        scale=_unfilled(numbers, "public mean and standard deviation, as in [60, 15]"),
+        categories=_unfilled([one for one in inputs if one.kind == "category"], "public values, as in [a, b]"),
+        dates=_unfilled([one for one in inputs if one.kind == "date"], 'a public first day, as in "2020-01-01"'),
+        column=inline((numbers or columns)[0].name, unicode=True),
+    )
+    files = {path: os.path.relpath(path, folder) for path in paths}
+    tables = ["df:", *(f"  {_pair(one.stem, {'file': files[one], 'read': looked[one][0]})}" for one in paths)]
+    if len(paths) == 1:
+        tables = [_pair("df", files[paths[0]]), _pair("read", looked[paths[0]][0])]
+    facts = [line for path in paths for line in _facts(path, looked[path][1])]
+    site = _SITE.format(tables="\n    ".join(tables), facts="\n".join(facts))
+    return {"data.yaml": shared, "site.yaml": site, "run.yaml": _RUN}
+
+
+def _unfilled(columns: Sequence["Column"], meaning: str) -> str:
+    lines = [f"\n      {_pair(one.name, None)}" for one in columns]
+    return f"  # {meaning}{''.join(lines)}" if lines else " {}"
+
+
+def _pair(name: str, value: Any) -> str:
+    """Return an entry of a mapping as YAML on one line."""
+    pair: Mapping[str, Any] = {name: value}
+    return inline(pair, unicode=True)[1:-1]
+
+
+def _facts(path: Path, columns: Sequence["Column"]) -> list[str]:
+    return [f"# Private facts of {path.name}:", *(f"#   {one.name}: {one.facts}" for one in columns)]
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ ONLY_IN = {
     "llvmlite": {"kernels.dense_loops", "kernels.pool_loops", "kernels.windows"},
     "opacus": {"privacy.accounting.events", "models"},
     "dp_accounting": {"privacy.accounting.losses"},
-    "pandas": {"data.frames"},
+    "pandas": {"data.frames", "data.look"},
     "PIL": {"data.images"},
     "cryptography": {"privacy.noise", "sites.receipt"},
     "pooch": {"data.sources", "runtime.files"},

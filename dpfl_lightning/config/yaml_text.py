@@ -109,11 +109,12 @@ def dump(raw: Mapping[str, Any]) -> str:
     return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110)
 
 
-def inline(value: Any) -> str:
-    """Return a value as YAML on one line, for messages.
+def inline(value: Any, unicode: bool = False) -> str:
+    """Return a value as YAML on one line, for messages; `unicode` keeps letters of all scripts.
 
     >>> inline({"name": "iid"}), inline(None), inline(1e-4)
     ('{name: iid}', 'null', '0.0001')
     """
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=1000).strip()
+    style: dict[str, Any] = {"default_flow_style": True, "width": 1000, "allow_unicode": unicode}
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style).strip()
     return text.removesuffix("...").strip()

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _READ = ("sep", "decimal", "thousands", "encoding", "na_values", "date_format")
-_MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
+MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
+_OF_A_TABLE = ("read", "replace", "rename")
 _MOST_SCALE = 100  # of a column, in units of the other columns
 
 
@@ -30,12 +31,14 @@ class Table:
         source: a DataFrame, or the path of a CSV or Parquet file.
         read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values; and date_format.
         replace: {column: {value: other}}, for example where a site writes 1 for yes.
+        rename: {column: other name}, before `replace`.
     """
 
     source: Any
     key: str
     read: Mapping[str, Any] = field(default_factory=dict)
     replace: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+    rename: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.read if name not in _READ]
@@ -45,8 +48,10 @@ class Table:
 
     @functools.cached_property
     def frame(self) -> DataFrame:
-        """The table with its values replaced. Raises UserError."""
+        """The table with columns renamed and values replaced. Raises UserError."""
         frame = self._read()
+        require_columns(frame, list(self.rename), "rename")
+        frame = frame.rename(columns=dict(self.rename))
         columns = list(frame.columns)
         wrong = next((one for one in columns if not isinstance(one, str) or columns.count(one) > 1), None)
         advice = "Rename them, as in df.columns = [...]."
@@ -68,11 +73,14 @@ class Table:
             return pandas.read_parquet(path)
         options = {name: value for name, value in self.read.items() if name != "date_format"}
         try:
-            frame = pandas.read_csv(path, **options)
+            header = pandas.read_csv(path, **options, header=None, nrows=1, dtype=str).iloc[0].dropna().str.strip()
+            frame = pandas.read_csv(path, **options).rename(columns=str.strip)
         except (ValueError, LookupError) as error:  # of the parser, or of another encoding
             reason = str(error).strip().splitlines()[0]
             advice = "Write how it is written, as in read: {sep: ';', decimal: ',', encoding: latin-1}."
             raise UserError(f"`{self.key}` must be a table that can be read, got {path}: {reason}. {advice}") from None
+        twice = next(iter(header[header.duplicated()]), None)  # which pandas renames to name.1
+        require(twice is None, self.key, "have columns of different names", twice, "Leave one of them out.")
         mark = next((one for one in ";\t|" if len(frame.columns) == 1 and one in str(frame.columns[0])), "")
         advice = f"Write read: {{sep: {mark!r}}}."
         require(not mark, self.key, "have several columns", f"one, with {mark!r} in its name", advice)
@@ -92,31 +100,36 @@ class Table:
 
 
 def _replacing(values: Mapping[Any, Any]) -> Any:
-    """Return a function that replaces values; a number that JSON has made a text is that number."""
-    by_text = {str(value): other for value, other in values.items()}
-    return lambda value: by_text.get(f"{value:g}" if isinstance(value, float) else str(value), value)
+    """Return a function that replaces values; a number or a truth value that JSON has made a text is what it was."""
+    by_text = {_as_text(value): other for value, other in values.items()}
+    return lambda value: by_text.get(_as_text(value), value)
 
 
-def tables_of(given: Any, read: Mapping[str, Any], replace: Mapping[str, Any], key: str = "df") -> dict[str, Table]:
-    """Return tables by name: those of a folder or of a mapping {client: table or {file, read, replace}}, or one, "".
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
-    Options of a table come before those of all.
-    """
+
+def table_of(given: Any, key: str, **usual: Any) -> Table:
+    """Return the table of a DataFrame, a path, or {file, read, replace, rename}, which come before the `usual` ones."""
+    own = dict(given) if isinstance(given, Mapping) else {"file": given}
+    unknown = own.keys() - {"file", *_OF_A_TABLE}
+    require(not unknown and "file" in own, key, f"have file, {', '.join(_OF_A_TABLE)}", ", ".join(own))
+    options = {name: {**usual.get(name, {}), **own.get(name, {})} for name in _OF_A_TABLE}
+    return Table(own["file"], key, **options)
+
+
+def tables_of(given: Any, key: str = "df", **usual: Any) -> dict[str, Table]:
+    """Return tables by name: those of a folder or of a mapping {client: table}, or one, "", see `table_of`."""
     if isinstance(given, str | Path) and Path(given).is_dir():
         files = sorted(one for one in Path(given).iterdir() if one.suffix in (".csv", ".parquet"))
         require(len(files) > 0, key, "have files NAME.csv or NAME.parquet, one for each client", str(given))
         given = {one.stem: one for one in files}
-    if not isinstance(given, Mapping):
-        return {"": Table(given, key, read, replace)}
+    if not isinstance(given, Mapping) or "file" in given:
+        return {"": table_of(given, key, **usual)}
     check_names(key, given)
-    tables = {}
-    for name, one in given.items():
-        own = dict(one) if isinstance(one, Mapping) else {"file": one}
-        unknown = own.keys() - {"file", "read", "replace"}
-        require(not unknown and "file" in own, f"{key}: {name}", "have file, read and replace", ", ".join(own))
-        options = {**read, **own.get("read", {})}, {**replace, **own.get("replace", {})}
-        tables[str(name)] = Table(own["file"], f"client {name}", *options)
-    return tables
+    return {str(name): table_of(one, f"client {name}", **usual) for name, one in given.items()}
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,7 @@ class Columns:
         categories: values of columns, each of which becomes a column of 0 and 1.
         fill: value in place of a missing one. A column of numbers gets another one beside it: 1 where it was missing.
         dates: first day of columns of dates, which become days since this day.
+        units: units of columns, in which all clients measure.
     """
 
     label: str | Sequence[str]
@@ -140,6 +154,7 @@ class Columns:
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fill: Mapping[str, Any] = field(default_factory=dict)
     dates: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def labels(self) -> list[str]:
@@ -175,10 +190,10 @@ class Columns:
         require(len(features) >= 1, "features", "name at least one column", features)
         wrong = next((name for name in features if name in unused or features.count(name) > 1), None)
         require(wrong is None, "features", "be different columns other than client and label", wrong)
-        for key in ("scale", "categories", "fill", "dates"):
+        for key in ("scale", "categories", "fill", "dates", "units"):
             given = getattr(self, key)
             require(isinstance(given, Mapping), key, "be a mapping from columns", given)
-            unknown = sorted(set(given) - set(features))
+            unknown = sorted(set(given) - {*features, *(self.labels if key == "units" else ())})
             require(not unknown, key, f"be of columns of features ({', '.join(features)})", unknown)
         for name, values in self.categories.items():
             listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
@@ -221,9 +236,11 @@ class Columns:
     def schema(self) -> dict[str, Any]:
         """Return what else clients must agree on, ready for JSON."""
         return {
+            "columns": list(self.features or ()),
             "label": self.labels,
             "fill": {name: str(value) for name, value in self.fill.items()},
             "dates": {name: str(origin) for name, origin in self.dates.items()},
+            "units": {name: str(unit) for name, unit in self.units.items()},
         }
 
     def records(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
@@ -293,7 +310,7 @@ def _what_it_holds(column: Series) -> tuple[str, str]:
     import pandas
 
     texts = column.astype(str).str.strip()
-    marked = texts.str.lower().isin(_MARKERS)
+    marked = texts.str.lower().isin(MARKERS)
     if marked.any() and pandas.to_numeric(texts[~marked], errors="coerce").notna().all():
         marks = sorted(set(texts[marked]))
         return f"{', '.join(marks)} beside numbers", f"Write read: {{na_values: {marks}}}, and fill."

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.frames import Columns, by_client, tables_of
+from dpfl_lightning.data.frames import Columns, by_client, table_of, tables_of
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
@@ -54,8 +54,8 @@ class Population:
             and `categories`, ready for JSON; None for other records.
         origin: of a public data set: `Dataset.origin`; otherwise empty.
         form: what a `training_step` gets as a batch.
-        schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table label,
-            fill and dates.
+        schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table
+            columns, label, fill, dates and units.
     """
 
     x: Inputs
@@ -333,8 +333,10 @@ class Population:
         categories: Mapping[str, Sequence[Any]] | None = None,
         fill: Mapping[str, Any] | None = None,
         dates: Mapping[str, str] | None = None,
+        units: Mapping[str, str] | None = None,
         read: Mapping[str, Any] | None = None,
         replace: Mapping[str, Mapping[Any, Any]] | None = None,
+        rename: Mapping[str, str] | None = None,
         test: Any = None,
         held_out: float = 0.2,
         classes: Classes = None,
@@ -347,7 +349,8 @@ class Population:
 
         Args:
             df: a pandas DataFrame, or the path of a CSV or Parquet file, with the rows of all clients; a table for each
-                client, as a folder with CLIENT.csv or a mapping {client: table}, also {client: {file, read, replace}}.
+                client, as a folder with CLIENT.csv or a mapping {client: table}. A table may also be {file, read,
+                replace, rename}.
             client: name of the column with each record's client; None if all records of a table are of one client.
             label: name of the column with the labels: classes, or floating values (a regression); or of several
                 columns, of 0 and 1 (multilabel) or floating.
@@ -357,9 +360,11 @@ class Population:
             categories: public values of columns of text, {"sex": ["f", "m"]}, each of which becomes a column 0 or 1.
             fill: public value in place of a missing one, {"age": 50}, with a column beside it that is 1 in its place.
             dates: public first day of columns of dates, {"admitted": "2020-01-01"}, which become days since then.
+            units: public units of columns, {"creatinine": "mg/dl"}; sites with another one are refused.
             read: sep, decimal, thousands, encoding and na_values of CSV files, as in `pandas.read_csv`, and
                 date_format.
             replace: {column: {value: other}}, where a table writes something else for a class or category.
+            rename: {column: other name}, where a table calls a column something else; before `replace`.
             test: the test set in the same form, whose column `client` is ignored, or None.
             held_out, classes: as in `from_datasets`; `classes` also names the classes of labels that are no text.
             options: seed, num_classes, as in `from_datasets`.
@@ -371,8 +376,10 @@ class Population:
         ... ).feature_names
         ('age (scaled)',)
         """
-        given = tables_of(df, read or {}, replace or {})
-        columns = Columns(label, features, drop, scale or {}, categories or {}, fill or {}, dates or {})
+        usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
+        given = tables_of(df, **usual)
+        public: list[Any] = [one or {} for one in (scale, categories, fill, dates, units)]
+        columns = Columns(label, features, drop, *public)
         one = given.get("")
         must = "be left out if each client has a table"
         require(one is not None or client is None, "client", must, client)
@@ -381,8 +388,7 @@ class Population:
         parts = [columns.records(table) for table in tables.values()]
         named = one is None or client is not None
         records = dict(zip(tables, parts, strict=True)) if named else parts
-        (on_test,) = [None] if test is None else tables_of(test, read or {}, replace or {}, "test").values()
-        tested = None if on_test is None else columns.records(on_test)
+        tested = None if test is None else columns.records(table_of(test, "test", **usual))
         population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
         schema = {**population.schema, **columns.schema()}
         return dataclasses.replace(population, features=columns.features_facts(), schema=schema)

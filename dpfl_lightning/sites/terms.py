@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
+
+from torch.utils._pytree import tree_flatten
 
 import dpfl_lightning
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.reading import read_bytes
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms
 from dpfl_lightning.sites.receipt import is_public_key
@@ -81,6 +86,35 @@ def _check_site(key: str, site: Site) -> None:
     fits = len(schema) <= _MOST_SCHEMA and schema.isprintable() and "\\u" not in schema
     must = f"have at most {_MOST_SCHEMA} characters as JSON, all of them printable"
     require(fits, f"{key}: schema", must, f"others, or {len(schema)}")
+
+
+def difference(site: Site, known: Site) -> str:
+    """Return in words how the records of a site differ from the known ones; empty if they are alike."""
+    ours, theirs = ({**one.schema, **(one.features or {})} for one in (site, known))
+    columns, expected = (facts.get("columns", facts.get("names", [])) for facts in (ours, theirs))
+    more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
+    if more or fewer:
+        parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
+        return " and ".join(filter(None, parts))
+    if columns != expected:
+        return f"the columns in the order {', '.join(columns)} instead of {', '.join(expected)}"
+    for key in sorted({**ours, **theirs}, key=lambda key: key == "names"):  # which follow from the others
+        one, other = ours.get(key), theirs.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):  # say what differs only
+            differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+            one, other = ({name: given.get(name) for name in differ} for given in (one, other))
+        if one != other:
+            return f"{key} {inline(one)} instead of {inline(other)}"
+    if site.num_classes != known.num_classes:
+        return f"{site.num_classes} classes instead of {known.num_classes}"
+    if site.form != known.form:
+        return f"records of the form {site.form} instead of {known.form}"
+    kinds = [
+        (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
+        for leaves, structure in (tree_flatten((one.inputs, one.labels)) for one in (site, known))
+    ]
+    shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (site, known))
+    return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:

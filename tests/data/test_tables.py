@@ -66,9 +66,11 @@ def test_the_same_records_are_read_however_they_are_written(files):
     assert people.schema == {
         "classes": ["no", "yes"],
         "held_out": 0,
+        "columns": ["age", "crp", "day", "sex"],
         "label": ["died"],
         "fill": {"crp": "10"},
         "dates": {"day": "2022-01-01"},
+        "units": {},
     }
 
 

@@ -209,7 +209,7 @@ def test_sites_of_other_columns_are_named_with_what_differs(terms):
     table = dataclasses.replace(table, schema={"classes": ["no", "yes"]})
     for changed, words in (
         ({"features": {"names": ["age", "bmi"]}}, "1: more columns bmi and no columns sex=f"),
-        ({"features": {"names": ["sex=f", "age"]}}, "the columns in another order, sex=f, age"),
+        ({"features": {"names": ["sex=f", "age"]}}, "the columns in the order sex=f, age instead of age, sex=f"),
         (
             {"features": {"names": ["age", "sex=f"], "scale": {"age": [1, 2]}}},
             r"1: scale {age: \[1, 2\]} instead of null",
@@ -238,7 +238,7 @@ def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, caps
     assert main(["accept", "rome", "plan.json"]) == 0
     assert plan_command([*plan, "--data.init_args.test", "a.csv", "--data.init_args.scale", "{age: [1, 2]}"]) == 2
     assert (
-        "`test set` must have records like those of the sites, got 'more columns age (scaled)"
+        "`test set` must have records like those of the sites, got 'scale {age: [1.0, 2.0]} instead of"
         in capsys.readouterr().err
     )
     assert plan_command([*plan, "--clients.count", "2"]) == 2

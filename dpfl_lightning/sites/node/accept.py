@@ -28,7 +28,7 @@ from dpfl_lightning.sites.node.records import seated, site_population
 from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
 from dpfl_lightning.sites.node.study import Study
 from dpfl_lightning.sites.receipt import new_key, public_key
-from dpfl_lightning.sites.terms import check_version
+from dpfl_lightning.sites.terms import check_version, difference
 
 
 def site_of(settings: Settings, population: Population, client: int, key: bytes) -> Site:
@@ -81,8 +81,12 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     population, own = site_population(settings)
     site = site_of(settings, population, own, state.key())
     client = client_of(terms, settings)
-    other, advice = wire.different_fields(site, terms.sites[client]), "Give this node's site.json to the plan's author."
-    require(not other, "PLAN", "have the public facts of this site", f"other {other}", advice)
+    fields, advice = (
+        wire.different_fields(site, terms.sites[client]),
+        "Give this node's site.json to the plan's author.",
+    )
+    other = fields and (difference(terms.sites[client], site) or f"other {fields}")
+    require(not other, "PLAN", "have the public facts of this site", other, advice)
     stated = terms.plan.settings[client].num_records
     require(stated == site.num_records, "PLAN", f"state the {site.num_records} records of this site", stated)
     options = _options(terms, settings)

@@ -6,17 +6,15 @@ import dataclasses
 import functools
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 import dpfl_lightning
 from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
@@ -24,12 +22,11 @@ from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
-from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names
 from dpfl_lightning.sites.server.clients import RemoteClients, Sites
-from dpfl_lightning.sites.terms import check_version
+from dpfl_lightning.sites.terms import check_version, difference
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,7 +51,7 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
             must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
             require(False, "--sites", must, f"one key of {owner} and {site.name}", f"{advice} Do not copy its folder.")
         owners[site.public_key] = site.name
-        other = _difference(site, first)
+        other = difference(site, first)
         require(not other, "--sites", f"be of sites with records like those of {first.name}", f"{site.name}: {other}")
     x, y, test = first.inputs, first.labels, None
     public = build_test_set(options)
@@ -63,7 +60,7 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
         schema = {**(public.schema or first.schema), "held_out": first.schema.get("held_out")}
         these = dataclasses.replace(first, inputs=x, labels=y, num_classes=public.num_classes, form=public.form)
         these = dataclasses.replace(these, features=public.features or first.features, schema=schema)
-        other = _difference(these, first)
+        other = difference(these, first)
         require(not other, "test set", "have records like those of the sites", other)
         test = torch.arange(len(y))
     none = [torch.zeros(0, dtype=torch.long) for _ in sites]
@@ -80,35 +77,6 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
         schema=first.schema,
         sizes=tuple(site.num_records for site in sites),
     )
-
-
-def _difference(site: Site, known: Site) -> str:
-    """Return in words how the records of a site differ from the known ones; empty if they are alike."""
-    ours, theirs = site.features or {}, known.features or {}
-    columns, expected = ours.get("names", []), theirs.get("names", [])
-    more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
-    if more or fewer:
-        parts = ["more columns " * bool(more) + ", ".join(more), "no columns " * bool(fewer) + ", ".join(fewer)]
-        return " and ".join(filter(None, parts))
-    if columns != expected:
-        return f"the columns in another order, {', '.join(columns)}"
-    if site.num_classes != known.num_classes:
-        return f"{site.num_classes} classes instead of {known.num_classes}"
-    for key in dict.fromkeys((*ours, *site.schema, *theirs, *known.schema)):
-        one, other = ({**one.schema, **(one.features or {})}.get(key) for one in (site, known))
-        if isinstance(one, Mapping) and isinstance(other, Mapping):  # say what differs only
-            differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-            one, other = ({name: given.get(name) for name in differ} for given in (one, other))
-        if one != other:
-            return f"{key} {inline(one)} instead of {inline(other)}"
-    if site.form != known.form:
-        return f"records of the form {site.form} instead of {known.form}"
-    kinds = [
-        (structure, [(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
-        for leaves, structure in (tree_flatten((one.inputs, one.labels)) for one in (site, known))
-    ]
-    shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (site, known))
-    return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
 
 
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:

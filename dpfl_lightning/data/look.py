@@ -1,0 +1,141 @@
+"""How a CSV file is written and what its columns hold, for the eyes of its owner: values of its rows are private."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpfl_lightning.data.frames import MARKERS, Table
+from dpfl_lightning.errors import require
+
+if TYPE_CHECKING:
+    from pandas import Series
+
+_BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%Y/%m/%d", "%d/%m/%Y %H:%M", "%d.%m.%Y %H:%M")
+_OF_A_LABEL = re.compile("label|target|outcome|class|died|dead|death|mortal|survi|diagnos|readmi|event|^ill$|^y$")
+_MOST_CATEGORIES = 20
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a private table.
+
+    Args:
+        kind: number, category, date, or other: identifiers and free text.
+        facts: what its rows hold, in words. They are private.
+        may_be_label: whether it has few values.
+    """
+
+    name: str
+    kind: str
+    facts: str
+    may_be_label: bool = False
+
+
+def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
+    """Return the options with which `from_dataframe` can read a CSV or Parquet file, and its columns.
+
+    Raises UserError if it is no table.
+    """
+    read = {} if path.suffix == ".parquet" else _how_written(path)
+    frame = Table(str(path), str(path), read).frame
+    texts = {name: column for name in frame if _is_text(column := frame[name])}
+    marks = sorted({mark for column in texts.values() for mark in _marks(column)})
+    commas = any(_has_commas(column) for column in texts.values())
+    read |= {"decimal": ","} if commas else {}
+    read |= {"na_values": marks} if marks else {}
+    if commas or marks:
+        frame = Table(str(path), str(path), read).frame
+    forms = {name: found for name in frame if _is_text(frame[name]) and (found := _date_forms(frame[name]))}
+    written = list(dict.fromkeys(one for found in forms.values() for one in found if "ISO8601" not in found))
+    read |= {"date_format": written[0]} if written else {}
+    return read, [_described(frame[name], forms.get(name, [])) for name in frame]
+
+
+def likely_label(columns: list[Column]) -> str | None:
+    """Return the only column whose name is one of an outcome and which has few values, or None."""
+    named = [one.name for one in columns if one.may_be_label and _OF_A_LABEL.search(one.name.lower())]
+    return named[0] if len(named) == 1 else None
+
+
+def _how_written(path: Path) -> dict[str, Any]:
+    require(path.is_file(), "--from", "be a CSV or Parquet file", str(path), "There is no such file.")
+    content = path.read_bytes()
+    encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if content.startswith(mark)), "utf-8")
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError:
+        encoding, text = "cp1252", content.decode("cp1252", errors="replace")
+    read = {} if encoding.startswith("utf-8") else {"encoding": encoding}
+    header = text.partition("\n")[0].strip()
+    columns = {sep: len(next(csv.reader([header], delimiter=sep), [])) for sep in ",;\t|"}
+    sep = max(columns, key=lambda one: columns[one])
+    return read if sep == "," else {"sep": sep, **read}
+
+
+def _is_text(column: Series) -> bool:
+    return column.dtype == object or str(column.dtype) in ("str", "string")
+
+
+def _values(column: Series) -> Series:
+    return column.dropna().astype(str).str.strip()
+
+
+def _marks(column: Series) -> set[str]:
+    """Return what stands for a missing value: signs, or words beside numbers."""
+    values = _values(column)
+    marked = values.str.lower().isin(MARKERS)
+    numbers = _numbers(values[~marked])
+    found = set(values[marked])
+    return found if len(numbers) and numbers.all() else found & {"?", "-", "."}
+
+
+def _numbers(values: Series) -> Series:
+    return values.str.fullmatch(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?")
+
+
+def _has_commas(column: Series) -> bool:
+    values = _values(column)
+    values = values[~values.str.lower().isin(MARKERS)]
+    return bool(len(values) and _numbers(values).all() and values.str.contains(",").any())
+
+
+def _date_forms(column: Series) -> list[str]:
+    """Return the forms in which all values of a column are dates."""
+    import pandas
+
+    values = _values(column)
+    if values.empty or not values.str.contains(r"\d\D\d").all():
+        return []
+    forms = ("ISO8601", *_DATES)
+    return [one for one in forms if pandas.to_datetime(values, format=one, errors="coerce").notna().all()]
+
+
+def _described(column: Series, forms: list[str]) -> Column:
+    name, gaps = str(column.name), int(column.isna().sum())
+    values, after = column.dropna(), f", {gaps} missing" if gaps else ""
+    several = 2 <= values.nunique() <= 10
+    if forms:
+        other = f"; {' or '.join(forms[1:])} fits, too: check it" if len(forms) > 1 else ""
+        return Column(name, "date", f"dates written {forms[0]}{other}{after}")
+    identifier = values.nunique() > max(_MOST_CATEGORIES, len(values) / 2)
+    if not _is_text(column) and column.dtype != bool:
+        whole = bool((values == values.round()).all())
+        if identifier and whole and values.nunique() > 0.9 * len(values):
+            return Column(name, "other", "another whole number in nearly every row, as an identifier has")
+        if several and whole:
+            return Column(name, "number", _counted(values) + after, may_be_label=True)
+        spread = f"{values.min():g} to {values.max():g}, mean {values.mean():.3g}, deviation {values.std():.3g}"
+        return Column(name, "number", spread + after)
+    if identifier or values.nunique() > _MOST_CATEGORIES:
+        return Column(name, "other", f"{values.nunique()} different texts, as identifiers or free text have{after}")
+    return Column(name, "category", _counted(values) + after, several)
+
+
+def _counted(values: Series) -> str:
+    return ", ".join(f"{value} {count}" for value, count in values.value_counts().items())

@@ -1,0 +1,110 @@
+"""`dpfl init --from FILE`: how files are written, and configurations that keep at the site what its rows hold."""
+
+import re
+
+import numpy as np
+import pandas
+import pytest
+import yaml
+
+from dpfl_lightning import Population
+from dpfl_lightning.__main__ import main
+from dpfl_lightning.config.load import load
+from dpfl_lightning.data.look import likely_label, look
+from dpfl_lightning.errors import UserError
+
+ROWS = 60
+TABLE = pandas.DataFrame(
+    {
+        "patient": [f"P{row:03d}" for row in range(ROWS)],
+        "day": pandas.date_range("2022-01-01", periods=ROWS).strftime("%d/%m/%Y"),
+        "age": np.linspace(30, 80, ROWS).round(1),
+        "größe": np.linspace(1.5, 1.9, ROWS).round(2),
+        "sex": ["F", "M"] * (ROWS // 2),
+        "crp": [None, 12.5] * (ROWS // 2),
+        "died": ["no", "no", "never", "yes"] * (ROWS // 4),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ({}, {}),
+        ({"sep": ";", "decimal": ",", "na_rep": "?"}, {"sep": ";", "decimal": ",", "na_values": ["?"]}),
+        ({"sep": "\t", "encoding": "utf-16"}, {"sep": "\t", "encoding": "utf-16"}),
+        ({"sep": ";", "encoding": "latin-1"}, {"sep": ";", "encoding": "cp1252"}),
+        ({"sep": "|", "na_rep": "missing", "encoding": "utf-8-sig"}, {"sep": "|", "na_values": ["missing"]}),
+    ],
+)
+def test_how_a_file_is_written_is_found(written, found, tmp_path):
+    TABLE.to_csv(tmp_path / "site.csv", index=False, **written)
+    read, columns = look(tmp_path / "site.csv")
+    assert read == {**found, "date_format": "%d/%m/%Y"}
+    kinds = {one.name: one.kind for one in columns}
+    assert list(kinds) == list(TABLE.columns) and likely_label(columns) == "died"
+    assert list(kinds.values()) == ["other", "date", "number", "number", "category", "number", "category"]
+    assert columns[5].facts == "12.5 to 12.5, mean 12.5, deviation 0, 30 missing"
+
+
+def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")
+    assert main(["init", "mine", "--from", "cork.csv"]) == 0
+    said = capsys.readouterr().out
+    assert "edit data.yaml" in said and "site.yaml stays here" in said
+    shared, own = ((tmp_path / "mine" / f"{name}.yaml").read_text() for name in ("data", "site"))
+    given = yaml.safe_load(shared)["data"]["init_args"]
+    assert given["label"] == "died" and given["drop"] == ["patient"] and given["classes"] is None
+    assert given["scale"] == {"age": None, "größe": None, "crp": None} and given["dates"] == {"day": None}
+    assert given["categories"] == {"sex": None} and given["fill"] == {}
+    assert not re.search(r"never|\bF\b|12\.5|\b30\b", shared), "no value of a row, and no count"
+    assert "#   sex: F 30, M 30" in own and "never" in own
+    assert yaml.safe_load(own)["data"]["init_args"] == {
+        "df": "../cork.csv",
+        "read": {"sep": ";", "decimal": ",", "na_values": ["?"], "date_format": "%d/%m/%Y"},
+    }
+    assert main(["init", "mine", "--from", "cork.csv"]) == 2
+    assert "data.yaml, site.yaml, run.yaml already" in capsys.readouterr().err
+
+
+#: what is filled in, one after the other -> the refusal before
+FILLED = {
+    "categories": ({"sex": ["F", "M"]}, "`categories: sex` must be a list of different values"),
+    "scale": ({"age": [50, 20], "größe": [1.7, 0.1], "crp": [12, 5]}, "`scale: age` must be the public mean"),
+    "dates": ({"day": "2022-01-01"}, "`dates: day` must be a day YYYY-MM-DD"),
+    "fill": ({"crp": 12}, r"`df: crp` must have no missing value, got 30. Fill them with a public value"),
+    "classes": (["no", "never", "yes"], r"Name the classes, a public fact"),
+}
+
+
+def test_what_is_not_filled_in_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")
+    main(["init", "--from", "cork.csv"])
+    options, _ = load([word for name in ("data", "site", "run") for word in ("--config", f"{name}.yaml")])
+    given = dict(options.data.init_args)
+    for name, (value, words) in FILLED.items():
+        with pytest.raises(UserError, match=words):
+            Population.from_dataframe(**given)
+        given[name] = value
+    people = Population.from_dataframe(**given)
+    assert people.num_records == (ROWS,) and people.num_classes == 3
+
+
+def test_several_files_are_clients_of_a_simulation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    TABLE.to_csv("cork.csv", index=False, sep=";")
+    TABLE.to_csv("oslo.csv", index=False)
+    assert main(["init", "--from", "cork.csv", "oslo.csv"]) == 0
+    read = {"date_format": "%d/%m/%Y"}
+    tables = yaml.safe_load((tmp_path / "site.yaml").read_text())["data"]["init_args"]["df"]
+    assert tables == {
+        "cork": {"file": "cork.csv", "read": {"sep": ";", **read}},
+        "oslo": {"file": "oslo.csv", "read": read},
+    }
+
+
+def test_a_file_that_is_none_is_refused(tmp_path, capsys):
+    assert main(["init", str(tmp_path), "--from", "none.csv"]) == 2
+    assert "`--from` must be a CSV or Parquet file, got 'none.csv'" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""A site whose table or section `data` differs from the others': its records match, or it is refused by a sentence."""
+
+import numpy as np
+import pandas
+import pytest
+
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.sites.exchange import Site
+from dpfl_lightning.sites.node import accept
+from dpfl_lightning.sites.node.records import settings_of, site_population
+from dpfl_lightning.sites.server.deploy import export, planning_loop
+
+ROWS = 60
+TABLE = pandas.DataFrame(
+    {
+        "age": np.linspace(30, 80, ROWS).round(1),
+        "creatinine": np.linspace(0.5, 2, ROWS).round(2),
+        "crp": [None, 12.5] * (ROWS // 2),
+        "day": pandas.date_range("2022-01-01", periods=ROWS).strftime("%Y-%m-%d"),
+        "sex": ["F", "M"] * (ROWS // 2),
+        "died": ["no", "no", "no", "yes"] * (ROWS // 4),
+    }
+)
+GIVEN = {
+    "label": "died",
+    "classes": ["no", "yes"],
+    "scale": {"age": [50, 20], "creatinine": [1, 0.5], "crp": [10, 10], "day": [30, 30]},
+    "categories": {"sex": ["F", "M"]},
+    "fill": {"crp": 10},
+    "dates": {"day": "2022-01-01"},
+    "units": {"creatinine": "mg/dl"},
+    "held_out": 0,
+}
+FEATURES = ["age", "creatinine", "crp", "day", "sex"]
+YES = (TABLE.died == "yes").astype(int)
+SLASHES = pandas.to_datetime(TABLE.day).dt.strftime("%d/%m/%Y")
+
+#: what differs at a site whose records are the same: its table, how that is written, its section data
+MATCHED = {
+    "order of columns": (TABLE[TABLE.columns[::-1]], {}, {}),
+    "separator": (TABLE, {"sep": ";"}, {"read": {"sep": ";"}}),
+    "decimal comma": (TABLE, {"sep": "\t", "decimal": ","}, {"read": {"sep": "\t", "decimal": ","}}),
+    "encoding": (TABLE, {"encoding": "utf-16"}, {"read": {"encoding": "utf-16"}}),
+    "mark of order of bytes": (TABLE, {"encoding": "utf-8-sig"}, {}),
+    "mark of a gap": (TABLE, {"na_rep": "?"}, {"read": {"na_values": ["?"]}}),
+    "spaces in the header": (TABLE.rename(columns={"age": " age "}), {}, {}),
+    "form of dates": (TABLE.assign(day=SLASHES), {}, {"read": {"date_format": "%d/%m/%Y"}}),
+    "labels as numbers": (TABLE.assign(died=YES), {}, {"replace": {"died": {0: "no", 1: "yes"}}}),
+    "labels as true": (TABLE.assign(died=YES == 1), {}, {"replace": {"died": {False: "no", True: "yes"}}}),
+    "words of categories": (TABLE.replace("F", "female"), {}, {"replace": {"sex": {"female": "F"}}}),
+    "renamed column": (TABLE.rename(columns={"age": "Alter"}), {}, {"rename": {"Alter": "age"}}),
+    "another column": (TABLE.assign(ward="B2"), {}, {"drop": ["ward"]}),
+    "features by name": (TABLE.assign(ward="B2"), {}, {"features": FEATURES}),
+}
+
+
+def inner(key, **changed):
+    return {key: {**GIVEN[key], **changed}}
+
+
+def without(key, name):
+    return {key: {one: value for one, value in GIVEN[key].items() if one != name}}
+
+
+#: what differs at a site that is refused there, or by the server: table, section data, and words of the refusal
+AT_THE_SITE = {
+    "missing column": (TABLE.drop(columns="crp"), {}, r"`scale` must be of columns .*got \['crp'\]"),
+    "renamed column": (TABLE.rename(columns={"age": "Alter"}), {}, r"`scale` .*Alter.*got \['age'\]"),
+    "another number": (TABLE.assign(ward=8e6), {}, r"`df: ward` must have numbers of the scale of the other"),
+    "another text": (
+        TABLE.assign(ward="B2"),
+        {},
+        r"`df: ward` must hold numbers, got '.*'.*Name its public categories",
+    ),
+    "twice": (TABLE.assign(Age=1.0).rename(columns={"Age": "age"}), {}, "columns of different names.*got 'age'"),
+    "another unit": (TABLE.assign(creatinine=TABLE.creatinine * 88), {}, r"`df: creatinine` .*scale: \{creatinine"),
+    "decimal comma": (TABLE.assign(age=TABLE.age.map("{:.1f}".format).str.replace(".", ",")), {}, "decimal: ','"),
+    "form of dates": (TABLE.assign(day=SLASHES), {}, r"`df: day` must hold dates written ISO8601.*date_format"),
+    "labels as numbers": (TABLE.assign(died=YES), {}, r"hold the given classes only, \['no', 'yes'\], got 0"),
+    "another class": (TABLE.replace("yes", "YES"), {}, r"hold the given classes only, \['no', 'yes'\], got 'YES'"),
+    "another category": (TABLE.replace("F", "W"), {}, r"`df: sex` .*\['F', 'M'\], got 'W'.*replace: \{sex"),
+    "gap": (TABLE.assign(age=TABLE.age.where(TABLE.age > 40)), {}, "`df: age` must have no missing value, got 12"),
+    "no label": (TABLE.assign(died=TABLE.died.where(TABLE.age > 40)), {}, "`df: died` must have a label in every row"),
+}
+AT_THE_SERVER = {
+    "order of classes": ({"classes": ["yes", "no"]}, r"classes \['yes', 'no'\] instead of \['no', 'yes'\]"),
+    "more classes": ({"classes": ["no", "yes", "unknown"]}, r"classes .*unknown\] instead of \['no', 'yes'\]"),
+    "label": ({"label": "sex", "classes": ["F", "M"], "categories": {"died": ["no", "yes"]}}, "more columns died.*sex"),
+    "order of features": ({"features": FEATURES[::-1]}, "order sex, day, crp.* instead of age, creatinine"),
+    "mean": (inner("scale", age=[60, 20]), r"scale \{age: \[60.0, 20.0\]\} instead of \{age: \[50.0, 20.0\]\}"),
+    "deviation": (inner("scale", age=[50, 10]), r"scale \{age: \[50.0, 10.0\]\} instead of \{age: \[50.0, 20.0\]\}"),
+    "unscaled": (without("scale", "age"), r"scale \{age: null\} instead of \{age: \[50.0, 20.0\]\}"),
+    "order of categories": ({"categories": {"sex": ["M", "F"]}}, r"\{sex: \[M, F\]\} instead of \{sex: \[F, M\]\}"),
+    "more categories": ({"categories": {"sex": ["F", "M", "D"]}}, r"\{sex: \[F, M, D\]\} instead of \{sex: \[F, M\]\}"),
+    "fill": (inner("fill", crp=12), r"fill \{crp: '12'\} instead of \{crp: '10'\}"),
+    "more filled": (inner("fill", age=50), r"fill \{age: '50'\} instead of \{age: null\}"),
+    "first day": ({"dates": {"day": "2020-01-01"}}, "dates {day: '2020-01-01'} instead of {day: '2022-01-01'}"),
+    "unit": ({"units": {"creatinine": "umol/l"}}, r"units \{creatinine: umol/l\} instead of \{creatinine: mg/dl\}"),
+    "no unit": ({"units": {}}, r"units \{creatinine: null\} instead of \{creatinine: mg/dl\}"),
+    "held out": ({"held_out": 0.2}, "held_out 0.2 instead of 0"),
+    "fewer features": ({"features": FEATURES[:4], "categories": {}}, "bergen: no columns sex"),
+}
+
+
+def site_with(folder, name, table, written, given):
+    """Set up the node of a site as `dpfl node init` does; return its folder and its facts."""
+    folder.mkdir(exist_ok=True)
+    table.to_csv(folder / f"{name}.csv", index=False, **written)
+    arguments = {"df": str(folder / f"{name}.csv"), **GIVEN, **given}
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
+    settings = settings_of(from_mapping({"data": data, "privacy": {"epsilon": 4, "delta": 1e-3}}), name)
+    return accept.new_node(folder / name, settings)
+
+
+@pytest.fixture(scope="module")
+def aarhus(tmp_path_factory):
+    return site_with(tmp_path_factory.mktemp("aarhus"), "aarhus", TABLE, {}, {})
+
+
+def planned(folder, sites: list[Site]):
+    """Plan a run over the sites, and write it for them."""
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": GIVEN}
+    privacy = {"epsilon": 2, "delta": 1e-3, "accountant": "rdp"}
+    more = {"model": {"name": "logistic"}, "clients": {"count": 2, "batch_size": 20}, "rounds": 1, "tracking": None}
+    options = from_mapping({"data": data, "privacy": privacy, "output_dir": str(folder / "run"), **more})
+    return export(planning_loop(options, sites), sites, str(folder / "plan.json"))
+
+
+@pytest.mark.parametrize("case", MATCHED)
+def test_what_is_written_otherwise_makes_the_same_records(case, aarhus, tmp_path):
+    (_, first), (state, site) = aarhus, site_with(tmp_path, "bergen", *MATCHED[case])
+    assert (site.schema, site.features) == (first.schema, first.features)
+    ours, theirs = (site_population(one.settings())[0] for one in (state, aarhus[0]))
+    assert (ours.x == theirs.x).all() and (ours.y == theirs.y).all()
+    terms = planned(tmp_path, [first, site])
+    accept.accept(state, terms)
+    assert state.reserved()[0] == pytest.approx(2, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", AT_THE_SITE)
+def test_a_table_that_does_not_fit_is_refused_at_the_site(case, tmp_path):
+    table, given, words = AT_THE_SITE[case]
+    with pytest.raises(UserError, match=words):
+        site_with(tmp_path, "bergen", table, {}, given)
+    assert not (tmp_path / "bergen").exists(), "there is no node whose budget could be spent"
+
+
+@pytest.mark.parametrize("case", AT_THE_SERVER)
+def test_other_public_facts_are_refused_before_there_is_a_plan(case, aarhus, tmp_path):
+    given, words = AT_THE_SERVER[case]
+    (one, first), (state, site) = aarhus, site_with(tmp_path, "bergen", TABLE, {}, given)
+    with pytest.raises(UserError, match=f"`--sites` must be of sites with records like those of aarhus.*{words}"):
+        planned(tmp_path, [first, site])
+    assert not (tmp_path / "plan.json").exists()
+    assert one.reserved() == state.reserved() == (0, 0)
+
+
+def test_facts_that_changed_after_the_plan_are_refused_by_the_node(aarhus, tmp_path):
+    state, site = site_with(tmp_path, "bergen", TABLE, {}, {})
+    terms = planned(tmp_path, [aarhus[1], site])
+    other, _ = site_with(tmp_path / "later", "bergen", TABLE, {}, {"classes": ["yes", "no"]})
+    with pytest.raises(
+        UserError, match=r"have the public facts of this site, got .classes \[.no., .yes.\] instead of \[.yes"
+    ):
+        accept.accept(other, terms)
+    assert other.reserved() == (0, 0) and state.reserved() == (0, 0)
