@@ -12,7 +12,6 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOptions, Options, PrivacyOptions
-from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.own import own_population
@@ -40,6 +39,7 @@ from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
+from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -352,7 +352,7 @@ def build_loop(
     )
 
 
-def so_far(options: Options) -> tuple[bool, dict | None]:
+def so_far(options: Options) -> tuple[bool, RunResult | None]:
     """Return whether the run in `output_dir` has begun, and its result if it has finished, else None.
 
     Raises UserError if the run began with other options.
@@ -361,8 +361,8 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     if (header := ClientFolder(folder).header()) is None:
         return RunFolder(folder).options.exists(), None
     now = deciding_options(dataclasses.asdict(options))
-    result = folder / "result.json"
-    if not result.exists():
+    result = read_result(folder)
+    if result is None:
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more
     check_same(folder, {key: header.identity.get(key) for key in now}, now)
-    return True, read_json(result) if result.exists() else None
+    return True, result

@@ -183,7 +183,7 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
 
     ranks = Ranks(options.engine.device)
     parent = Path(str(options.output_dir))
-    results: list[dict] = []
+    results: list[Mapping[str, Any]] = []
     tracking, parent_run = _seeds_tracking(options, parent) if ranks.rank == 0 else (None, None)
     parent_run = ranks.broadcast(parent_run)
     try:
@@ -196,8 +196,8 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
                     f"Seed {seed} ({len(results) + 1} of {len(seeds)}), {state} {seed_options.output_dir}", flush=True
                 )
             if result is None:
-                result = fit(seed_options, resume=begun, detail="silent" if detail == "quiet" else detail).as_dict()
-            results.append(result)
+                result = fit(seed_options, resume=begun, detail="silent" if detail == "quiet" else detail)
+            results.append({**vars(result), "model": None})
             gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
     except BaseException:
         if tracking is not None and parent_run is not None:
@@ -206,7 +206,7 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     if ranks.rank > 0:
         return {}
     guarantee = composed_over_seeds(results)
-    rows, limits = seed_rows(seeds, results, stated(guarantee.epsilon, guarantee.delta)), remarks(results)
+    rows, limits = seed_rows(seeds, results, stated(guarantee)), remarks(results)
     if tracking is not None and parent_run is not None:
         means = ", ".join(f"{name} {cell}" for name, cell in rows[-1].items() if name != "seed")
         over = f"Mean and standard deviation over seeds {', '.join(map(str, seeds))}."
@@ -244,7 +244,7 @@ def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | Non
     count = len(names) or options.clients.count or len(listed)  # null with a user's data
     budgets = resolve("privacy.epsilon", epsilon, count, options.seed, names=names)
     record = dataclasses.asdict(options)
-    return tracking, tracking.begin(section.run_name or "", parent, record, None if privacy is None else budgets)
+    return tracking, tracking.begin(section.run_name or "", parent, record, () if privacy is None else budgets)
 
 
 def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -> Options:

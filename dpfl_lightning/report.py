@@ -12,7 +12,7 @@ from dpfl_lightning.runtime.files import write_text
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `report` with command-line arguments, and return its exit status."""
-    description = "Write one HTML file, which works offline, about runs, seeds, searches and tables of experiments."
+    description = "Write one HTML file, which works offline, about runs, seeds and searches."
     examples = ["runs/digits", "runs/uniform runs/noise_aware --output comparison.html"]
     parser = CommandParser("report", description, "RUN... [--output FILE]", examples)
     _flags(parser)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    runs = "folder of a run (finished or not), of seeds or of a search, or tables from experiments.papers --json"
+    runs = "folder of a run (finished or not), of seeds or of a search"
     parser.add_argument("runs", metavar="RUN", nargs="+", help=runs)
     parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
 
@@ -44,7 +44,7 @@ def report(folders: Sequence[Path]) -> str:
     from dpfl_lightning.reporting.report_page import report_page
     from dpfl_lightning.reporting.run_files import RunGroup, read
 
-    parts = [part for folder in folders for part in read(folder)]
+    parts = [read(folder) for folder in folders]
     runs = [run.folder for part in parts if isinstance(part, RunGroup) for run in part.runs]
     return report_page(parts, {str(folder): _verified(folder) for folder in runs})
 

@@ -4,8 +4,8 @@ import dataclasses
 
 from fakes import a_result, a_view
 
+from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import ClientEmbedding
-from dpfl_lightning.reporting.curves import Round
 from dpfl_lightning.reporting.figures import figures
 
 

@@ -20,8 +20,8 @@ from ranked_runs import free_port
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.reporting.mlflow import Tracking
 from dpfl_lightning.sync import main as sync
 

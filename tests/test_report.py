@@ -1,4 +1,4 @@
-"""`dpfl report`: one page about runs, seeds, searches and tables, from their folders alone."""
+"""`dpfl report`: one page about runs, seeds and searches, from their folders alone."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.evaluation import Score
+from dpfl_lightning.federated.server import history
 from dpfl_lightning.fit import fit_seeds
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.report import main, report
@@ -30,13 +31,14 @@ def no_plotly(monkeypatch):
 def a_folder(folder, rounds=4, finished=True, names=(), **changed):
     """A run's folder as the run writes it, without its ledger."""
     folder.mkdir(parents=True)
-    view = a_view(folder, rounds=4)
+    options = dataclasses.asdict(Options(rounds=4, privacy=PrivacyOptions(epsilon=[1.0, 2.0, 3.0])))
+    options |= changed.pop("options", {})
+    view = a_view(folder, rounds=4, options=options)
     view = dataclasses.replace(
         view, facts=dataclasses.replace(view.facts, names=names, test_set=changed.get("test_set", True))
     )
-    options = dataclasses.asdict(Options(rounds=4, privacy=PrivacyOptions(epsilon=[1.0, 2.0, 3.0])))
     reports = changed.pop("reports", {})
-    (folder / "options.yaml").write_text(dump({**options, **changed.pop("options", {})}))
+    (folder / "options.yaml").write_text(dump(options))
     callback = curves.Curves()
     callback.on_fit_start(view)
     for round in range(1, rounds + 1):
@@ -71,14 +73,14 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
         callback.on_round_end(view, a_report(view, round))
     with path.open("a") as file:
         file.write('{"round": 4, "val')  # a crash
-    assert [one.round for one in curves.read(path)] == [1, 2, 3]
+    assert [one.round for one in history.read(path)] == [1, 2, 3]
     callback.on_fit_start(dataclasses.replace(view, round=3))
     callback.on_round_end(view, a_report(view, 3))
-    assert [one.round for one in curves.read(path)] == [1, 2, 3] and path.read_text().endswith("\n")
-    assert curves.read(path)[2].clients["val_accuracy"] == {"0": 0.15, "1": 0.151, "2": 0.152}
+    assert [one.round for one in history.read(path)] == [1, 2, 3] and path.read_text().endswith("\n")
+    assert history.read(path)[2].clients["val_accuracy"] == {"0": 0.15, "1": 0.151, "2": 0.152}
     path.write_text('{"round": 1, "values": {"test_accuracy": "<b>"}, "clients": {}}\n')
     with pytest.raises(UserError, match="one JSON object for each round"):
-        curves.read(path)
+        history.read(path)
 
 
 def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
@@ -92,7 +94,7 @@ def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     assert "60.00% \N{PLUS-MINUS SIGN} 14.14%" in text and "2 of 2 seeds finished" in text
     assert "All 2 runs are composed." in text and "(3, 0.001)-differential privacy per record (" in text
     assert "Options that differ option seeds other rounds 4 9" in text, "seeds are not a difference"
-    assert "paris" in text and "2.97 at delta 0.001" in text and "ledger not verified" in text
+    assert "paris" in text and "3 at delta 0.001" in text and "ledger not verified" in text
     assert [chart["title"] for chart in charts(page)][:2] == [
         "Test accuracy over round",
         "Test accuracy over largest epsilon spent by a client",
@@ -119,7 +121,7 @@ def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
     assert "://" not in page and "default-src 'none'" in page and not re.search(r"<(link|iframe|object)|@import", page)
 
 
-def test_a_search_and_a_table_are_shown(tmp_path):
+def test_a_search_is_shown(tmp_path):
     trials = [
         {"number": number, "state": "complete", "params": {"lr": 0.1 * number}, "scores": {"accuracy": score}}
         for number, score in ((0, 0.5), (1, 0.75))
@@ -128,13 +130,10 @@ def test_a_search_and_a_table_are_shown(tmp_path):
     result = {"study": "tune", "best": [1], "trials": trials, "guarantee": ["PRIVATE: 2 trials"]}
     result["cost"] = {"epsilon": [1.00001, None], "delta": [1e-3] * 2, "names": ["berlin", "paris"]}
     (tmp_path / "search" / "result.json").write_text(json.dumps(result))
-    number = {"row": "ours", "column": "mnist", "ours": 0.9, "std": 0.01, "paper": 0.91}
-    (tmp_path / "table.json").write_text(json.dumps([{"title": "Table 1", "numbers": [number]}] * 2))
-    page = report([tmp_path / "search", tmp_path / "table.json"])
+    page = report([tmp_path / "search"])
     text = words(page)
     assert "1 (best) complete 75.00% 0.1 0 complete 50.00% 0" in text and "PRIVATE: 2 trials" in text
     assert "client epsilon delta berlin 1.00001 0.001 paris no bound 0.001" in text
-    assert "Table 1 mnist ours 0.9 \N{PLUS-MINUS SIGN} 0.01 (paper 0.91)" in text
     assert charts(page)[0]["data"][0]["x"] == [0.0, 0.1]
 
 
@@ -164,7 +163,7 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     arguments = ["--config", "digits", "--rounds", "2", "--output_dir", str(tmp_path / "seeds")]
     options, _ = load(arguments)
     summary = fit_seeds(options, [0, 1])
-    (group,) = read(tmp_path / "seeds")
+    group = read(tmp_path / "seeds")
     assert isinstance(group, RunGroup) and len(group.runs) == 2 and len(read_run(group.runs[0].folder).rounds) == 2
     page = report([tmp_path / "seeds", tmp_path / "seeds" / "seed_0"])
     assert "not verified" not in page and words(page).count("The ledger is verified.") == 2

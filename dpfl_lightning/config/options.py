@@ -314,14 +314,14 @@ class Options(Section, section=""):
 
 
 def changed_options(options: Options | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that differ from their defaults, nested; a mapping has all of them.
+    """Return the options that differ from their defaults, nested; of a mapping also what is no option of a run.
 
     >>> changed_options(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
     """
     differing, defaults = {}, dataclasses.asdict(Options())
     for name, value in (dataclasses.asdict(options) if isinstance(options, Options) else options).items():
-        if value != defaults[name]:
+        if value != defaults.get(name):
             partly = name in SECTIONS and value is not None
             differing[name] = {k: one for k, one in value.items() if one != defaults[name][k]} if partly else value
     return differing

@@ -1,22 +1,16 @@
-"""The curves of a run: one line for each round in `metrics.jsonl`, from which MLflow, figures and reports are made."""
+"""The curves of a run, from which MLflow, figures and reports are made."""
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from dpfl_lightning.config.reading import read_text
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.folder import HISTORY
+from dpfl_lightning.federated.server.history import FILE, Round, Values, read
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
@@ -24,23 +18,7 @@ from dpfl_lightning.reporting import description
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.text import distinct
 
-FILE = HISTORY
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
-
-Values = Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round: name of a curve -> value, and name -> client -> value; None where nothing was measured.
-
-    Curves begin with `test_` (test set), `train_` (releases, epsilon, speed) or `val_` (held-out records of clients).
-    `clients` is empty for more than 100 clients.
-    """
-
-    round: int
-    values: Values
-    clients: Mapping[str, Values]
 
 
 class Curves(Callback):
@@ -52,16 +30,16 @@ class Curves(Callback):
     """
 
     def on_fit_start(self, view: View) -> None:
-        path = view.run.output_dir / HISTORY
+        path = view.run.output_dir / FILE
         kept = [one for one in read(path) if one.round < view.round]
-        write_text(path, "".join(map(_line, kept)))
+        write_text(path, "".join(map(Round.line, kept)))
         write_json(view.run.output_dir / description.FILE, description.about(view))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        path = view.run.output_dir / HISTORY
+        path = view.run.output_dir / FILE
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(_line(of_round(report, view.facts)))
+                file.write(of_round(report, view.facts).line())
         except OSError as error:
             error.filename = str(path)  # a full disk does not say which file it was
             raise
@@ -138,6 +116,21 @@ def on_test(accuracy: float | None, loss: float | None, metrics: Values) -> dict
     return {"test_accuracy": accuracy, "test_loss": loss, **{f"test_{name}": value for name, value in metrics.items()}}
 
 
+def score_curves(names: Iterable[str]) -> dict[str, str]:
+    """Return score -> its curve: on the test set, else the mean over held-out records.
+
+    The first one stands for the run: a metric, if any was asked for, and else the accuracy.
+
+    >>> score_curves(["test_loss", "test_accuracy", "test_auroc", "val_accuracy_mean"])
+    {'auroc': 'test_auroc', 'accuracy': 'test_accuracy', 'loss': 'test_loss'}
+    """
+    listed = list(dict.fromkeys(names))
+    test = {name.removeprefix("test_"): name for name in listed if name.startswith("test_")}
+    means = (name for name in listed if name.startswith("val_") and name.endswith("_mean"))
+    found = test or {name.removeprefix("val_").removesuffix("_mean"): name for name in means}
+    return {score: found[score] for score in sorted(found, key=lambda one: ("loss" in one, "accuracy" in one))}
+
+
 def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:
     """Name the accuracies of `summary.accuracy_of_groups`.
 
@@ -175,40 +168,6 @@ def over_seeds(runs: Sequence[Sequence[Round]], name: str) -> dict[int, tuple[fl
     steps = [step for step in each[0] if all(step in one for one in each)] if each else []
     columns = {step: [one[step] for one in each] for step in steps}
     return {step: (fmean(values), stdev(values) if len(values) > 1 else 0.0) for step, values in columns.items()}
-
-
-def read(path: Path) -> list[Round]:
-    """Read `metrics.jsonl`; a missing file has no rounds, and an unfinished last line is left out.
-
-    Raises UserError if the file is damaged.
-    """
-    if not path.is_file():
-        return []
-    advice = "Restore it, or delete it to go on without the curves of past rounds."
-    lines = read_text(path, advice=advice).split("\n")
-    try:
-        rounds = [Round(**json.loads(line)) for line in lines[:-1]]
-        if not all(_well_formed(one) for one in rounds):
-            raise ValueError
-    except (ValueError, TypeError, RecursionError):
-        must = "hold one JSON object for each round"
-        raise UserError(f"`{path}` must {must}, got a file that cannot be read. {advice}") from None
-    return rounds
-
-
-def _well_formed(one: Round) -> bool:
-    mappings = (one.values, one.clients, *(one.clients.values() if isinstance(one.clients, dict) else ()))
-    if not isinstance(one.round, int) or not all(isinstance(mapping, dict) for mapping in mappings):
-        return False
-    numbers: list[Any] = [
-        *one.values.values(),
-        *(value for column in one.clients.values() for value in column.values()),
-    ]
-    return all(value is None or isinstance(value, int | float) for value in numbers)
-
-
-def _line(one: Round) -> str:
-    return json.dumps(asdict(one)) + "\n"
 
 
 def _known(values: Sequence[float | None]) -> list[float | None]:

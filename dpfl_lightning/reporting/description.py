@@ -1,11 +1,9 @@
 """What a run is, for those who look at its curves: `run.json` with name, parameters, tags and data sets."""
 
 import contextlib
-import dataclasses
 import getpass
 import hashlib
 import json
-import math
 import re
 import shlex
 import subprocess
@@ -15,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import dpfl_lightning
-from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
-from dpfl_lightning.federated.server.scores import in_words, remarks, stated
+from dpfl_lightning.federated.server.scores import bound, in_words, remarks, stated
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.runtime.files import write_json
@@ -40,9 +38,9 @@ _ALWAYS = (
     "clients.learning_rate",
     "engine.name",
 )
-_NEVER = ("strategies", "tracking", "output_dir", "privacy.epsilon")  # said by strategies and epsilon, or not compared
+_NEVER = ("tracking", "output_dir", "privacy.epsilon")  # said by epsilon, or not compared
 _LONGEST = 250  # characters of a parameter
-_DEFAULTS = flattened(dataclasses.asdict(Options()))
+NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
 def change(folder: Path, **changed: Any) -> None:
@@ -52,17 +50,17 @@ def change(folder: Path, **changed: Any) -> None:
 
 def about(view: View) -> dict[str, Any]:
     """Return the content of `run.json` at the start of a run. It has no secret and no private value."""
-    run, private = view.run, _private(view)
-    options = run.options or _options_of(view)
+    run, options = view.run, view.run.options or _options_of(view)
+    budgets = run.budgets if view.schedule.has_noise else ()
     more = {
-        "epsilon": epsilon_span(run.budgets, private),
+        "epsilon": epsilon_span(budgets),
         "clients.count": view.facts.num_clients,
         "num_params": run.num_params,
     }
     return {
-        "name": run_name(run.strategies, run.budgets, private, options),
+        "name": run_name(run.strategies, budgets, options),
         "params": params(options, more),
-        "tags": {**_frame(view), **program()},
+        "tags": {**_place(view), **assumptions(view), **program()},
         "notes": run.strategy_notes,
         "datasets": {context: dataset(view.facts, run, context) for context in _contexts(view.facts)},
         "exact_times": run.exact_times,
@@ -82,52 +80,44 @@ def _options_of(view: View) -> dict[str, Any]:
     return {**seed_and_rounds, "model": model, "clients": {"optimizer": {"name": optimizer}}}
 
 
-def _private(view: View) -> bool:
-    """Return whether any planned release has noise."""
-    return any(one.noise_multiplier for schedule in view.schedule.clients for one in schedule.noised)
+def _place(view: View) -> dict[str, str]:
+    run = view.run
+    return {"engine": run.engine, "device": run.device, "dpfl_lightning": dpfl_lightning.__version__, "task": run.task}
 
 
-def _frame(view: View) -> dict[str, str]:
-    """Return the assumptions behind every epsilon of the run, as tags."""
-    frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
-    frame["task"] = view.run.task
-    if not _private(view):
-        return {**frame, "guarantee": "no privacy"}
+def assumptions(view: View) -> dict[str, str]:
+    """Return what every epsilon of the run assumes, by name; without a bound on what is released `guarantee` alone."""
     guarantee = view.expected_guarantee()
-    if guarantee.unprotected or guarantee.simulated:
-        frame["guarantee"] = guarantee.words()
+    if not view.schedule.has_noise or guarantee.unprotected:
+        return {"guarantee": guarantee.words() if guarantee.unprotected else NO_PRIVACY}
     return {
-        **frame,
         "unit": guarantee.unit,
         "adjacency": guarantee.adjacency,
         "sampling": guarantee.sampling,
-        "noise": view.run.noise,
         "accountant": guarantee.accountant,
         "delta": span((schedule.delta for schedule in view.schedule.clients), at_most),
+        "noise": view.run.noise,
+        **({"caveats": "; ".join(guarantee.caveats)} if guarantee.caveats else {}),
     }
 
 
-def run_name(
-    strategies: Iterable[str], budgets: Sequence[float], private: bool, options: Mapping[str, Any] | None = None
-) -> str:
-    """Name a run by its strategies, without the default base rule, by the budgets of its clients, and by the optimiser
-    and the model of its `options` unless they are the default ones.
+def run_name(strategies: Iterable[str], budgets: Sequence[float], options: Mapping[str, Any]) -> str:
+    """Name a run by its strategies, without the default base rule, by the budgets of its clients (none: no privacy),
+    and by the optimiser and the model of its `options` if they were changed.
 
-    >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], True, {"model": {"class_path": "nets.Net2"}})
+    >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], {"model": {"class_path": "nets.Net2"}})
     'noise_aware eps 0.9-2.9 Net2'
     """
-    flat = flattened(options or {})
-    kinds = [flat.get("clients.optimizer.name"), flat.get("model.class_path", flat.get("model.name"))]
-    usual = (_DEFAULTS["clients.optimizer.name"], _DEFAULTS["model.name"], "null", None)
-    epsilon = f"{'eps ' if private else ''}{epsilon_span(budgets, private).replace(' to ', '-')}"
-    return " ".join([_joined(strategies), epsilon, *(kind.rpartition(".")[2] for kind in kinds if kind not in usual)])
+    changed = flattened(changed_options(options))
+    kinds = [changed.get("clients.optimizer.name"), changed.get("model.class_path", changed.get("model.name"))]
+    epsilon = f"{'eps ' if budgets else ''}{epsilon_span(budgets).replace(' to ', '-')}"
+    known = [kind.rpartition(".")[2] for kind in kinds if kind not in (None, "null")]
+    return " ".join([_joined(strategies), epsilon, *known])
 
 
-def epsilon_span(budgets: Sequence[float], private: bool) -> str:
+def epsilon_span(budgets: Sequence[float]) -> str:
     """Return the range of the budgets in words."""
-    if not private:
-        return "no privacy"
-    return "without a budget" if all(map(math.isinf, budgets)) else span(budgets, at_most)
+    return span(budgets, bound) or "no privacy"
 
 
 def _joined(strategies: Iterable[str]) -> str:
@@ -141,21 +131,15 @@ def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str
     `more` are resolved values, which replace options of the same name. Options that are null are left out.
 
     >>> params({"rounds": 10, "strategies": {"fedprox": {"pull": 0.1}}}, {"num_params": 650})
-    {'strategies': 'fedprox', 'num_params': '650', 'rounds': '10', 'strategies.fedprox.pull': '0.1'}
+    {'strategies': 'fedprox', 'rounds': '10', 'strategies.fedprox.pull': '0.1', 'num_params': '650'}
     """
-    flat = flattened(without_secrets(options))
-    chosen = {key: text for key, text in flat.items() if key not in more and (key in _ALWAYS or _changed(key, text))}
+    flat, changed = (flattened(without_secrets(one)) for one in (options, changed_options(options)))
     head = {"strategies": _joined(options["strategies"])} if options.get("strategies") else {}
-    given = {**head, **{key: str(value) for key, value in more.items()}, **chosen}
+    chosen = {key: flat[key] for key in _ALWAYS if key in flat}
+    chosen |= {key: text for key, text in changed.items() if text != "{}" and not key.startswith(_NEVER)}
+    given = {**head, **chosen, **{key: str(value) for key, value in more.items()}}
     shortened = {key: text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..." for key, text in given.items()}
     return {key: text for key, text in shortened.items() if text != "null"}
-
-
-def _changed(key: str, text: str) -> bool:
-    if key.startswith("strategies.") and text == "{}":
-        return False
-    hidden = any(key == one or (key.startswith(f"{one}.") and one != "strategies") for one in _NEVER)
-    return not hidden and _DEFAULTS.get(key, "null") != text
 
 
 def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
@@ -228,7 +212,7 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
         return "\n\n".join([ended, *plan])
     words = in_words(vars(result))
     said, count = claim(result.guarantee), counted(len(result.clients), "client")
-    largest = f"Epsilon {stated(result.guarantee.epsilon, result.guarantee.delta)} per {said['unit']}"
+    largest = f"Epsilon {stated(result.guarantee)} per {said['unit']}"
     largest = f"**{'Simulated: ' * result.simulated}{largest}**, the largest of {count}."
     scores = [*([f"**{words}**"] if words else []), largest, *remarks([vars(result)])]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:

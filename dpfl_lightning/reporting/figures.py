@@ -9,9 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
-from dpfl_lightning.reporting.curves import MOST_CLIENTS, Round, history
+from dpfl_lightning.reporting.curves import MOST_CLIENTS, history
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sets.distilled_set import DistilledSet
 
@@ -21,7 +22,6 @@ _MARKERS = "osD^vP*X<>hp"
 def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
     """Return name -> figure, for the figures that have data."""
     drawn: dict[str, Any] = {
-        "accuracy_over_rounds": _accuracy_figure(rounds, result),
         "accuracy_of_groups": _groups_figure(rounds, result),
         "epsilon_over_rounds": _epsilon_figure(rounds),
         "accuracy_over_budget": _budget_figure(result),
@@ -37,22 +37,6 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
         width = round(20 * drawn[name].get_figwidth())  # characters of this size in a line
         drawn[name].supxlabel(textwrap.fill(str(result.guarantee), width), fontsize=6, color="gray")
     return drawn
-
-
-def _accuracy_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:
-    test = history(rounds, "test_accuracy" if result.test_set else "val_accuracy_mean")
-    if not test:
-        return None
-    figure, axes = new_axes("Accuracy over rounds", "round", "accuracy")
-    low, high = (history(rounds, f"val_accuracy_{end}") for end in ("min", "max"))
-    if low:
-        label = "clients, on their held-out records"
-        axes.fill_between(list(low), list(low.values()), list(high.values()), alpha=0.2, linewidth=0, label=label)
-    marker = "o" if len(test) <= 30 else None
-    label = "test set" if result.test_set else "mean over clients"
-    axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label=label)
-    axes.legend()
-    return figure
 
 
 def _groups_figure(rounds: Sequence[Round], result: RunResult) -> Figure | None:

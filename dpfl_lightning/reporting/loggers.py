@@ -6,6 +6,7 @@ from lightning.pytorch.loggers import Logger
 
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import UserError, warn_user
+from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
@@ -34,7 +35,7 @@ class Loggers(Callback):
             except Exception as error:  # a logger may start a server, or open a file
                 kind, got = type(logger).__name__, f"{type(error).__name__}: {error}"
                 raise UserError(f"`tracking.loggers` must work, got from {kind}: {got}. Mend or remove it.") from error
-        self._log(curves.read(view.run.output_dir / curves.FILE))
+        self._log(history.read(view.run.output_dir / history.FILE))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         self._log([curves.of_round(report, view.facts)])
@@ -42,7 +43,7 @@ class Loggers(Callback):
     def on_fit_end(self, view: View, result: RunResult) -> None:
         self._each("finalize", "success" if result.finished else "failed")
 
-    def _log(self, rounds: Sequence[curves.Round]) -> None:
+    def _log(self, rounds: Sequence[history.Round]) -> None:
         for one in rounds:
             values = curves.with_clients(one) if self._per_client else one.values
             known = {name: value for name, value in values.items() if value is not None}

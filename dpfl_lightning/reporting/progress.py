@@ -33,8 +33,9 @@ from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.models.model import has_frozen
+from dpfl_lightning.reporting.description import NO_PRIVACY, assumptions
 from dpfl_lightning.runtime.launcher import invocation
-from dpfl_lightning.runtime.text import at_most, counted, data_size, duration, span
+from dpfl_lightning.runtime.text import at_most, counted, data_size, duration
 from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
@@ -44,7 +45,6 @@ _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no rou
 #: silent: only why a run stopped
 Detail = Literal["full", "short", "quiet", "silent"]
 _PLANNED = ("records", "delta")  # columns of clients that the plan has shown
-_NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
 class Progress(Callback):
@@ -89,7 +89,9 @@ class Progress(Callback):
         )
         if run.task:
             self._print(f"Task: {run.task}")
-        self._print(_frame(view))
+        frame = assumptions(view)
+        listed = frame.get("guarantee") or "; ".join(f"{name} {words}" for name, words in frame.items())
+        self._print(f"Guarantee: {listed}")
         self._print(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
             self._print(f"Resuming at round {run.first_round} of {run.rounds}.")
@@ -105,7 +107,8 @@ class Progress(Callback):
         estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
         score = listed(scores_of(vars(report), "test_"))
-        epsilon = _largest_epsilon(report.epsilon_spent) + " (simulated)" * view.run.simulated
+        epsilon = f"max epsilon {bound(max(report.epsilon_spent))}" if view.schedule.has_noise else "no privacy"
+        epsilon += " (simulated)" * run.simulated
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
         if self._bar is not None:
@@ -148,7 +151,7 @@ class Progress(Callback):
             return
         for line in filter(None, (_sent(result), _groups(result)) if self.detail == "full" else ()):
             self._print(line)
-        words = result.guarantee.words() if _private(result) or _noised(view) else _NO_PRIVACY
+        words = result.guarantee.words() if view.schedule.has_noise else NO_PRIVACY
         self._print(f"Guarantee: {words}")
         self._print(f"Not covered: {counted(len(result.guarantee.not_covered), 'point')}, listed in guarantee.html.")
         if self.detail == "quiet":
@@ -247,7 +250,7 @@ def _plan_columns(view: View) -> dict[str, Column]:
         "batch size": Column(batches, "{:,}".format),
         "steps a round": Column([schedule.main.steps for schedule in schedules], "{:,}".format),
     }
-    if _noised(view):
+    if view.schedule.has_noise:
         planned = [schedule.target_epsilon for schedule in schedules]
         columns["budget"] = Column(view.run.budgets, bound)
         if planned != list(view.run.budgets):
@@ -256,32 +259,6 @@ def _plan_columns(view: View) -> dict[str, Column]:
         noise = [noise_multiplier(schedule) for schedule in schedules]
         columns["noise multiplier"] = Column(noise, "{:.5g}".format)
     return columns
-
-
-def _frame(view: View) -> str:
-    """Return, in one line, the assumptions behind every epsilon of the run."""
-    if not _noised(view):
-        return f"Guarantee: {_NO_PRIVACY}"
-    guarantee = view.expected_guarantee()
-    if guarantee.unprotected:
-        return f"Guarantee: {guarantee.words()}"
-    unit, noise = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}", f"noise {view.run.noise}"
-    delta = f"delta {span((schedule.delta for schedule in view.schedule.clients), at_most)}"
-    return "; ".join([unit, guarantee.sampling, guarantee.accountant, delta, noise, *guarantee.caveats])
-
-
-def _noised(view: View) -> bool:
-    return any(schedule.main.noise_multiplier for schedule in view.schedule.clients)
-
-
-def _private(result: RunResult) -> bool:
-    return any(client["noise_multiplier"] for client in result.clients)
-
-
-def _largest_epsilon(spent: Sequence[float]) -> str:
-    if all(math.isinf(epsilon) for epsilon in spent):
-        return "no privacy"
-    return f"max epsilon {at_most(max(spent))}"
 
 
 def _gradients(diagnostics: Diagnostics | None) -> str:

@@ -1,7 +1,6 @@
-"""`report.html`: runs, seeds, searches and tables side by side, as one self-contained page with interactive charts."""
+"""`report.html`: runs, seeds and searches side by side, as one self-contained page with interactive charts."""
 
 import base64
-import dataclasses
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
-from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.server.scores import (
     Rows,
     aligned,
     bound,
     client_columns,
     formatted,
-    headline,
     in_words,
     main_scores,
     remarks,
@@ -32,10 +29,10 @@ from dpfl_lightning.federated.server.scores import (
     title,
     worst,
 )
-from dpfl_lightning.reporting.curves import Round, history, over_seeds
+from dpfl_lightning.reporting.curves import history, over_seeds
 from dpfl_lightning.reporting.figures import figures
-from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search, Table
-from dpfl_lightning.runtime.text import at_most, counted, distinct, flattened
+from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search
+from dpfl_lightning.runtime.text import at_most, counted, distinct
 
 _COLOURS = (
     "#2f6fde",
@@ -50,12 +47,10 @@ _COLOURS = (
     "#5f7a1f",
 )
 _MOST_ROWS = 200  # clients in a table, and trials
-_NOT_COMPARED = ("tracking", "output_dir")
 _UNFINISHED = "Unfinished: no guarantee is stated yet. `dpfl ledger {}` states what every client has spent so far."
-_DRAWN_HERE = ("accuracy_over_rounds",)  # figures that the page has as charts
 
 
-def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str, str]) -> str:
+def report_page(parts: Sequence[RunGroup | Search], ledgers: Mapping[str, str]) -> str:
     """Return the page as HTML text. It loads nothing from elsewhere, and escapes every value.
 
     `ledgers` maps the folder of each run to the outcome of the verification of its ledger, in words.
@@ -75,7 +70,6 @@ def report_page(parts: Sequence[RunGroup | Search | Table], ledgers: Mapping[str
         ],
         fairness=_fairness(names, groups),
         searches=[_search(part) for part in parts if isinstance(part, Search)],
-        tables=[_table(part) for part in parts if isinstance(part, Table)],
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
     )
 
@@ -125,29 +119,11 @@ def _privacy(run: RunFiles) -> Mapping[str, Any] | None:
 
 def _summaries(names: Sequence[str], groups: Sequence[RunGroup], ledgers: Mapping[str, str]) -> Rows:
     """Return one row for each group; the columns of scores stand together."""
-    scores = [score_cells(list(map(_scored, group.runs))) for group in groups]
+    scores = [score_cells([run.scored for run in group.runs]) for group in groups]
     titles = list(dict.fromkeys(title for cells in scores for title in cells))
     every = [{title: cells.get(title, "") for title in titles} for cells in scores]
     rows = zip(names, groups, every, strict=True)
     return aligned([_summary(name, group, cells, ledgers) for name, group, cells in rows])
-
-
-def _scored(run: RunFiles) -> Mapping[str, Any]:
-    """Return the result of a run, or its latest scores if it is not finished."""
-    if run.result is not None:
-        return vars(run.result)
-    held_out = _held_out(run)
-    latest = {name: value for one in run.rounds for name, value in _curves(one, held_out).items() if value is not None}
-    metrics = {name: value for name, value in latest.items() if name not in ("accuracy", "loss")}
-    scores = {"test_accuracy": latest.get("accuracy"), "test_loss": latest.get("loss"), "test_metrics": metrics}
-    return {**scores, "test_set": not held_out, "clients": ()}
-
-
-def _held_out(run: RunFiles) -> bool:
-    """Return whether test scores are means over clients on held-out records, because there is no test set."""
-    if run.result is not None:
-        return not run.result.test_set
-    return not any(name.startswith("test_") for one in run.rounds for name in one.values)
 
 
 def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Mapping[str, str]) -> dict[str, str]:
@@ -183,34 +159,22 @@ def _epsilon(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> str:
     A round that was charged and not finished adds to the one so far.
     """
     if group.guarantee is not None and len(results) == len(group.runs):
-        return stated(group.guarantee.epsilon, group.guarantee.delta)
+        return stated(group.guarantee)
     known = [epsilon for run in group.runs if (epsilon := _last(run, "train_epsilon_max")) is not None]
     return f"at least {at_most(max(known))} so far" if known else "see the ledger"
 
 
 def _options(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
-    """Return the options that differ between runs; of one run, those that differ from the defaults."""
-    default = _flat(dataclasses.asdict(Options()))
-    every = [_flat(group.runs[0].options) for group in groups]
-    every += [default] if len(every) == 1 else []
-    columns = [*names, "default"][: len(every)]
-    hidden = (*_NOT_COMPARED, *(["seed"] if any(len(group.runs) > 1 for group in groups) else []))
-    rows = []
-    for key in dict.fromkeys(key for flat in every for key in flat):
-        given = [flat.get(key, "") for flat in every]
-        changed = any(text not in ("", default.get(key)) for text in given)  # else a section is only missing in a run
-        if key.split(".")[0] not in hidden and len(set(given)) > 1 and changed:
-            rows.append({"option": key, **dict(zip(columns, given, strict=True))})
-    return rows
-
-
-def _flat(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return dotted key -> text, with the names of the strategies as one value."""
-    given = options.get("strategies") or {}
-    flat = {
-        key: text for key, text in flattened(options).items() if not (key.startswith("strategies.") and text == "{}")
-    }
-    return {**flat, "strategies": ", ".join(given)} if isinstance(given, Mapping) and given else flat
+    """Return the parameters that differ between runs; of one run, all of them."""
+    every = [group.runs[0].about.get("params", {}) for group in groups]
+    seeds = any(len(group.runs) > 1 for group in groups)
+    keys = dict.fromkeys(key for params in every for key in params if key != "seed" or not seeds)
+    rows = [(key, [params.get(key, "") for params in every]) for key in keys]
+    return [
+        {"option": key, **dict(zip(names, texts, strict=True))}
+        for key, texts in rows
+        if len(every) == 1 or len({*texts}) > 1
+    ]
 
 
 def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
@@ -242,10 +206,9 @@ def _figures(run: RunFiles) -> dict[str, str]:
         return {}
     drawn: dict[str, str] = {}
     for name, figure in figures(run.rounds, run.result).items():
-        if name not in _DRAWN_HERE:
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png")
-            drawn[name.replace("_", " ")] = base64.b64encode(buffer.getvalue()).decode()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        drawn[name.replace("_", " ")] = base64.b64encode(buffer.getvalue()).decode()
     return drawn
 
 
@@ -256,21 +219,17 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
     """Return curves of test scores over rounds, and of main scores over epsilon and of each client over its epsilon."""
     epsilons = {"largest epsilon spent by a client": "train_epsilon_max", "mean epsilon": "train_epsilon_mean"}
     numbered = [(html.escape(name, quote=False), group) for name, group in zip(names, groups, strict=True)]
+    curves = [run.score_curves for group in groups for run in group.runs]
+    main = dict.fromkeys(pair for one in curves for pair in list(one.items())[:1])
     charts = []
-    for held_out in (False, True):
-        some = [(number, *one) for number, one in enumerate(numbered) if _held_out(one[1].runs[0]) == held_out]
-        main = [headline(list(map(_scored, group.runs))) for _, _, group in some]
-        rounds = [one for _, _, group in some for run in group.runs for one in run.rounds]
-        measured = [name for one in rounds for name in _curves(one, held_out)]
-        for score in dict.fromkeys([*filter(None, main), *measured]):
-            heading = _capital(title(score, held_out))
-            curve = f"val_{score}_mean" if held_out else f"test_{score}"
-            for x, x_curve in {"round": None, **(epsilons if score in main else {})}.items():
-                data = []
-                for number, name, group in some:
-                    data += _band(name, group, curve, x_curve, _COLOURS[number % len(_COLOURS)])
-                if data:
-                    charts.append({"title": f"{heading} over {x}", "data": data, "layout": _layout(x, heading)})
+    for score, curve in dict.fromkeys([*main, *(pair for one in curves for pair in one.items())]):
+        heading = _capital(title(score, held_out=curve.startswith("val_")))
+        for x, x_curve in {"round": None, **(epsilons if (score, curve) in main else {})}.items():
+            data = []
+            for number, (name, group) in enumerate(numbered):
+                data += _band(name, group, curve, x_curve, _COLOURS[number % len(_COLOURS)])
+            if data:
+                charts.append({"title": f"{heading} over {x}", "data": data, "layout": _layout(x, heading)})
     points: dict[str, list[dict[str, Any]]] = {}
     for number, (name, group) in enumerate(numbered):
         score = next((score for score, _ in map(main_scores, group.results) if score), "")
@@ -280,13 +239,6 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
         layout = _layout("epsilon spent", title(score, held_out=True))
         charts.append({"title": f"{_capital(score)} of each client over its epsilon", "data": data, "layout": layout})
     return charts
-
-
-def _curves(one: Round, held_out: bool) -> dict[str, float | None]:
-    """Return the test scores of a round by name, or the means over clients of those on held-out records."""
-    start, end = ("val_", "_mean") if held_out else ("test_", "")
-    names = [name for name in one.values if name.startswith(start) and name.endswith(end)]
-    return {name.removeprefix(start).removesuffix(end): one.values[name] for name in names}
 
 
 def _capital(words: str) -> str:
@@ -333,7 +285,7 @@ def _layout(x: str, y: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
 
 
-# ---- searches and tables of experiments
+# ---- searches
 
 
 def _search(search: Search) -> dict[str, Any]:
@@ -397,22 +349,6 @@ def _scatters(search: Search) -> list[dict[str, Any]]:
         layout = _layout(html.escape(key, quote=False), score)
         charts.append({"title": f"{search.name}: {score} over {key}", "data": [data], "layout": layout})
     return charts
-
-
-def _table(table: Table) -> dict[str, Any]:
-    """Return rows of an experiment's table: our mean and standard deviation, and the published number."""
-    numbers = table.content["numbers"]
-    columns = list(dict.fromkeys(str(number["column"]) for number in numbers))
-    rows: dict[str, dict[str, str]] = {}
-    for number in numbers:
-        spread = f" \N{PLUS-MINUS SIGN} {number['std']:.4g}" if number.get("std") is not None else ""
-        ours = "" if number.get("ours") is None else f"{number['ours']:.4g}{spread}"
-        paper = "" if number.get("paper") is None else f" (paper {number['paper']:.4g})"
-        rows.setdefault(str(number["row"]), dict.fromkeys(columns, ""))[str(number["column"])] = (
-            f"{ours}{paper}".strip()
-        )
-    title = str(table.content.get("title", table.name))
-    return {"name": title, "rows": [{"": row, **cells} for row, cells in rows.items()]}
 
 
 def _text(value: Any) -> str:

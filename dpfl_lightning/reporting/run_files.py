@@ -1,4 +1,4 @@
-"""Reads finished and unfinished runs, searches and tables of experiments from their files, for reports."""
+"""Reads finished and unfinished runs, and searches, from their files, for reports."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 from dpfl_lightning.config.reading import read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.server.history import FILE as HISTORY
+from dpfl_lightning.federated.server.history import Round
+from dpfl_lightning.federated.server.history import read as read_rounds
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
-from dpfl_lightning.reporting import curves
-from dpfl_lightning.reporting.curves import Round
+from dpfl_lightning.reporting import description
+from dpfl_lightning.reporting.curves import history, score_curves
 
 # of a client in a result
 _KEYS_OF_CLIENT = (
@@ -32,12 +35,29 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run: its options, its rounds so far, and its result (None while it is unfinished)."""
+    """A run: its options, its `run.json`, its rounds so far, and its result (None while it is unfinished)."""
 
     folder: Path
     options: Mapping[str, Any]
+    about: Mapping[str, Any]
     rounds: list[Round]
     result: RunResult | None
+
+    @property
+    def score_curves(self) -> dict[str, str]:
+        return score_curves(name for one in self.rounds for name in one.values)
+
+    @property
+    def scored(self) -> Mapping[str, Any]:
+        """The result, or the latest scores if it is not finished."""
+        if self.result is not None:
+            return vars(self.result)
+        curves = self.score_curves
+        known = {score: [*history(self.rounds, curve).values()] for score, curve in curves.items()}
+        latest = {score: values[-1] for score, values in known.items() if values}
+        test_set = any(curve.startswith("test_") for curve in curves.values())
+        loss = {"test_loss": latest.pop("loss", None)}
+        return {**loss, "test_metrics": latest, "test_set": test_set, "clients": ()}
 
 
 @dataclass(frozen=True)
@@ -66,38 +86,24 @@ class Search:
     result: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of an experiment, as `python -m experiments.papers NAME --json` prints it."""
-
-    name: str
-    content: Mapping[str, Any]
-
-
-def read(path: Path) -> list[RunGroup | Search | Table]:
-    """Read what lies at `path`: the folder of a run, of seeds or of a search, or a JSON file with one table or several.
+def read(path: Path) -> RunGroup | Search:
+    """Read what lies at `path`: the folder of a run, of seeds or of a search.
 
     Raises UserError if it is none of them, or a file cannot be read.
     """
-    if path.is_file():
-        tables = read_json(path, object)
-        tables = tables if isinstance(tables, list) else [tables]
-        fits = all(isinstance(table, dict) and "numbers" in table for table in tables)
-        require(fits, "RUN", "be a folder, or JSON tables of experiments.papers", str(path))
-        return [Table(str(table.get("name", path.stem)), table) for table in tables]
     if (path / "options.yaml").is_file():
         run = read_run(path)
-        return [RunGroup(path.resolve().name, (run,), None if run.result is None else run.result.guarantee)]
+        return RunGroup(path.resolve().name, (run,), None if run.result is None else run.result.guarantee)
     summary = read_json(path / "result.json") if (path / "result.json").is_file() else {}
     if "trials" in summary:
-        return [Search(str(summary.get("study", path.name)), summary)]
+        return Search(str(summary.get("study", path.name)), summary)
     seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
     if seeds:
         runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
         missing = max(0, len(summary.get("seeds", ())) - len(runs))
         stated = summary.get("guarantee")
         together = None if stated is None else _built(RunGuarantee.of, stated, path / "result.json")
-        return [RunGroup(path.resolve().name, runs, together, missing)]
+        return RunGroup(path.resolve().name, runs, together, missing)
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
 
@@ -107,9 +113,14 @@ def read_run(folder: Path) -> RunFiles:
     path = folder / "options.yaml"
     options = parse_yaml(read_text(path), str(path)) or {}
     require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
+    about = read_json(folder / description.FILE) if (folder / description.FILE).is_file() else {}
+    return RunFiles(folder, options, about, read_rounds(folder / HISTORY), read_result(folder))
+
+
+def read_result(folder: Path) -> RunResult | None:
+    """Read the result of a run; None if it has not finished. Raises UserError if the file cannot be read."""
     path = folder / "result.json"
-    result = _built(_result, read_json(path), path) if path.is_file() else None
-    return RunFiles(folder, options, curves.read(folder / curves.FILE), result)
+    return _built(_result, read_json(path), path) if path.is_file() else None
 
 
 def _result(content: Mapping[str, Any]) -> RunResult:

@@ -11,12 +11,13 @@ from typing import Any
 from dpfl_lightning.build import build_loop, so_far
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 from dpfl_lightning.search.costs import composed_costs, costs_of, planned_cost
 from dpfl_lightning.sets.cards import data_of_card
 
 
-def final_so_far(options: Options) -> tuple[bool, dict[str, Any] | None]:
+def final_so_far(options: Options) -> tuple[bool, RunResult | None]:
     """Return whether the final run has begun, and its result if it is finished. UserError if it is of another trial."""
     try:
         return so_far(options)

@@ -18,6 +18,7 @@ from dpfl_lightning.build import build_population, so_far
 from dpfl_lightning.config.options import FREE, Options, TrackingOptions
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import shown
 from dpfl_lightning.runtime.threads import cores
@@ -34,7 +35,7 @@ from dpfl_lightning.search.storage import study_names, without_password
 from dpfl_lightning.search.study import Running, Study, Trial
 from dpfl_lightning.sets.distilled_set import CARD, DistilledSet
 
-Train = Callable[..., Any]  # `fit`, which is above this room
+Train = Callable[..., RunResult]  # `fit`, which is above this room
 
 #: options that change how and how long a search runs, but not the meaning of its trials
 _FREE = ("name", "trials", "pruner", "storage", "heartbeat_seconds", "distilled")
@@ -328,17 +329,18 @@ class Search:
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         if result is None:
             more = [] if self.budget is None else [DescribedBy(self.budget.words())]
-            result = self._train(final, resume=begun, more=more).as_dict()
-        scores = measured(result["test_accuracy"], result["test_loss"], result["test_metrics"])
+            result = self._train(final, resume=begun, more=more)
+        scores = measured(result.test_accuracy, result.test_loss, result.test_metrics)
         of_run = [report.score_text(name, value) for name in self.directions if (value := scores.get(name)) is not None]
-        on = "the test set" if result["test_set"] else "held-out records (mean over clients)"
+        on = "the test set" if result.test_set else "held-out records (mean over clients)"
         caution = self.objective.caution or None
         on += "" if caution is None else f": {caution}"
-        print(shown(f"Final {', '.join(of_run) or 'run'} on {on}. {result['guarantee']['words']}"))
+        print(shown(f"Final {', '.join(of_run) or 'run'} on {on}. {result.guarantee.words()}"))
         chosen = self._changes_releases
         of_set = with_the_set(self._source, self.objective.card, final, chosen)
         of_trials = with_the_trials(self.study.begun(), self._in_trials({}), final, chosen)
         for words in filter(None, (of_set, of_trials)):
             print(shown(words))
-        summary = {name: result[name] for name in ("test_accuracy", "test_loss", "test_metrics", "guarantee")}
+        said = result.as_dict()
+        summary = {name: said[name] for name in ("test_accuracy", "test_loss", "test_metrics", "guarantee")}
         return {**summary, "caution": caution, "with_the_set": of_set, "with_the_trials": of_trials}

@@ -10,8 +10,8 @@ from fakes import Absent
 
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.federated.server.traffic import Network
-from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 HALF = NetworkOptions(dropout=[0.0, 1.0, 0.0, 1.0])

@@ -15,11 +15,11 @@ from dpfl_lightning.build import build_loop
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.messages.clients import LostClients
+from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.federated.server.round import Round
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting import description
-from dpfl_lightning.reporting.curves import read
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node

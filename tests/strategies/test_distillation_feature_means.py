@@ -15,6 +15,8 @@ from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, FeatureSums
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.history import FILE as HISTORY
+from dpfl_lightning.federated.server.history import read as read_curves
 from dpfl_lightning.models.features import COUNT_WEIGHT, record_features
 from dpfl_lightning.models.nets import convnet
 from dpfl_lightning.privacy.accounting.accountant import EXACT
@@ -22,8 +24,6 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.reporting.curves import HISTORY
-from dpfl_lightning.reporting.curves import read as read_curves
 from dpfl_lightning.sets.distilled_set import DistilledSet
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.distillation import feature_means

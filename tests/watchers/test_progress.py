@@ -41,8 +41,8 @@ def test_the_plan_comes_first(show, tmp_path):
         "3 clients, 10 rounds, 1,234 model parameters, engine serial, device cpu, estimated time: 3 min 20 s"
     )
     assert lines[1] == (
-        "Guarantee: record level, add or remove one record; Poisson sampling; "
-        "RDP (Opacus, orders 1.1 to 1024); delta 0.001; noise keyed, not cryptographic"
+        "Guarantee: unit record; adjacency add or remove one record; sampling Poisson sampling; "
+        "accountant RDP (Opacus, orders 1.1 to 1024); delta 0.001; noise keyed, not cryptographic"
     )
     rows = [line.split() for line in lines if re.match(r"\s*\d+ ", line)][1:4]
     assert rows == [
@@ -132,7 +132,7 @@ def test_runs_and_clients_without_noise_have_no_privacy(show, tmp_path):
     for words in ("budget", "epsilon spent", "delta ", "max epsilon"):
         assert words not in text, words
     text = show([{}], {}, budgets=(1.0, 2.0, math.inf))
-    assert "max epsilon inf" in text and re.search(r"2 +10 +1.25 +no bound +no bound", text)
+    assert "max epsilon no bound" in text and re.search(r"2 +10 +1.25 +no bound +no bound", text)
 
 
 def test_an_unfinished_run_says_why_and_how_to_resume(show, tmp_path):

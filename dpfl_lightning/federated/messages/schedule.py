@@ -21,6 +21,11 @@ class RunSchedule:
     rounds: int
     reserve: int = 0
 
+    @property
+    def has_noise(self) -> bool:
+        """Whether any planned release has noise; a run without it is one without privacy."""
+        return any(one.noise_multiplier for client in self.clients for one in client.noised)
+
     def replan(self, change: Callable[[int, ClientSchedule], ClientSchedule]) -> RunSchedule:
         """The schedule in which `change(client, schedule)` replaces every client's schedule."""
         return dataclasses.replace(self, clients=tuple(change(i, c) for i, c in enumerate(self.clients)))

@@ -20,7 +20,6 @@ from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.model import Model, has_frozen
 from dpfl_lightning.runtime.files import PARTIAL, save_tensors, write_atomically, write_json, write_text
 
-HISTORY = "metrics.jsonl"  # the curves of the run: one line for each round
 _SEAL = 32  # bytes at the end of a checkpoint
 
 #: returns the clients' keyed digest (32 bytes) of a digest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.federated.messages.evaluation import Diagnostics, Score
-from dpfl_lightning.federated.server.folder import HISTORY
+from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.scores import in_words
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
@@ -186,10 +185,8 @@ class RunResult:
         measured are None. `pandas.DataFrame(result.history())` is a table. Empty if the folder of the run is not on
         this machine. More than 100 clients have no curves each.
         """
-        path = Path(self.output_dir) / HISTORY
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        rounds = [json.loads(line) for line in lines]
-        return [{"round": one["round"], **one["values"], "clients": one["clients"]} for one in rounds]
+        rounds = history.read(Path(self.output_dir) / history.FILE)
+        return [{"round": one.round, **one.values, "clients": one.clients} for one in rounds]
 
     def __repr__(self) -> str:
         ended = f"{'finished' if self.finished else 'not finished'} after {self.rounds} rounds"

@@ -1,6 +1,6 @@
 """Scores in words and tables, for the terminal, reports and MLflow: the requested metric beside its baseline.
 
-A result is a mapping as in `result.json`, or `vars` of a `RunResult`.
+A result is `vars` of a `RunResult`, or has its scores under the same names.
 """
 
 import math
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.text import at_most
 
 Result = Mapping[str, Any]
@@ -96,9 +97,9 @@ def bound(epsilon: float | None) -> str:
     return "no bound" if epsilon is None or math.isinf(epsilon) else at_most(epsilon)
 
 
-def stated(epsilon: float | None, delta: float) -> str:
+def stated(guarantee: Guarantee) -> str:
     """Format an epsilon with its delta."""
-    return bound(epsilon) + ("" if bound(epsilon) == bound(None) else f" at delta {at_most(delta)}")
+    return bound(guarantee.epsilon) + f" at delta {at_most(guarantee.delta)}" * math.isfinite(guarantee.epsilon)
 
 
 def _number(epsilon: float | None) -> float:
@@ -181,19 +182,10 @@ def known_values(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[f
     return {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
 
 
-def largest_epsilon(results: Sequence[Result]) -> str:
-    """Return the largest epsilon of any client of one of the results, with its delta; empty without a result."""
-    rows = [client for result in results for client in result["clients"]]
-    if not rows:
-        return ""
-    largest = max(rows, key=lambda one: _number(one["epsilon_spent"]))
-    return stated(largest["epsilon_spent"], largest["delta"])
-
-
 def seed_rows(seeds: Sequence[int], results: Sequence[Result], together: str) -> Rows:
-    """Return a row for each seed, and one for all, whose epsilon `together` is that of all runs composed."""
+    """Return a row for each seed, and one for all, whose largest epsilon `together` is that of all runs composed."""
     each = [
-        {"seed": str(seed), **score_cells([one]), "largest epsilon": largest_epsilon([one])}
+        {"seed": str(seed), **score_cells([one]), "largest epsilon": stated(one["guarantee"])}
         for seed, one in zip(seeds, results, strict=True)
     ]
     return aligned([*each, {"seed": "all", **score_cells(results), "largest epsilon": together}])

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.reading import read_json
+from dpfl_lightning.federated.server import history
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
-from dpfl_lightning.reporting.mlflow.sync import FIRST, headline
+from dpfl_lightning.reporting.mlflow.sync import FIRST
 from dpfl_lightning.runtime.text import flattened, without_credentials
 
 
@@ -99,17 +100,17 @@ class SeedsTracking(_Parent):
 
     _unharmed = "finished runs are kept"
 
-    def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float] | None) -> str:
+    def begin(self, name: str, folder: Path, options: Mapping[str, Any], budgets: Sequence[float]) -> str:
         """Start the parent run, or resume that of the same folder, and return its id."""
-        place, private = str(folder.resolve()), budgets is not None
+        place = str(folder.resolve())
         tags = {**self._tags, **description.program(), "output_dir": place, "status": "running"}
         run = {**options, "seed": None}
-        params = description.params(run, {"epsilon": description.epsilon_span(budgets or (), private)})
+        params = description.params(run, {"epsilon": description.epsilon_span(budgets)})
         with reported(self.store.uri):
             earlier = self.store.latest("output_dir", place)
             if earlier is not None and self.store.resume(earlier.info.run_id):
                 return earlier.info.run_id
-            usual = description.run_name(options["strategies"], budgets or (), private, options)
+            usual = description.run_name(options["strategies"], budgets, options)
             return self.store.begin(name or self.store.new_name(usual, params), tags, params, options)
 
     def end(self, run_id: str, folders: Sequence[Path], text: str, guarantee: Guarantee) -> None:
@@ -117,9 +118,9 @@ class SeedsTracking(_Parent):
         of all runs together."""
 
         def log() -> None:
-            runs, pending = [curves.read(folder / curves.FILE) for folder in folders], list[Metric]()
+            runs, pending = [history.read(folder / history.FILE) for folder in folders], list[Metric]()
             names = dict.fromkeys(name for one in runs[0] for name in one.values)
-            if first := headline(names):
+            for first in list(curves.score_curves(names).values())[:1]:
                 for step, (mean, _) in curves.over_seeds(runs, first).items():
                     pending.extend(metrics({f"{FIRST}/{first}": mean}, step))
             for name in names:

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.reading import read_json
+from dpfl_lightning.federated.server.history import FILE as HISTORY
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
@@ -17,7 +17,7 @@ from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, Distille
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head")
-_REPORTS = ("guarantees.json", "guarantee.html", "result.json", curves.FILE)
+_REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 FIRST = "headline"  # MLflow shows groups of charts by name, and charts without a group last
@@ -33,9 +33,9 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
     **Privacy** Sends options, released models, the ledger, and scores on held-out records, which no guarantee covers.
     Never sends a checkpoint or a key.
     """
-    run, about = run_files.read_run(folder), read_json(folder / description.FILE)
-    tracking = about.get("tracking", {})
-    sent = store.run_of(folder) or _begun(folder, store, run, about, tracking)
+    run = run_files.read_run(folder)
+    about, tracking = run.about, run.about.get("tracking", {})
+    sent = store.run_of(folder) or _begun(store, run, tracking)
     run_id, known = sent.info.run_id, last_steps(sent)
     points = [
         point
@@ -53,17 +53,18 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
     store.show({"metrics": sorted({p.key for p in points if p.key.startswith("test_") or p.key in _SHOWN})})
     store.log_metrics(run_id, points)
     if not running:
-        _end(folder, store, run_id, run, about)
+        _end(store, run_id, run)
         store.tag(run_id, head)  # the last: MLflow has everything
     return rounds
 
 
-def _begun(folder: Path, store: Store, run: RunFiles, about: Mapping[str, Any], tracking: Mapping[str, Any]) -> Run:
+def _begun(store: Store, run: RunFiles, tracking: Mapping[str, Any]) -> Run:
+    about = run.about
     tags = {
         **tracking.get("tags", {}),
         **about["tags"],
-        "output_dir": str(folder.resolve()),
-        "ledger_run": run_files.ledger_run(folder),
+        "output_dir": str(run.folder.resolve()),
+        "ledger_run": run_files.ledger_run(run.folder),
         "status": "running",
         "mlflow.note.content": description.markdown(about["notes"]),
     }
@@ -74,10 +75,10 @@ def _begun(folder: Path, store: Store, run: RunFiles, about: Mapping[str, Any], 
     return store.client.get_run(run_id)
 
 
-def _end(folder: Path, store: Store, run_id: str, run: RunFiles, about: Mapping[str, Any]) -> None:
+def _end(store: Store, run_id: str, run: RunFiles) -> None:
     """Send the status, and the files of a run that has finished."""
+    folder, about, result = run.folder, run.about, run.result
     ended = about["ended"] or {"status": "KILLED", "reason": "abandoned: its process is gone", "seconds": 1.0}
-    result = run.result
     guarantee = {} if result is None else description.claim(result.guarantee)
     note = {"mlflow.note.content": description.markdown(about["notes"], ended["reason"], result)}
     store.tag(run_id, {**guarantee, **note, "status": ended["reason"]})
@@ -101,21 +102,10 @@ def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None
     if result := run.result:
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
-    known = dict.fromkeys(name for one in values.values() for name, value in one.items() if value is not None)
-    if first := headline(known):
+    known = (name for one in values.values() for name, value in one.items() if value is not None)
+    for first in list(curves.score_curves(known).values())[:1]:
         values = {step: {**one, f"{FIRST}/{first}": one.get(first)} for step, one in values.items()}
     return values
-
-
-def headline(names: Iterable[str]) -> str | None:
-    """Return the curve of the first score: of the test set, else over held-out records; a metric, if any was asked for.
-
-    >>> headline(["test_loss", "test_accuracy", "test_auroc", "val_accuracy_mean"])
-    'test_auroc'
-    """
-    test = [name for name in names if name.startswith("test_")]
-    scores = test or [name for name in names if name.startswith("val_") and name.endswith("_mean")]
-    return min(scores, key=lambda name: ("loss" in name, "accuracy" in name), default=None)
 
 
 def _final(result: RunResult) -> dict[str, float | None]:

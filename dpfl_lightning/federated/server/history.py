@@ -1,0 +1,47 @@
+"""The curves of a run: one line for each round in `metrics.jsonl`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dpfl_lightning.config.reading import read_text
+from dpfl_lightning.errors import UserError
+
+FILE = "metrics.jsonl"
+
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: name of a curve -> value, and name -> client -> value; None where nothing was measured.
+
+    Curves begin with `test_` (test set), `train_` (releases, epsilon, speed) or `val_` (held-out records of clients).
+    `clients` is empty for more than 100 clients.
+    """
+
+    round: int
+    values: Values
+    clients: Mapping[str, Values]
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def read(path: Path) -> list[Round]:
+    """Read `metrics.jsonl`; a missing file has no rounds, and an unfinished last line is left out.
+
+    Raises UserError if the file is damaged.
+    """
+    from pydantic import TypeAdapter  # imported here, so that `--help` stays fast
+
+    if not path.is_file():
+        return []
+    advice = "Restore it, or delete it to go on without the curves of past rounds."
+    lines, kind = read_text(path, advice=advice).split("\n"), TypeAdapter(Round)
+    try:
+        return [kind.validate_json(line, strict=True) for line in lines[:-1]]
+    except ValueError:
+        must = "hold one JSON object for each round"
+        raise UserError(f"`{path}` must {must}, got a file that cannot be read. {advice}") from None
