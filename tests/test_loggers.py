@@ -30,6 +30,7 @@ def test_a_logger_has_the_parameters_and_the_curves_of_all_rounds(tmp_path):
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
     assert [(row["step"], row["test_accuracy"]) for row in rows] == [("1", "0.05"), ("2", "0.1")]
     assert float(rows[1]["val_accuracy/02"]) == pytest.approx(0.102)
+    assert rows[1]["headline/test_accuracy"] == "0.1", "TensorBoard shows this group before train_..."
     assert "num_params: '1234'" in Path(logger.log_dir, "hparams.yaml").read_text()
 
 

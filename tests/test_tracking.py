@@ -304,6 +304,18 @@ def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking,
     assert columns_of(tracking) == ["train_epsilon_max", "test_loss"]
 
 
+def test_without_a_test_set_the_page_of_runs_shows_the_metric_over_clients(new_tracking, only_run, folder):
+    view = a_view(folder)
+    view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, test_set=False))
+    scores = tuple(Score(0.5, 0.25, {"auroc": 0.75}) for _ in range(3))
+    start(tracking := new_tracking(), view)
+    tracking._send_at = 0.0
+    end_round(tracking, view, a_report(view, 1, client_scores=scores))
+    shown = columns_of(tracking)
+    assert shown.index("val_auroc_mean") < shown.index("val_accuracy_mean") and "headline/val_auroc_mean" not in shown
+    assert only_run().metrics["headline/val_auroc_mean"] == 0.75
+
+
 @pytest.mark.usefixtures("blank_figures")
 def test_a_net_that_cannot_be_logged_is_a_warning(new_tracking, only_run, folder):
     (folder / "model.pt").write_text("no tensors")

@@ -18,6 +18,7 @@ from dpfl_lightning.reporting import description
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.text import distinct
 
+HEADLINE = "headline"  # trackers show groups of charts by name, and MLflow charts without a group last
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
 
 
@@ -129,6 +130,16 @@ def score_curves(names: Iterable[str]) -> dict[str, str]:
     means = (name for name in listed if name.startswith("val_") and name.endswith("_mean"))
     found = test or {name.removeprefix("val_").removesuffix("_mean"): name for name in means}
     return {score: found[score] for score in sorted(found, key=lambda one: ("loss" in one, "accuracy" in one))}
+
+
+def with_headline(values: Values, names: Iterable[str]) -> dict[str, float | None]:
+    """Add the first score of a run with these curves again, as `headline/...`, of which trackers make the first chart.
+
+    >>> with_headline({"test_accuracy": 0.5}, ["test_accuracy"])
+    {'test_accuracy': 0.5, 'headline/test_accuracy': 0.5}
+    """
+    first = list(score_curves(names).values())[:1]
+    return {**values, **{f"{HEADLINE}/{name}": values.get(name) for name in first}}
 
 
 def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:

@@ -46,6 +46,7 @@ class Loggers(Callback):
     def _log(self, rounds: Sequence[history.Round]) -> None:
         for one in rounds:
             values = curves.with_clients(one) if self._per_client else one.values
+            values = curves.with_headline(values, one.values)
             known = {name: value for name, value in values.items() if value is not None}
             self._each("log_metrics", known, one.round)
 

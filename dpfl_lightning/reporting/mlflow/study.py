@@ -11,7 +11,6 @@ from dpfl_lightning.federated.server import history
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
-from dpfl_lightning.reporting.mlflow.sync import FIRST
 from dpfl_lightning.runtime.text import flattened, without_credentials
 
 
@@ -122,7 +121,7 @@ class SeedsTracking(_Parent):
             names = dict.fromkeys(name for one in runs[0] for name in one.values)
             for first in list(curves.score_curves(names).values())[:1]:
                 for step, (mean, _) in curves.over_seeds(runs, first).items():
-                    pending.extend(metrics({f"{FIRST}/{first}": mean}, step))
+                    pending.extend(metrics({f"{curves.HEADLINE}/{first}": mean}, step))
             for name in names:
                 if name.startswith(("test_", "val_", "train_epsilon_")):
                     for step, (mean, std) in curves.over_seeds(runs, name).items():

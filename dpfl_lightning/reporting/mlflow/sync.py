@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.federated.server.history import FILE as HISTORY
+from dpfl_lightning.federated.server.history import Values
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
@@ -20,8 +21,6 @@ _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
 _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
-FIRST = "headline"  # MLflow shows groups of charts by name, and charts without a group last
-_SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 
 
 def sync(folder: Path, store: Store, running: bool = False) -> int:
@@ -37,9 +36,10 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
     about, tracking = run.about, run.about.get("tracking", {})
     sent = store.run_of(folder) or _begun(store, run, tracking)
     run_id, known = sent.info.run_id, last_steps(sent)
+    of_rounds = _curves(run, bool(tracking.get("per_client")))
     points = [
         point
-        for step, values in _curves(run, bool(tracking.get("per_client"))).items()
+        for step, values in of_rounds.items()
         for point in metrics(values, step, about["exact_times"])
         if step > known.get(point.key, -1)
     ]
@@ -50,10 +50,10 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
         store.resume(run_id)
         store.tag(run_id, {"status": "running"})
     rounds = len({point.step for point in points})
-    store.show({"metrics": sorted({p.key for p in points if p.key.startswith("test_") or p.key in _SHOWN})})
+    store.show({"metrics": _shown(point.key for point in points)})
     store.log_metrics(run_id, points)
     if not running:
-        _end(store, run_id, run)
+        _end(store, run_id, run, of_rounds)
         store.tag(run_id, head)  # the last: MLflow has everything
     return rounds
 
@@ -75,7 +75,7 @@ def _begun(store: Store, run: RunFiles, tracking: Mapping[str, Any]) -> Run:
     return store.client.get_run(run_id)
 
 
-def _end(store: Store, run_id: str, run: RunFiles) -> None:
+def _end(store: Store, run_id: str, run: RunFiles, of_rounds: Mapping[int, Values]) -> None:
     """Send the status, and the files of a run that has finished."""
     folder, about, result = run.folder, run.about, run.result
     ended = about["ended"] or {"status": "KILLED", "reason": "abandoned: its process is gone", "seconds": 1.0}
@@ -90,7 +90,8 @@ def _end(store: Store, run_id: str, run: RunFiles) -> None:
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
         for name, figure in figures(run.rounds, result, distilled).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
-        scores = {key: value for key, value in _final(result).items() if key.startswith("test_") or key in _SHOWN}
+        last = of_rounds[result.rounds]
+        scores = {name: last[name] for name in _shown(last)}
         of_model = metrics(scores, result.rounds, about["exact_times"])
         tags = {**note, "ledger_head": json.dumps(result.ledger)}
         send_models(store, run_id, folder, tags, guarantee, of_model)
@@ -102,10 +103,15 @@ def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None
     if result := run.result:
         last = values.setdefault(result.rounds, {})
         last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
-    known = (name for one in values.values() for name, value in one.items() if value is not None)
-    for first in list(curves.score_curves(known).values())[:1]:
-        values = {step: {**one, f"{FIRST}/{first}": one.get(first)} for step, one in values.items()}
-    return values
+    known = [name for one in values.values() for name, value in one.items() if value is not None]
+    return {step: curves.with_headline(one, known) for step, one in values.items()}
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    """Return the curves that are columns of the table of runs, and metrics of a model: scores and largest epsilon."""
+    known = list(names)
+    columns = [*curves.score_curves(known).values(), "val_accuracy_min", "train_epsilon_max"]
+    return [name for name in columns if name in known]
 
 
 def _final(result: RunResult) -> dict[str, float | None]:
