@@ -72,6 +72,17 @@ def test_a_table_says_what_the_column_is(mistake):
     assert words in str(error.value)
 
 
+def test_a_table_whose_rows_come_twice():
+    twice = pandas.concat([TABLE, TABLE])
+    with pytest.warns(UserNotice, match="client oslo: 25 of 50 rows are copies of another row"):
+        Population.from_dataframe(twice, client="hospital", label="ill", features=["age"], num_classes=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = {"client": "hospital", "label": "ill", "features": ["age"], "num_classes": 2}
+        Population.from_dataframe(TABLE, **options)
+        Population.from_dataframe(twice[["hospital", "age", "ill"]], **options)  # equal rows may be other people's
+
+
 def test_a_model_without_values():
     with torch.device("meta"):
         net = torch.nn.Linear(2, 2)

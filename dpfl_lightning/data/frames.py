@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpfl_lightning.config.names import check_columns, check_names
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, warn_user
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -254,6 +254,7 @@ class Columns:
             require(missing == 0, f"{table.key}: {name}", must, f"{missing} without one", "Leave these rows out.")
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
+        _warn_of_copies(table)
         return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
 
     def _inputs_of(self, name: str, table: Table) -> list[np.ndarray]:
@@ -295,6 +296,15 @@ class Columns:
         advice = "Nearly every row has another whole number, as an identifier has: leave it out." if unique else scaling
         must = "have numbers of the scale of the other columns"
         require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
+
+
+def _warn_of_copies(table: Table) -> None:
+    """Warn of rows that equal another one in all columns, if a column tells nearly all other rows apart."""
+    rows = table.frame.drop_duplicates()
+    copies = len(table.frame) - len(rows)
+    if copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows):
+        means = "the guarantee is for one of them, and k rows of a person have up to k times its epsilon"
+        warn_user(f"{table.key}: {copies} of {len(table.frame)} rows are copies of another row: {means}; remove them")
 
 
 def _is_day(text: Any) -> bool:
