@@ -165,3 +165,44 @@ def test_facts_that_changed_after_the_plan_are_refused_by_the_node(aarhus, tmp_p
     ):
         accept.accept(other, terms)
     assert other.reserved() == (0, 0) and state.reserved() == (0, 0)
+
+
+def population_with(folder, aarhus, table, **given):
+    """The population of a server whose test table is this one, with the site of Aarhus."""
+    table.to_csv(folder / "test.csv", index=False, sep=";")
+    test = {"file": str(folder / "test.csv"), "read": {"sep": ";"}}
+    arguments = {**GIVEN, "held_out": 0.2, **given, "test": test}
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
+    model = {"model": {"name": "logistic"}, "clients": {"count": 1}}
+    options = from_mapping({"data": data, "privacy": {"epsilon": 2}, **model})
+    return planning_loop(options, [aarhus[1]]).clients.population
+
+
+@pytest.mark.parametrize("given", [{}, {"features": FEATURES[::-1]}], ids=["by name", "features in another order"])
+def test_the_servers_test_table_has_the_columns_of_the_sites(given, aarhus, tmp_path):
+    people = population_with(tmp_path, aarhus, TABLE[TABLE.columns[::-1]].assign(ward="B2"), **given)
+    site = site_population(aarhus[0].settings())[0]
+    x, y = people.test_records()
+    assert (x == site.x).all() and (y == site.y).all() and people.feature_names == site.feature_names
+
+
+@pytest.mark.parametrize(
+    ("table", "given", "words"),
+    [
+        (TABLE.drop(columns="crp"), {}, r"`features` must name columns of the table .*got 'crp'"),
+        (
+            TABLE,
+            {"features": FEATURES[:4], "categories": {}},
+            "`test set` .*like those of the sites, got 'no columns sex",
+        ),
+        (TABLE, {"classes": ["yes", "no"]}, r"`test set` must .*classes \[.yes., .no.\] instead of \[.no., .yes.\]"),
+        (TABLE, inner("scale", age=[60, 20]), r"`test set` .*age: \[60.0, 20.0\]\} instead of \{age: \[50.0"),
+        (TABLE, {"units": {"creatinine": "umol/l"}}, r"`test set` .*creatinine: umol/l\} instead of"),
+        (TABLE.replace("F", "W"), {}, r"`test: sex` must hold the given categories only, .*got 'W'"),
+        (TABLE.assign(age=TABLE.age.where(TABLE.age > 40)), {}, "`test: age` must have no missing value"),
+    ],
+    ids=["missing column", "fewer features", "order of classes", "scale", "unit", "another category", "gap"],
+)
+def test_a_test_table_that_does_not_fit_is_refused_by_name(table, given, words, aarhus, tmp_path):
+    with pytest.raises(UserError, match=words):
+        population_with(tmp_path, aarhus, table, **given)
