@@ -292,7 +292,8 @@ class Columns:
         name = self.inputs[worst].removesuffix(" (scaled)")
         far = bool(sizes[worst] > _MOST_SCALE * usual)
         column = table.frame.get(name)
-        unique = column is not None and column.nunique() > 0.9 * len(column) and (column == column.round()).all()
+        numeric = column is not None and name not in self.dates
+        unique = numeric and column.nunique() > 0.9 * len(column) and (column == column.round()).all()
         scaling = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
         advice = "Nearly every row has another whole number, as an identifier has: leave it out." if unique else scaling
         must = "have numbers of the scale of the other columns"
