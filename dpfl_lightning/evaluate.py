@@ -98,8 +98,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     assert population is not None  # for mypy
     if at_sites:  # their held-out records are not here
         none = [population.held_out_of[0][:0] for _ in model_of]
-        names = tuple(str(row.get("name", client)) for client, row in enumerate(saved["clients"]))
-        population = dataclasses.replace(population, train_of=none, held_out_of=none, names=names)
+        called = tuple(str(row.get("name", client)) for client, row in enumerate(saved["clients"]))
+        population = dataclasses.replace(population, train_of=none, held_out_of=none, names=called)
     module = build_module(options, population)
     check_fits(module, population)
     header = ClientFolder(run).header()
