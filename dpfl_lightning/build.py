@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
-from dpfl_lightning.config.options import OWN_DATA, ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.options import OWN_DATA, ClientOptions, DataOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.frames import OF_A_TABLE, table_of
 from dpfl_lightning.data.own import own_population
 from dpfl_lightning.errors import require, require_one_of, require_whole, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -68,15 +69,21 @@ def build_population(options: Options) -> Population:
     return Population.partitioned(dataset, num_clients=count, seed=options.seed, **values)
 
 
+def of_table(data: DataOptions) -> bool:
+    return data.class_path is not None and data.class_path.endswith("Population.from_dataframe")
+
+
 def build_test_set(options: Options) -> Population | None:
     """Return a population with the test set of a run over sites; None if a table has none. It needs no `df`."""
     data = options.data
     if data.class_path is None:
         return build_population(options)
-    if data.class_path.endswith("Population.from_dataframe"):
+    if of_table(data):
         if (test := data.init_args.get("test")) is None:
             return None
-        data = dataclasses.replace(data, init_args={**data.init_args, "df": test, "client": None})
+        table = table_of(test, "test", **{name: data.init_args.get(name) or {} for name in OF_A_TABLE})
+        given = {**data.init_args, "df": table, "test": table, "client": None}
+        return own_population(data.class_path, given, data.population_args, None)
     clients = dataclasses.replace(options.clients, count=None)
     return build_population(dataclasses.replace(options, data=data, clients=clients))
 

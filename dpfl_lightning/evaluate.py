@@ -97,8 +97,9 @@ def evaluate_run(options: Options, run: Path) -> dict:
     require(population is not None, "data.init_args.test", "be given to score models of a run over sites", None)
     assert population is not None  # for mypy
     if at_sites:  # their held-out records are not here
-        none = [held_out[:0] for held_out in population.held_out_of]
-        population = dataclasses.replace(population, held_out_of=none)
+        none = [population.held_out_of[0][:0] for _ in model_of]
+        called = tuple(str(row.get("name", client)) for client, row in enumerate(saved["clients"]))
+        population = dataclasses.replace(population, train_of=none, held_out_of=none, names=called)
     module = build_module(options, population)
     check_fits(module, population)
     header = ClientFolder(run).header()

@@ -75,7 +75,7 @@ data:
     categories:{categories}
     dates:{dates}
     fill: {{}}  # public values in place of missing ones, as in {{{column}: 1}}
-    held_out: 0  # of sites, whose models are scored on the server's test table; 0.2 in a simulation
+    held_out: {held_out}  # 0 at sites, whose models are scored on the server's test table; 0.2 in a simulation
 """
 
 _SITE = """\
@@ -147,13 +147,14 @@ def _for_tables(paths: Sequence[Path], folder: Path) -> dict[str, str]:
     label = likely_label(columns)
     candidates = ", ".join(one.name for one in columns if one.may_be_label)
     inputs = [one for one in columns if one.name != label]
-    numbers = [one for one in inputs if one.kind == "number"]
+    numbers = [one for one in inputs if one.kind in ("number", "date")]
     shared = _DATA.format(
         label=f"{inline(label, unicode=True)}  # the outcome; of few values are {candidates}",
         drop=inline([one.name for one in inputs if one.kind == "other"], unicode=True),
-        scale=_unfilled(numbers, "public mean and standard deviation, as in [60, 15]"),
+        scale=_unfilled(numbers, "public mean and standard deviation, as in [60, 15]; of dates in days"),
         categories=_unfilled([one for one in inputs if one.kind == "category"], "public values, as in [a, b]"),
         dates=_unfilled([one for one in inputs if one.kind == "date"], 'a public first day, as in "2020-01-01"'),
+        held_out=0 if len(paths) == 1 else 0.2,
         column=inline((numbers or columns)[0].name, unicode=True),
     )
     files = {path: os.path.relpath(path, folder) for path in paths}

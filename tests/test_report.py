@@ -103,6 +103,17 @@ def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     assert seeds["y"] == [0.05, 0.1, 0.15, 0.2] and seeds["x"] == pytest.approx([0.3, 0.6, 0.9, 1.2])
 
 
+def test_confusion_and_calibration_on_the_test_set_are_shown(tmp_path):
+    tables = {"confusion": [[90, 2], [5, 3]], "calibration": [[80, 0.05, 0.04], [20, 0.4, 0.25]]}
+    given = {"data": {"class_path": "x.y", "init_args": {"classes": ["alive", "died"]}}}
+    page = report([a_folder(tmp_path / "run", test_tables=tables, options=given)])
+    confusion = "Confusion on the test set label predicted alive predicted died alive 90 2 died 5 3"
+    assert confusion in words(page) and 'alt="calibration"' in page
+    numbered = words(report([a_folder(tmp_path / "other", test_tables=tables)]))
+    assert "label predicted 0 predicted 1 0 90 2 1 5 3" in numbered
+    assert "Confusion" not in words(report([a_folder(tmp_path / "without")]))
+
+
 def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
     simulated = a_folder(tmp_path / "simulated", simulated=True)
     bare = a_folder(tmp_path / "bare", options={"privacy": None})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _READ = ("sep", "decimal", "thousands", "encoding", "na_values", "date_format")
 MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
-_OF_A_TABLE = ("read", "replace", "rename")
+OF_A_TABLE = ("read", "replace", "rename")
 _MOST_SCALE = 100  # of a column, in units of the other columns
 
 
@@ -113,10 +113,12 @@ def _as_text(value: Any) -> str:
 
 def table_of(given: Any, key: str, **usual: Any) -> Table:
     """Return the table of a DataFrame, a path, or {file, read, replace, rename}, which come before the `usual` ones."""
+    if isinstance(given, Table):
+        return given
     own = dict(given) if isinstance(given, Mapping) else {"file": given}
-    unknown = own.keys() - {"file", *_OF_A_TABLE}
-    require(not unknown and "file" in own, key, f"have file, {', '.join(_OF_A_TABLE)}", ", ".join(own))
-    options = {name: {**usual.get(name, {}), **own.get(name, {})} for name in _OF_A_TABLE}
+    unknown = own.keys() - {"file", *OF_A_TABLE}
+    require(not unknown and "file" in own, key, f"have file, {', '.join(OF_A_TABLE)}", ", ".join(own))
+    options = {name: {**usual.get(name, {}), **own.get(name, {})} for name in OF_A_TABLE}
     return Table(own["file"], key, **options)
 
 
@@ -167,7 +169,7 @@ class Columns:
         require(client not in self.labels, "label", "be another column than client", self.label)
         (first_name, first), *others = tables.items()
         require_columns(first.frame, self.labels, "label")
-        for key, names in (("features", self.features or ()), ("drop", self.drop)):
+        for key, names in (("features", self.features or ()), ("drop", self.drop if self.features is None else ())):
             listed = isinstance(names, Sequence) and not isinstance(names, str)
             require(listed, key, "be a list of columns", names)
             require_columns(first.frame, names, key)
@@ -291,7 +293,8 @@ class Columns:
         name = self.inputs[worst].removesuffix(" (scaled)")
         far = bool(sizes[worst] > _MOST_SCALE * usual)
         column = table.frame.get(name)
-        unique = column is not None and column.nunique() > 0.9 * len(column) and (column == column.round()).all()
+        numeric = column is not None and name not in self.dates
+        unique = numeric and column.nunique() > 0.9 * len(column) and (column == column.round()).all()
         scaling = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
         advice = "Nearly every row has another whole number, as an identifier has: leave it out." if unique else scaling
         must = "have numbers of the scale of the other columns"

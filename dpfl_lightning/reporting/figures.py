@@ -25,6 +25,7 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
         "accuracy_of_groups": _groups_figure(rounds, result),
         "epsilon_over_rounds": _epsilon_figure(rounds),
         "accuracy_over_budget": _budget_figure(result),
+        "calibration": _calibration_figure(result),
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
         "participation": _participation_figure(result),
@@ -93,6 +94,22 @@ def _budget_figure(result: RunResult) -> Figure | None:
         log_scale(axes, "x")
     for budget, accuracy, name in points if len(points) <= MOST_CLIENTS else []:
         axes.annotate(name, (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
+    return figure
+
+
+def _calibration_figure(result: RunResult) -> Figure | None:
+    """Draw how often the stated probabilities were right on the test set; the area is the number of records."""
+    if not (bins := result.test_tables.get("calibration")):
+        return None
+    several = len(result.test_tables["confusion"]) > 2
+    stated = f"stated probability of {'the predicted class' if several else 'class 1'}"
+    figure, axes = new_axes("Calibration on the test set", stated, "how often it was right")
+    figure.set_size_inches(5.5, 5.5)
+    counts, x, y = zip(*bins, strict=True)
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=1, linestyle="--", zorder=1)
+    axes.plot(x, y, linewidth=1)
+    axes.scatter(x, y, [20 + 400 * count / sum(counts) for count in counts], alpha=0.6)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
     return figure
 
 

@@ -91,6 +91,7 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
         "no_curves": any(run.result is not None and run.result.rounds and not run.rounds for run in group.runs),
         "clients": rows_of(client_columns(results))[:_MOST_ROWS] if results else [],
         "more": max(0, max((len(result["clients"]) for result in results), default=0) - _MOST_ROWS),
+        "confusion": _confusion(group.runs[0]) if len(group.runs) == 1 else [],
         "figures": _figures(group.runs[0]) if len(group.runs) == 1 else {},
     }
 
@@ -198,6 +199,18 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
         }
         rows.append({"run": name, "score": score, **values, **parts})
     return aligned(rows)
+
+
+def _confusion(run: RunFiles) -> Rows:
+    """Return a row for each label, with the number of test records for each prediction."""
+    counts = [] if run.result is None else run.result.test_tables.get("confusion", [])
+    given = ((run.options.get("data") or {}).get("init_args") or {}).get("classes") or ()
+    names = list(map(str, given if len(given) == len(counts) else range(len(counts))))
+    of_labels = zip(names, counts, strict=True)
+    return [
+        {"label": name, **{f"predicted {one}": str(n) for one, n in zip(names, row, strict=True)}}
+        for name, row in of_labels
+    ]
 
 
 def _figures(run: RunFiles) -> dict[str, str]:

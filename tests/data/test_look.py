@@ -56,7 +56,7 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
     shared, own = ((tmp_path / "mine" / f"{name}.yaml").read_text() for name in ("data", "site"))
     given = yaml.safe_load(shared)["data"]["init_args"]
     assert given["label"] == "died" and given["drop"] == ["patient"] and given["classes"] is None
-    assert given["scale"] == {"age": None, "größe": None, "crp": None} and given["dates"] == {"day": None}
+    assert given["scale"] == dict.fromkeys(["day", "age", "größe", "crp"]) and given["dates"] == {"day": None}
     assert given["categories"] == {"sex": None} and given["fill"] == {}
     assert not re.search(r"never|\bF\b|12\.5|\b30\b", shared), "no value of a row, and no count"
     assert "#   sex: F 30, M 30" in own and "never" in own
@@ -71,7 +71,10 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
 #: what is filled in, one after the other -> the refusal before
 FILLED = {
     "categories": ({"sex": ["F", "M"]}, "`categories: sex` must be a list of different values"),
-    "scale": ({"age": [50, 20], "größe": [1.7, 0.1], "crp": [12, 5]}, "`scale: age` must be the public mean"),
+    "scale": (
+        {"age": [50, 20], "größe": [1.7, 0.1], "crp": [12, 5], "day": [30, 20]},
+        "`scale: day` must be the public mean",
+    ),
     "dates": ({"day": "2022-01-01"}, "`dates: day` must be a day YYYY-MM-DD"),
     "fill": ({"crp": 12}, r"`df: crp` must have no missing value, got 30. Fill them with a public value"),
     "classes": (["no", "never", "yes"], r"Name the classes, a public fact"),

@@ -98,6 +98,7 @@ REFUSED = {
         {"df": {"a": TABLE.assign(dose=[1e6, 2e6] * 20)}},
         r"scale: {dose: \[mean, std\]}",
     ),
+    "unscaled days": ({"scale": {}, "dates": {"day": "1900-01-01"}}, r"day` .*scale: {day: \[mean, std\]}"),
     "other columns": (
         {"df": {"a": TABLE, "b": TABLE.assign(sodium=1.0).drop(columns="age")}},
         r"`client b` must have the columns of client a, got .*no columns \['age'\] and also \['sodium'\]",

@@ -82,3 +82,38 @@ def test_scores_do_not_depend_on_a_finite_loss(population):
     population = replace(population, test=None)
     scores = evaluate(module, population, ClientModels(torch.stack([always(0), always(1)]), (0, 1)))
     assert scores.test.accuracy == 0.875 and math.isnan(scores.test.loss)
+
+
+class Given(nn.Module):
+    """Its inputs are its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_the_test_set_has_a_confusion_table_and_a_calibration_curve():
+    p = torch.tensor([0.05, 0.08, 0.72, 0.76, 0.78, 0.74])
+    y = torch.tensor([0, 1, 1, 1, 0, 1])
+    population = Population.from_datasets([(p[:, None], y)], test=(p.logit()[:, None], y), num_classes=2)
+    scores = evaluate(ClientModule(Given()), population, ClientModels(torch.ones(1, 1), (0,)))
+    assert scores.test.tables["confusion"] == [[1, 1], [1, 3]], "rows are labels, columns are predictions"
+    few, many = scores.test.tables["calibration"]
+    assert few == pytest.approx([2, 0.065, 0.5]) and many == pytest.approx([4, 0.75, 0.75])
+    assert all(not one.tables for one in scores.clients), "a table of private records would be a release"
+    at_clients = replace(population, test=None)
+    assert not evaluate(ClientModule(Given()), at_clients, ClientModels(torch.ones(1, 1), (0,))).test.tables
+
+
+def test_several_classes_are_calibrated_by_the_probability_of_the_predicted_one():
+    probabilities = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.65, 0.25], [0.05, 0.9, 0.05]])
+    y = torch.tensor([0, 2, 1])
+    population = Population.from_datasets([(probabilities, y)], test=(probabilities.log(), y), num_classes=3)
+    scores = evaluate(ClientModule(Given()), population, ClientModels(torch.ones(1, 1), (0,)))
+    assert scores.test.tables["confusion"] == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
+    assert scores.test.tables["calibration"] == [pytest.approx(one) for one in ([2, 0.625, 0.5], [1, 0.9, 1.0])]
+    two_models = ClientModels(torch.ones(2, 1), (0,))
+    assert evaluate(ClientModule(Given()), population, two_models).test.tables, "one of which is used"

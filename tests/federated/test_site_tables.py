@@ -3,12 +3,15 @@
 import numpy as np
 import pandas
 import pytest
+from sites import over
 
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.sites.exchange import Site
 from dpfl_lightning.sites.node import accept
 from dpfl_lightning.sites.node.records import settings_of, site_population
+from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server.deploy import export, planning_loop
 
 ROWS = 60
@@ -118,13 +121,17 @@ def aarhus(tmp_path_factory):
     return site_with(tmp_path_factory.mktemp("aarhus"), "aarhus", TABLE, {}, {})
 
 
-def planned(folder, sites: list[Site]):
-    """Plan a run over the sites, and write it for them."""
-    data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": GIVEN}
+def server(folder, **given):
+    """The options of a server."""
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": {**GIVEN, **given}}
     privacy = {"epsilon": 2, "delta": 1e-3, "accountant": "rdp"}
     more = {"model": {"name": "logistic"}, "clients": {"count": 2, "batch_size": 20}, "rounds": 1, "tracking": None}
-    options = from_mapping({"data": data, "privacy": privacy, "output_dir": str(folder / "run"), **more})
-    return export(planning_loop(options, sites), sites, str(folder / "plan.json"))
+    return from_mapping({"data": data, "privacy": privacy, "output_dir": str(folder / "run"), **more})
+
+
+def planned(folder, sites: list[Site], **given):
+    """Plan a run over the sites, and write it for them."""
+    return export(planning_loop(server(folder, **given), sites), sites, str(folder / "plan.json"))
 
 
 @pytest.mark.parametrize("case", MATCHED)
@@ -165,3 +172,62 @@ def test_facts_that_changed_after_the_plan_are_refused_by_the_node(aarhus, tmp_p
     ):
         accept.accept(other, terms)
     assert other.reserved() == (0, 0) and state.reserved() == (0, 0)
+
+
+def test_a_run_over_tables_is_scored_again_with_the_columns_of_the_sites(tmp_path):
+    order = {"features": ["sex", "day", "crp", "creatinine", "age"]}
+    made = [site_with(tmp_path, name, TABLE, {}, order) for name in ("aarhus", "bergen")]
+    TABLE.assign(ward="B2").to_csv(tmp_path / "test.csv", index=False)
+    given = {"test": str(tmp_path / "test.csv")}
+    terms = planned(tmp_path, [site for _, site in made], **given)
+    for state, _ in made:
+        accept.accept(state, terms)
+    nodes = [Node(state, accept.open_study) for state, _ in made]
+    result = over(nodes, terms, server(tmp_path, **given)).run()
+    options, _ = load(["--config", str(tmp_path / "run" / "options.yaml")])
+    again = evaluate_run(options, tmp_path / "run")
+    assert again["test_loss"] == pytest.approx(result.test_loss)
+    assert [one["name"] for one in again["clients"]] == ["aarhus", "bergen"]
+    for node in nodes:
+        node.close()
+
+
+def population_with(folder, aarhus, table, **given):
+    """The population of a server whose test table is this one, with the site of Aarhus."""
+    table.to_csv(folder / "test.csv", index=False, sep=";")
+    test = {"file": str(folder / "test.csv"), "read": {"sep": ";"}}
+    arguments = {**GIVEN, "held_out": 0.2, **given, "test": test}
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
+    model = {"model": {"name": "logistic"}, "clients": {"count": 1}}
+    options = from_mapping({"data": data, "privacy": {"epsilon": 2}, **model})
+    return planning_loop(options, [aarhus[1]]).clients.population
+
+
+@pytest.mark.parametrize("given", [{}, {"features": FEATURES[::-1]}], ids=["by name", "features in another order"])
+def test_the_servers_test_table_has_the_columns_of_the_sites(given, aarhus, tmp_path):
+    people = population_with(tmp_path, aarhus, TABLE[TABLE.columns[::-1]].assign(ward="B2"), **given)
+    site = site_population(aarhus[0].settings())[0]
+    x, y = people.test_records()
+    assert (x == site.x).all() and (y == site.y).all() and people.feature_names == site.feature_names
+
+
+@pytest.mark.parametrize(
+    ("table", "given", "words"),
+    [
+        (TABLE.drop(columns="crp"), {}, r"`features` must name columns of the table .*got 'crp'"),
+        (
+            TABLE,
+            {"features": FEATURES[:4], "categories": {}},
+            "`test set` .*like those of the sites, got 'no columns sex",
+        ),
+        (TABLE, {"classes": ["yes", "no"]}, r"`test set` must .*classes \[.yes., .no.\] instead of \[.no., .yes.\]"),
+        (TABLE, inner("scale", age=[60, 20]), r"`test set` .*age: \[60.0, 20.0\]\} instead of \{age: \[50.0"),
+        (TABLE, {"units": {"creatinine": "umol/l"}}, r"`test set` .*creatinine: umol/l\} instead of"),
+        (TABLE.replace("F", "W"), {}, r"`test: sex` must hold the given categories only, .*got 'W'"),
+        (TABLE.assign(age=TABLE.age.where(TABLE.age > 40)), {}, "`test: age` must have no missing value"),
+    ],
+    ids=["missing column", "fewer features", "order of classes", "scale", "unit", "another category", "gap"],
+)
+def test_a_test_table_that_does_not_fit_is_refused_by_name(table, given, words, aarhus, tmp_path):
+    with pytest.raises(UserError, match=words):
+        population_with(tmp_path, aarhus, table, **given)

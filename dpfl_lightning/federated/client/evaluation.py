@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
-from dpfl_lightning.federated.client.metrics import Metrics
+from dpfl_lightning.federated.client.metrics import Metrics, Tables
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
@@ -43,7 +43,9 @@ def evaluate(
         scored = [client for client in group if population.num_held_out[client]]
         held_out = [population.held_out_of[client] for client in scored]
         test = population.test if population.test is not None else population.held_out_of[group[0]][:0]
-        on_test, *on_held_out = _scores(module, model, population, [test, *held_out], engine)
+        on_test, *on_held_out = _scores(
+            module, model, population, [test, *held_out], engine, population.test is not None
+        )
         for client in group:
             tests[client] = on_test
         for client, score in zip(scored, on_held_out, strict=True):
@@ -96,15 +98,24 @@ def of_records(losses: Tensor, task: Task, output: Tensor, y: Tensor) -> Tensor:
 
 
 def _scores(
-    module: ClientModule, model: Tensor, population: Population, sets: Sequence[Tensor], engine: Engine
+    module: ClientModule,
+    model: Tensor,
+    population: Population,
+    sets: Sequence[Tensor],
+    engine: Engine,
+    tables_of_first: bool,
 ) -> list[Score]:
-    """Scores of one model on several sets of rows, which may overlap. Few outputs are held at once."""
+    """Scores of one model on several sets of rows, which may overlap. Few outputs are held at once.
+
+    The first set has tables if it is a test set: of private records they would be a release.
+    """
     rows, place = torch.cat(list(sets)).unique(return_inverse=True)
     if len(rows) == 0:
         return [_NOTHING] * len(sets)
     sizes = torch.tensor([len(one) for one in sets], device=rows.device)
     places, values = place.split(sizes.tolist()), []
     metrics: list[Metrics] = []
+    tables: Tables | None = None
     for first, some_rows in _batches(rows, population, engine):
         output, y = engine.outputs(model, some_rows), population.y[some_rows]
         task = module.task or module.infer_task(output, y, population.num_classes)
@@ -113,17 +124,26 @@ def _scores(
         with torch.inference_mode():
             of_each = module.reported_loss(model, population.x, some_rows, output, y)
             values.append(of_records(of_each, task, output, y))
+            if tables_of_first:
+                tables = tables or Tables(task, population.num_classes)
+                inside = _inside(places[0], first, len(some_rows))
+                tables.update(output[inside], y[inside])
             for metric, in_set in zip(metrics, places, strict=True) if names else ():
-                inside = in_set[(in_set >= first) & (in_set < first + len(some_rows))] - first
+                inside = _inside(in_set, first, len(some_rows))
                 if len(inside):
                     metric.update(output[inside], y[inside])
     of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)
     sums = values[0].new_zeros(3, len(sets)).index_add_(1, of_set, torch.cat(values, dim=1)[:, place])
     losses, accuracies = (sums[0] / sizes).tolist(), (sums[1] / sums[2]).tolist()  # 0 / 0 is NaN
-    return [
+    scores = [
         Score(finite_or_none(accuracy), loss, metric.values(), metric.undefined()) if size else _NOTHING
         for accuracy, loss, metric, size in zip(accuracies, losses, metrics, sizes.tolist(), strict=True)
     ]
+    return scores if tables is None else [dataclasses.replace(scores[0], tables=tables.values()), *scores[1:]]
+
+
+def _inside(places: Tensor, first: int, count: int) -> Tensor:
+    return places[(places >= first) & (places < first + count)] - first
 
 
 def _batches(rows: Tensor, population: Population, engine: Engine) -> Iterator[tuple[int, Tensor]]:
@@ -141,4 +161,5 @@ def _mean(scores: Sequence[Score]) -> Score:
     accuracies = [one.accuracy for one in scored if one.accuracy is not None]
     metrics = mean_metrics(one.metrics for one in scored)
     losses = [one.loss for one in scored if not math.isnan(one.loss)] or [math.nan]
-    return Score(fmean(accuracies) if accuracies else None, fmean(losses), metrics)
+    tables = scored[0].tables if all(one is scored[0] for one in scored) else {}  # of one model
+    return Score(fmean(accuracies) if accuracies else None, fmean(losses), metrics, tables=tables)

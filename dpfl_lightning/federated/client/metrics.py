@@ -19,6 +19,7 @@ from dpfl_lightning.models.tasks import IGNORED, Task, class_logits
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 _ALONE: dict[str, Any] = {"sync_on_compute": False}  # only rank 0 evaluates
+_MOST_SHOWN, _BINS = 20, 10  # classes of a confusion table, and bins of a calibration curve
 _CLASSES = ("binary", "multiclass", "multilabel")
 
 
@@ -116,6 +117,45 @@ class Metrics:
             name: _UNDEFINED.get(name, "do not define it") if self._finite else "have outputs that are not finite"
             for name in missing
         }
+
+
+class Tables:
+    """What a test set shows of a classifier of at most 20 classes: its confusion, and whether it is calibrated."""
+
+    def __init__(self, task: Task, num_classes: int) -> None:
+        self._task, self._classes = task, max(num_classes, 2)
+        self._shown = task.name in ("binary", "multiclass") and num_classes <= _MOST_SHOWN
+        self._confusion = torch.zeros(self._classes**2, dtype=torch.long)
+        self._bins = torch.zeros(3, _BINS, dtype=torch.float64)
+
+    def update(self, output: Tensor, y: Tensor) -> None:
+        """Take in the outputs `[B, ...]` for the labels `y [B, ...]`."""
+        logits = class_logits(self._task.as_logits(output), y).double().cpu()
+        if not self._shown or not logits.isfinite().all():
+            self._shown = False
+            return
+        shares, labels = logits.flatten(1).softmax(dim=1), y.flatten().long().cpu()
+        predicted = shares.argmax(dim=1)
+        places = labels * self._classes + predicted.clamp(max=self._classes - 1)
+        self._confusion += places.bincount(minlength=self._classes**2)
+        of_two = self._task.name == "binary"
+        stated = shares[:, 1] if of_two else shares.amax(dim=1)
+        right = (labels if of_two else predicted == labels).double()
+        places = (stated * _BINS).long().clamp(max=_BINS - 1)
+        self._bins.index_add_(1, places, torch.stack([torch.ones_like(stated), stated, right]))
+
+    def values(self) -> dict[str, list]:
+        """Return counts `confusion` [label][prediction], and for bins of ten percent that have records `calibration`.
+
+        That is their number, the mean stated probability of class 1 (of several classes: of the predicted one), and
+        how often it was right. Empty for other tasks.
+        """
+        if not self._shown:
+            return {}
+        count, *sums = self._bins[:, self._bins[0] > 0]
+        of_bins = zip(count.tolist(), *((one / count).tolist() for one in sums), strict=True)
+        confusion = self._confusion.view(self._classes, self._classes).tolist()
+        return {"confusion": confusion, "calibration": [list(one) for one in of_bins]}
 
 
 def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

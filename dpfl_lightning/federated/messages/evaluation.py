@@ -23,12 +23,14 @@ class Score:
 
     Accuracy is the share of right predictions: of records, labels (multilabel), pixels or tokens. `metrics` have None
     where the records do not define a value, and `undefined` says why: "the records ..." is completed by its words.
+    `tables` are of a test set alone, see `Tables.values`.
     """
 
     accuracy: float | None
     loss: float
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     undefined: Mapping[str, str] = field(default_factory=dict)
+    tables: Mapping[str, list] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

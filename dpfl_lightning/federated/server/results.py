@@ -134,6 +134,7 @@ class RunResult:
         at_sites: whether records are at the nodes of sites, so that models have no scores on held-out records.
         baseline: accuracy and metrics of the best constant prediction on the same records as the test scores.
         undefined: why a test metric is None, in words.
+        test_tables: confusion and calibration on the test set, see `Score`, if clients share one classifier.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: what strategies and the run report of the last round.
@@ -160,6 +161,7 @@ class RunResult:
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
     baseline: Mapping[str, float | None] = field(default_factory=dict)
     undefined: Mapping[str, str] = field(default_factory=dict)
+    test_tables: Mapping[str, list] = field(default_factory=dict)
     test_set: bool = True
     task: str = ""
     simulated: bool = False

@@ -452,6 +452,7 @@ class RunSession:
             model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
             baseline={} if scores is None else dict(scores.baseline),
             undefined={} if scores is None else dict(scores.test.undefined),
+            test_tables={} if scores is None else dict(scores.test.tables),
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
             **_on_test(scores),

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import dpfl_lightning
-from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set
+from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set, of_table
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
@@ -79,8 +79,18 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     )
 
 
+def with_columns(options: Options, sites: Sequence[Site]) -> Options:
+    """Return options whose test table has the columns of the sites in their order, unless others are named."""
+    columns, given = sites[0].schema.get("columns"), options.data.init_args
+    if columns is None or not of_table(options.data) or sorted(given.get("features") or columns) != sorted(columns):
+        return options
+    data = dataclasses.replace(options.data, init_args={**given, "features": list(columns)})
+    return dataclasses.replace(options, data=data)
+
+
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
     """Return the loop of a configuration over these sites, to plan the run only."""
+    options = with_columns(options, sites)
     return build_loop(options, population=remote_population(options, sites))
 
 
@@ -101,6 +111,7 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     """
     terms = sites.terms
     check_version(terms)
+    options = with_columns(options, terms.sites)
     remote = functools.partial(RemoteClients, sites=sites)
     loop = build_loop(options, more, remote_population(options, terms.sites), remote)
     loop.plan_schedule()
