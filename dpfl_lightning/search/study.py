@@ -73,7 +73,7 @@ class Study:
         seed: int,
         first: bool = True,
     ) -> None:
-        self._sweep, self._dimensions, self.url = sweep, dimensions, url
+        self._sweep, self._dimensions = sweep, dimensions
         self._now = -1  # number of the trial that runs here
         sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
         self._study, self._storage = opened(sweep, url, self._given_up)
