@@ -15,7 +15,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, in_one_line, require
 from dpfl_lightning.runtime.text import without_credentials
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.scores import directions
@@ -108,9 +108,3 @@ def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
         advice = "Its trials cannot be compared with new ones. Choose another --output_dir or sweep.storage."
         require(same, key, must, inline(wanted.get(key)), advice)
     return False
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return the first line of an error; errors other than UserError start with their type."""
-    line = (str(error).strip().splitlines() or [""])[0][:300]
-    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"

@@ -1,13 +1,13 @@
 """The only way of a run into MLflow: `sync` sends what MLflow does not have of the files in the folder of a run."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.federated.server.history import FILE as HISTORY
 from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.scores import number
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
@@ -110,7 +110,7 @@ def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None
 
 def _final(result: RunResult) -> dict[str, float | None]:
     """Return the results of the run under the names of the curves that end in them, and its times."""
-    spent = [math.inf if client["epsilon_spent"] is None else client["epsilon_spent"] for client in result.clients]
+    spent = [number(client["epsilon_spent"]) for client in result.clients]
     over = {"val_accuracy": [client["accuracy"] for client in result.clients], "train_epsilon": spent}
     return {
         **(curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics) if result.test_set else {}),
