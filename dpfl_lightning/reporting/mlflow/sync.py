@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.federated.server.history import FILE as HISTORY
-from dpfl_lightning.federated.server.results import RunResult
-from dpfl_lightning.federated.server.scores import number
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
@@ -19,9 +17,7 @@ from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, Distille
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
-_TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 FIRST = "headline"  # MLflow shows groups of charts by name, and charts without a group last
-_SHOWN = ("val_accuracy_min", "train_epsilon_max")  # beside all scores of the test set, in the table of runs
 
 
 def sync(folder: Path, store: Store, running: bool = False) -> int:
@@ -50,12 +46,17 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
         store.resume(run_id)
         store.tag(run_id, {"status": "running"})
     rounds = len({point.step for point in points})
-    store.show({"metrics": sorted({p.key for p in points if p.key.startswith("test_") or p.key in _SHOWN})})
+    store.show({"metrics": sorted({point.key for point in points if _is_shown(point.key)})})
     store.log_metrics(run_id, points)
     if not running:
         _end(store, run_id, run)
         store.tag(run_id, head)  # the last: MLflow has everything
     return rounds
+
+
+def _is_shown(curve: str) -> bool:
+    """Whether the table of runs has a column for a curve."""
+    return curve.startswith("test_") or curve in ("val_accuracy_min", "train_epsilon_max")
 
 
 def _begun(store: Store, run: RunFiles, tracking: Mapping[str, Any]) -> Run:
@@ -90,31 +91,15 @@ def _end(store: Store, run_id: str, run: RunFiles) -> None:
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
         for name, figure in figures(run.rounds, result, distilled).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
-        scores = {key: value for key, value in _final(result).items() if key.startswith("test_") or key in _SHOWN}
+        scores = {key: value for one in run.rounds[-1:] for key, value in one.values.items() if _is_shown(key)}
         of_model = metrics(scores, result.rounds, about["exact_times"])
         tags = {**note, "ledger_head": json.dumps(result.ledger)}
         send_models(store, run_id, folder, tags, guarantee, of_model)
 
 
 def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
-    """Return round -> curves; in the last one also the results under the names of the curves that end in them."""
+    """Return round -> curves, and the one that stands for the run under a name by which MLflow shows it first."""
     values = {one.round: curves.with_clients(one) if per_client else dict(one.values) for one in run.rounds}
-    if result := run.result:
-        last = values.setdefault(result.rounds, {})
-        last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
-    known = (name for one in values.values() for name, value in one.items() if value is not None)
-    for first in list(curves.score_curves(known).values())[:1]:
+    for first in list(run.score_curves.values())[:1]:
         values = {step: {**one, f"{FIRST}/{first}": one.get(first)} for step, one in values.items()}
     return values
-
-
-def _final(result: RunResult) -> dict[str, float | None]:
-    """Return the results of the run under the names of the curves that end in them, and its times."""
-    spent = [number(client["epsilon_spent"]) for client in result.clients]
-    over = {"val_accuracy": [client["accuracy"] for client in result.clients], "train_epsilon": spent}
-    return {
-        **(curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics) if result.test_set else {}),
-        **{curve: value for name, column in over.items() for curve, value in curves.quantiles(name, column).items()},
-        **curves.of_groups(result.accuracy_of_groups),
-        **{f"train_{name}": getattr(result, name) for name in _TIMES},
-    }
