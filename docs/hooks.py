@@ -17,8 +17,8 @@ from dpfl_lightning.config.options import SECTIONS, all_keys
 from dpfl_lightning.config.registry import NAMES, REGISTRIES, names_of, options_in_words
 from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.config.yaml_text import dump
-from dpfl_lightning.runtime.text import markdown
 from dpfl_lightning.strategies import STRATEGIES, classes
+from experiments.pages import markdown
 
 ROOT = Path(__file__).parents[1]
 #: objects that hooks of strategies and callbacks receive

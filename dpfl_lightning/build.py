@@ -2,21 +2,23 @@
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.config.options import OWN_DATA, ClientOptions, DataOptions, NetworkOptions, Options, PrivacyOptions
-from dpfl_lightning.config.registry import made_by
+from dpfl_lightning.config.registry import imported, made_by
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.frames import OF_A_TABLE, table_of
 from dpfl_lightning.data.own import own_population
-from dpfl_lightning.errors import require, require_one_of, require_whole, warn_user
+from dpfl_lightning.errors import UserError, require, require_one_of, require_whole, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -136,6 +138,27 @@ def _build_model(options: Options, population: Population | Facts) -> nn.Module:
 def build_engine(name: str, workers: int | None = None) -> SerialEngine:
     """Return the engine `name` of `ENGINES`, not set up yet. `fast` trains `workers` clients concurrently."""
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
+
+
+def build_loggers(options: Options) -> list[Logger]:
+    """Make the Lightning loggers of `tracking.loggers`; those that take `save_dir` write to `output_dir`."""
+    loggers: list[Logger] = []
+    for place, one in enumerate(() if options.tracking is None else options.tracking.loggers):
+        key, path = f"tracking.loggers.{place}", str(one.get("class_path"))
+        require(one.keys() <= {"class_path", "init_args"}, key, "have a class_path and init_args alone", dict(one))
+        takes = inspect.signature(imported(f"{key}.class_path", path, Logger)).parameters
+        usual = {
+            "save_dir": options.output_dir,
+            "default_hp_metric": False,
+        }  # TensorBoard would chart an hp_metric of -1
+        arguments = {**{name: value for name, value in usual.items() if name in takes}, **one.get("init_args", {})}
+        try:
+            loggers.append(made_by(key, path, arguments))
+        except UserError:
+            raise
+        except (ImportError, TypeError, ValueError) as error:
+            raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {error}.") from None
+    return loggers
 
 
 def new_folder() -> str:

@@ -84,6 +84,16 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the first line of an error; of a UserError the line alone.
+
+    >>> in_one_line(KeyError("a\\nb")), in_one_line(UserError("`a` must be b"))
+    ("KeyError: 'a\\\\nb'", '`a` must be b')
+    """
+    line = (str(error).strip().splitlines() or [""])[0][:300]
+    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a hint with the nearest of the `choices` for a misspelt name, or an empty string.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ _AUTO = "auto"  # value of --resume
 _MOST_COMBINATIONS = 300  # of clients that may be the same in several runs: a second for 60
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
-
     from dpfl_lightning.federated.server.callback import Callback
     from dpfl_lightning.federated.server.results import RunResult
     from dpfl_lightning.federated.server.strategy import Strategy
@@ -130,43 +127,20 @@ def _callbacks(options: Options, detail: Detail) -> list[Callback]:
     section = options.tracking
     if section is None:
         return [Progress(detail=detail)]
+    from dpfl_lightning.build import build_loggers
     from dpfl_lightning.reporting.loggers import Loggers
     from dpfl_lightning.reporting.mlflow import Tracking
 
-    loggers = Loggers(_loggers(section.loggers, str(options.output_dir)), section.per_client)
+    loggers = Loggers(build_loggers(options), section.per_client)
     tracking = Tracking(**{name: value for name, value in dataclasses.asdict(section).items() if name != "loggers"})
     return [tracking, loggers, Progress(next_steps=[tracking.how_to_open], detail=detail)]
 
 
 def _placed(options: Options) -> Options:
-    """Choose the folder of the run before its loop does, if loggers write to it."""
-    if options.output_dir is not None or options.tracking is None or not options.tracking.loggers:
-        return options
+    """Choose the folder of the run before its loop does, because loggers write to it."""
     from dpfl_lightning.build import new_folder
 
-    return dataclasses.replace(options, output_dir=new_folder())
-
-
-def _loggers(given: Sequence[Mapping[str, Any]], folder: str) -> list[Logger]:
-    """Make the Lightning loggers of `tracking.loggers`; those that take `save_dir` write to the folder of the run."""
-    from lightning.pytorch.loggers import Logger
-
-    from dpfl_lightning.config.registry import imported, made_by
-
-    made = []
-    for place, one in enumerate(given):
-        key, path = f"tracking.loggers.{place}", str(one.get("class_path"))
-        require(one.keys() <= {"class_path", "init_args"}, key, "have a class_path and init_args alone", dict(one))
-        takes = inspect.signature(imported(f"{key}.class_path", path, Logger)).parameters
-        usual = {"save_dir": folder, "default_hp_metric": False}  # TensorBoard would chart an hp_metric of -1
-        arguments = {**{name: value for name, value in usual.items() if name in takes}, **one.get("init_args", {})}
-        try:
-            made.append(made_by(key, path, arguments))
-        except UserError:
-            raise
-        except (ImportError, TypeError, ValueError) as error:
-            raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {error}.") from None
-    return made
+    return options if options.output_dir else dataclasses.replace(options, output_dir=new_folder())
 
 
 def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") -> dict[str, Any]:

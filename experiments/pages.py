@@ -1,5 +1,6 @@
-"""Pages of the docs whose figures are written by a command, between two marks with the name of the command."""
+"""Tables in Markdown, and pages of the docs that a command writes, between two marks with its name."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dpfl_lightning.errors import require
@@ -20,3 +21,16 @@ def split_page(path: Path, name: str) -> tuple[str, str]:
     marks = f"have the marks {opening} and {closing}"
     require(bool(begin and end), "--page", marks, str(path), "The figures are written between them.")
     return before + begin, end + after
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table with padded columns.
+
+    >>> print(markdown(["a", "b"], [["1", "long"]]))
+    | a | b    |
+    | - | ---- |
+    | 1 | long |
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)

@@ -19,8 +19,7 @@ from dpfl_lightning.auditing.report import claim_words, row
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import load
-from dpfl_lightning.runtime.text import markdown
-from experiments.pages import fill_page
+from experiments.pages import fill_page, markdown
 
 ROOT = Path(__file__).parents[1]
 SOUND = "as it is"

@@ -30,7 +30,7 @@ SERVER_SIDE = ("strategies", "sets", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.transport", "sites", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
-    "jinja2": {"reporting.guarantee_page", "reporting.report_page"},
+    "jinja2": {"reporting.guarantee_page", "reporting.report_page", "sets.cards"},
     "plotly": {"reporting.report_page"},
     "matplotlib": {"reporting.figures"},
     "optuna": {"search.study", "search.samplers", "search.storage"},
@@ -51,8 +51,8 @@ ONLY_IN = {
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.metrics", "federated.client.lightning_loss"},
     "lightning": {
+        "build",
         "distilled",
-        "fit",
         "reporting.loggers",
         "federated.client.module",
         "federated.client.identity",

@@ -7,15 +7,11 @@ import json
 import zipfile
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dpfl_lightning.errors import UserError, require, shortened
-
-if TYPE_CHECKING:
-    import torch
+from dpfl_lightning.errors import UserError, in_one_line, require, shortened
 
 _RESTORE = "Restore it, or leave it out."
-_JSON_KINDS: dict[Any, str] = {dict: "object", object: "value"}
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole, also after decompression
 
 
@@ -46,18 +42,18 @@ def read_text(path: Path, key: str = "", most: int = _LARGEST, advice: str = _RE
         raise _unreadable(path, key, "not UTF-8 text", advice) from None
 
 
-def read_json(path: Path, kind: type = dict, advice: str = _RESTORE) -> Any:
-    """Return the JSON value in a file; raises UserError if it is not of the type `kind`, or as `read_bytes` does."""
+def read_json(path: Path, advice: str = _RESTORE) -> dict[str, Any]:
+    """Return the JSON object in a file; raises UserError if there is none, or as `read_bytes` does."""
     text = read_text(path, advice=advice)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, "", str(error), advice) from None
-    require(isinstance(content, kind), str(path), f"hold a JSON {_JSON_KINDS[kind]}", type(content).__name__, advice)
-    return content
+    require(isinstance(content, dict), str(path), "hold a JSON object", type(content).__name__, advice)
+    return dict(content)
 
 
-def read_tensors(path: Path, device: torch.device | str = "cpu", advice: str = _RESTORE) -> Any:
+def read_tensors(path: Path, advice: str = _RESTORE) -> Any:
     """Return what `torch.save` wrote, of which only tensors and plain values are read; never runs code of the file.
 
     Raises UserError for any other file, also for an archive that is larger when it is decompressed.
@@ -71,12 +67,11 @@ def read_tensors(path: Path, device: torch.device | str = "cpu", advice: str = _
             if not stored:
                 raise ValueError("compressed entries")
             file.seek(0)
-            return torch.load(file, map_location=device, weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise different types for damaged files
-        reason = (str(error).splitlines() or [""])[0]
+        must = "be a saved model or set of tensors"
         raise UserError(
-            f"`{path}` must be a saved model or set of tensors, got a file that cannot be read "
-            f"({type(error).__name__}: {reason[:200]}). {advice}"
+            f"`{path}` must {must}, got a file that cannot be read ({in_one_line(error)}). {advice}"
         ) from None
 
 

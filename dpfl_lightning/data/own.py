@@ -1,7 +1,6 @@
 """Clients that a user's class or function makes, as `data.class_path` of a configuration names it."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from dpfl_lightning.config.registry import made_by, users_code
@@ -17,17 +16,14 @@ def own_population(
     init_args: Mapping[str, Any],
     arguments: Mapping[str, Any],
     num_clients: int | None,
-    usual: Mapping[str, Any] = MappingProxyType({}),
 ) -> Population:
     """Return the population that `class_path` makes; `arguments` are of `from_datasets` or `from_datamodule`.
-
-    `usual` are arguments with another default than there.
 
     Raises UserError if it makes something else, or another number of clients than `num_clients` (None: any).
     """
     made = made_by("data", class_path, init_args)
     with users_code("data.class_path", class_path):  # its data sets and loaders are read
-        population = _population(made, arguments if isinstance(made, Population) else {**usual, **arguments})
+        population = _population(made, arguments)
     advice = "Leave it out: the data decide it."
     fits = num_clients in (None, population.num_clients)
     require(fits, "clients.count", f"be {population.num_clients}, the clients of {class_path}", num_clients, advice)

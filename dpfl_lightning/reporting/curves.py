@@ -1,5 +1,6 @@
 """The curves of a run, from which MLflow, figures and reports are made."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.history import FILE, Round, Values, read
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.scores import number
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.reporting import description
@@ -20,10 +22,13 @@ from dpfl_lightning.runtime.text import distinct
 
 HEADLINE = "headline"  # trackers show groups of charts by name, and MLflow charts without a group last
 MOST_CLIENTS = 100  # of more clients, only quantiles are kept
+_TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 
 
 class Curves(Callback):
     """Appends each round to `metrics.jsonl` in the folder of the run. A resumed run removes rounds that it repeats.
+
+    The last round of a finished run gets its result, which may have been evaluated later, and its times.
 
     `run.json` beside it describes the run, and says how it ended.
 
@@ -48,6 +53,9 @@ class Curves(Callback):
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if not (view.run.output_dir / description.FILE).is_file():
             return  # the run was refused before it began
+        if result.finished:
+            path = view.run.output_dir / FILE
+            write_text(path, "".join(map(Round.line, completed(read(path), result))))
         status = "FINISHED" if result.finished else "KILLED" if result.interrupted else "FAILED"
         ended = {"status": status, "reason": result.reason, "seconds": result.wall_seconds}
         description.change(view.run.output_dir, ended=ended)
@@ -84,6 +92,24 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
         columns = {name: _known(column) for name, column in clients.items() if over_all[name]}
         named = {name: dict(zip(names, column, strict=True)) for name, column in columns.items()}
     return Round(report.round, dict(zip(values, _known(list(values.values())), strict=True)), named)
+
+
+def completed(rounds: Sequence[Round], result: RunResult) -> list[Round]:
+    """Return the rounds, the last one with the results of the run under the names of the curves that end in them."""
+    last = next((one for one in rounds if one.round == result.rounds), Round(result.rounds, {}, {}))
+    clients = {
+        "val_accuracy": [client["accuracy"] for client in result.clients],
+        "train_epsilon": [number(client["epsilon_spent"]) for client in result.clients],
+    }
+    values = {
+        **(on_test(result.test_accuracy, result.test_loss, result.test_metrics) if result.test_set else {}),
+        **{curve: value for name, column in clients.items() for curve, value in quantiles(name, column).items()},
+        **of_groups(result.accuracy_of_groups),
+        **{f"train_{name}": getattr(result, name) for name in _TIMES},
+    }
+    known = {name: value for name, value in last.values.items() if value is not None or name not in values}
+    values = {**dict(zip(values, _known(list(values.values())), strict=True)), **known}
+    return [*(one for one in rounds if one is not last), dataclasses.replace(last, values=values)]
 
 
 def with_clients(one: Round) -> dict[str, float | None]:

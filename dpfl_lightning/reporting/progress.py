@@ -89,9 +89,8 @@ class Progress(Callback):
         )
         if run.task:
             self._print(f"Task: {run.task}")
-        frame = assumptions(view)
-        listed = frame.get("guarantee") or "; ".join(f"{name} {words}" for name, words in frame.items())
-        self._print(f"Guarantee: {listed}")
+        named = {"unit": "per ", "delta": "delta ", "noise": "noise "}
+        self._print(f"Guarantee: {'; '.join(named.get(key, '') + words for key, words in assumptions(view).items())}")
         self._print(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
             self._print(f"Resuming at round {run.first_round} of {run.rounds}.")

@@ -45,7 +45,7 @@ class RunFiles:
 
     @property
     def score_curves(self) -> dict[str, str]:
-        return score_curves(name for one in self.rounds for name in one.values)
+        return score_curves(name for one in self.rounds for name, value in one.values.items() if value is not None)
 
     @property
     def scored(self) -> Mapping[str, Any]:

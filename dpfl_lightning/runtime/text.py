@@ -36,19 +36,6 @@ def shown(text: str) -> str:
     return "\n".join(line if "  " in line else wrapper.fill(line) for line in text.split("\n"))
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table with padded columns.
-
-    >>> print(markdown(["a", "b"], [["1", "long"]]))
-    | a | b    |
-    | - | ---- |
-    | 1 | long |
-    """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
-
-
 def distinct(names: Sequence[str]) -> list[str]:
     """Number the names that occur more than once.
 

@@ -10,13 +10,12 @@ from statistics import fmean, stdev
 
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import require, require_one_of
-from dpfl_lightning.federated.client.metrics import METRICS, higher_is_better
+from dpfl_lightning.federated.client.metrics import METRICS
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
 from dpfl_lightning.models.tasks import TASKS, Task
 from dpfl_lightning.search.options import AT_THE_END
 
 Measured = Mapping[str, float | None]  # name -> value on the records that score; None where they do not define it
-
-_HIGHER = {"accuracy": True, "loss": False, "num_params": False, "seconds": False}
 
 
 def measured(accuracy: float | None, loss: float | None, metrics: Measured) -> Measured:
@@ -58,19 +57,14 @@ class Outcome:
 
 
 def directions(scores: Sequence[str]) -> dict[str, bool]:
-    """Return whether a larger value of each score is better. Raises UserError if a score or its direction is unknown.
+    """Return whether a larger value of each score is better. Raises UserError if a score is unknown.
 
     >>> directions(["auroc", "mae"])
     {'auroc': True, 'mae': False}
     """
-    known, better = [*_HIGHER, *METRICS], {}
     for name in scores:
-        require_one_of(known, "sweep.scores", name)
-        higher = _HIGHER[name] if name in _HIGHER else higher_is_better(name)
-        advice = "Set `higher_is_better` of its torchmetrics class to True or False."
-        require(higher is not None, "sweep.scores", "be metrics whose better direction is known", name, advice)
-        better[name] = bool(higher)
-    return better
+        require_one_of(["accuracy", "loss", *AT_THE_END, *METRICS], "sweep.scores", name)
+    return {name: name not in (*SMALLER_IS_BETTER, *AT_THE_END) for name in scores}
 
 
 def reported(scores: Sequence[str], options: Options) -> Options:

@@ -20,7 +20,7 @@ from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.text import shown
+from dpfl_lightning.runtime.text import shown, without_credentials
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search import report
 from dpfl_lightning.search.budget import DescribedBy, SharedBudget
@@ -31,7 +31,7 @@ from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.search.samplers import INDEPENDENT, pruner, sampler
 from dpfl_lightning.search.scores import directions, measured, reported
 from dpfl_lightning.search.space import changes_releases, check_trials_with, options_of, parse, probes
-from dpfl_lightning.search.storage import study_names, without_password
+from dpfl_lightning.search.storage import study_names
 from dpfl_lightning.search.study import Running, Study, Trial
 from dpfl_lightning.sets.distilled_set import CARD, DistilledSet
 
@@ -73,7 +73,7 @@ class Search:
             got, advice = f"{self.folder}, which has study {min(others, default='')}", "Choose another --output_dir."
             advice = f"Its best.yaml would be lost. {advice}"
             require(not others, "output_dir", "be the folder of one study", got, advice)
-        self._url = without_password(url)
+        self._url = without_credentials(url)
         self.budget: SharedBudget | None = None
         if sweep.set_share is not None:
             must = "be left out with sweep.set_share: releases of the final run must be known before the set is made"

@@ -15,7 +15,8 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, in_one_line, require
+from dpfl_lightning.runtime.text import without_credentials
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.scores import directions
 
@@ -43,7 +44,7 @@ def opened(sweep: SweepOptions, url: str, given_up: GivenUp) -> tuple[optuna.Stu
         return study, storage
     except _FAILS as error:
         raise UserError(
-            f"`sweep.storage` must be the URL of a database that answers, got {without_password(url)!r} "
+            f"`sweep.storage` must be the URL of a database that answers, got {without_credentials(url)!r} "
             f"({in_one_line(error)}). Examples: sqlite:///study.db, or postgresql+psycopg://host/name after "
             "pip install psycopg[binary]."
         ) from None
@@ -107,21 +108,3 @@ def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
         advice = "Its trials cannot be compared with new ones. Choose another --output_dir or sweep.storage."
         require(same, key, must, inline(wanted.get(key)), advice)
     return False
-
-
-def without_password(url: str) -> str:
-    """Return the URL without its password.
-
-    >>> without_password("postgresql://me:secret@host/studies")
-    'postgresql://me:***@host/studies'
-    """
-    try:
-        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return url
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return the first line of an error; errors other than UserError start with their type."""
-    line = (str(error).strip().splitlines() or [""])[0][:300]
-    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"

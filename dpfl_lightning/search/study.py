@@ -12,13 +12,13 @@ import optuna
 from optuna.storages import RetryHeartbeatStaleTrialCallback as Retry
 from optuna.trial import FrozenTrial, TrialState
 
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, in_one_line, require
 from dpfl_lightning.runtime.stopping import words_and_status
 from dpfl_lightning.search.options import AT_THE_END, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler
 from dpfl_lightning.search.scores import directions
 from dpfl_lightning.search.space import Dimension, drawn
-from dpfl_lightning.search.storage import agreed, in_one_line, opened
+from dpfl_lightning.search.storage import agreed, opened
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the command reports each trial itself
 
@@ -73,7 +73,7 @@ class Study:
         seed: int,
         first: bool = True,
     ) -> None:
-        self._sweep, self._dimensions, self.url = sweep, dimensions, url
+        self._sweep, self._dimensions = sweep, dimensions
         self._now = -1  # number of the trial that runs here
         sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
         self._study, self._storage = opened(sweep, url, self._given_up)

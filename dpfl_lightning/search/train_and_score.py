@@ -37,10 +37,10 @@ def train_and_score(
     return evaluate(module, on_test, ClientModels(model[None], (0,)), engine).test
 
 
-def one_client(population: Population, rows: Tensor | None = None) -> Population:
-    """Return a population of one client with these training rows, or with all rows, without held-out records."""
-    train_rows = torch.cat(population.train_of) if rows is None else rows
-    return dataclasses.replace(population, train_of=[train_rows], held_out_of=[train_rows[:0]], groups=None, names=())
+def one_client(population: Population) -> Population:
+    """Return a population of one client with all training records, without held-out ones."""
+    rows = torch.cat(population.train_of)
+    return dataclasses.replace(population, train_of=[rows], held_out_of=[rows[:0]], groups=None, names=())
 
 
 def _module(net: nn.Module) -> ClientModule:

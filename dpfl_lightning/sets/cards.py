@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.scores import bound
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.runtime.text import at_most, markdown, without_secrets
+from dpfl_lightning.runtime.text import at_most, without_secrets
 from dpfl_lightning.sets.distilled_set import CARD, TENSORS, DistilledSet
 
 #: sections of a configuration that determine a set; paths, keys and tracking are left out
@@ -64,58 +66,15 @@ def data_card(made: DistilledSet, options: Mapping[str, Any]) -> str:
 
     **Privacy** Post-processing: it reads images, labels and public facts.
     """
-    card = made.card
-    name = card["origin"].get("name") or "records of the clients"
-    parts = (
-        f"# Data card: {len(made)} synthetic images made from {name}",
-        f"This is {card['what']}.",
-        "## Content",
-        _content(made),
-        "## How it was made",
-        _making(card),
-        _command(options),
-        "## Privacy",
-        *_privacy(card),
-        "## Use",
-        _USE.format(tensors=TENSORS, card=CARD),
-        *_limits(card),
+    return _TEMPLATES.get_template("data_card.md").render(
+        made=made,
+        card=made.card,
+        sampling=_SAMPLINGS[made.card["sampling"]],
+        values=[float(value) for value in (made.x.min(), made.x.max(), made.x.std())],
+        command=_command(options),
+        tensors=TENSORS,
+        card_file=CARD,
     )
-    return "\n\n".join(parts) + "\n"
-
-
-def _content(made: DistilledSet) -> str:
-    card, origin = made.card, made.card["origin"]
-    low, high, std = float(made.x.min()), float(made.x.max()), float(made.x.std())
-    values = "as the clients' records were given to the run"
-    if "scale" in origin:
-        mean, divisor, scale = (f"{origin[name]:g}" for name in ("mean", "std", "scale"))
-        values = f"(raw / {scale} - {mean}) / {divisor}; x * {divisor} + {mean} is in [0, 1] for a record"
-    return markdown(
-        ["", ""],
-        [
-            ["images", f"{len(made)}, {card['images_per_class']} of each of {card['num_classes']} classes"],
-            ["shape", f"{card['shape']}, {str(made.x.dtype).removeprefix('torch.')}"],
-            ["labels", f"0 to {card['num_classes'] - 1}, int64"],
-            ["scaling", values],
-            ["range of the images", f"{low:.2f} to {high:.2f}, standard deviation {std:.2f}; not clamped"],
-            ["made from", f"{origin.get('name') or 'data of the clients'}"],
-            ["licence of the source data", origin.get("licence") or "not known to the program"],
-        ],
-    )
-
-
-def _making(card: Mapping[str, Any]) -> str:
-    rows = [
-        ["strategy", ", ".join(card["strategy"])],
-        ["its options", ", ".join(f"{name}: {value}" for name, value in card["options"].items() if value is not None)],
-        ["records of a release", _SAMPLINGS[card["sampling"]]],
-        ["clients", f"{card['clients']} with {card['records']:,} records"],
-        ["rounds", str(card["rounds"])],
-        ["model", ", ".join(f"{name}: {value}" for name, value in (card["model"] or {}).items()) or "built in Python"],
-        ["seed of public randomness", str(card["seed"])],
-        ["program", f"dpfl_lightning {card['dpfl_lightning']}"],
-    ]
-    return markdown(["", ""], rows)
 
 
 _SAMPLINGS = {
@@ -142,67 +101,5 @@ def _public(section: Any) -> Any:
     return {name: value for name, value in section.items() if name not in _LEFT_OUT}
 
 
-def _privacy(card: Mapping[str, Any]) -> tuple[str, ...]:
-    privacy, most, guarantee = card["privacy"], card["epsilon_max"], card["guarantee"]
-    promise, points = guarantee["words"], "\n".join(f"- {point}" for point in guarantee["not_covered"])
-    rest = f"Not covered:\n\n{points}"
-    if most is None:
-        warning = "**This set has no guarantee.** Images of classes with few records can be close to these records."
-        return (warning, promise, rest)
-    facts = [
-        ["largest epsilon of a client", at_most(most)],
-        ["largest delta", at_most(card["delta_max"])],
-        ["unit of privacy", guarantee["unit"]],
-        ["neighbouring data sets", guarantee["adjacency"]],
-        ["sampling", guarantee["sampling"]],
-        ["accountant", guarantee["accountant"]],
-        ["noise", privacy["noise"]],
-        ["ledger", f"run {card['ledger']['run']}, {card['ledger']['lines']} lines"],
-    ]
-    clients = [
-        [str(one["name"]), f"{one['num_records']:,}", at_most(_number(one["epsilon_spent"])), at_most(one["delta"])]
-        for one in privacy["clients"]
-    ]
-    table = markdown(["client", "records", "epsilon", "delta"], clients)
-    return (promise, markdown(["", ""], facts), table, rest)
-
-
-def _number(epsilon: float | None) -> float:
-    return math.inf if epsilon is None else epsilon
-
-
-_USE = """\
-The set is for training, tuning and comparing models of this task. Everything that is computed from it is
-post-processing: it costs no further privacy.
-
-```python
-import lightning
-from dpfl_lightning import DistilledDataModule
-
-data = DistilledDataModule("FOLDER")  # the folder of {tensors} and {card}, or runs:/ID of an MLflow run
-trainer = lightning.Trainer(max_epochs=100)
-trainer.fit(your_lightning_module, data)
-trainer.test(your_lightning_module, data)
-```
-
-Limits:"""
-
-
-def _limits(card: Mapping[str, Any]) -> tuple[str, ...]:
-    score = card["test_accuracy"]
-    on = "on the test set" if card["test_set"] else "on held-out records of the clients, on average"
-    trained = [] if score is None else [f"A new model of the run that was trained on it has {score:.1%} accuracy {on}."]
-    guaranteed = (
-        "A further set, model or run made from the same records adds its epsilon and delta."
-        if card["epsilon_max"] is not None
-        else "Treat it as confidential as the records themselves."
-    )
-    limits = [
-        *trained,
-        "Where labelled public records of the task exist, train on these, too.",
-        "Every class has the same number of images, whatever the clients have, and also if no client has it.",
-        "Counts, shares and correlations of the records cannot be read from it.",
-        guaranteed,
-        "The licence of the source data may hold for what is made from them.",
-    ]
-    return ("\n".join(f"- {one}" for one in limits),)
+_TEMPLATES = Environment(loader=PackageLoader(__name__, "."), undefined=StrictUndefined, trim_blocks=True)
+_TEMPLATES.filters |= {"bound": bound, "at_most": at_most}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dpfl_lightning.errors import command
-from dpfl_lightning.runtime.text import markdown
 from experiments.attacks import mechanism, node, search
+from experiments.pages import markdown
 
 _GUESSES: Mapping[str, Callable[[int], list[dict[str, Any]]]] = {
     "mechanism": mechanism.package,

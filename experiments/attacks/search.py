@@ -14,8 +14,8 @@ from dpfl_lightning.auditing.company import LARGE, Difference, differences, host
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, SampleLoss
 from dpfl_lightning.runtime.devices import use_exact_products
-from dpfl_lightning.runtime.text import markdown
 from experiments.attacks.nets import NETS, Case, loss_of
+from experiments.pages import markdown
 
 SIZES = (33, 7, 103, 31, 16, 64, 8, 130, 15, 32)  # records, the first ones in short searches
 FLOAT64 = 1e-12  # clip norms: differences below come from sums in float64, whose rounding `ClippedSum` bounds

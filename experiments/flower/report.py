@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpfl_lightning.runtime.text import at_most, markdown
+from dpfl_lightning.runtime.text import at_most
+from experiments.pages import markdown
 
 _PLACES = {
     "simulation": "simulation",

@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.runtime.text import markdown
+from experiments.pages import markdown
 from experiments.papers.cells import Overrides, finished, missing_cells, required_cells
 from experiments.papers.experiment import Cells, Experiment, Tolerance
 from experiments.papers.registry import find

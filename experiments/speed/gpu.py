@@ -27,9 +27,9 @@ from dpfl_lightning.errors import require_one_of
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.privacy.noise import NORMAL, RandomGenerator, Streams, integer_noise
 from dpfl_lightning.runtime.devices import products
-from dpfl_lightning.runtime.text import markdown
 from experiments.attacks.nets import NETS
 from experiments.attacks.search import search
+from experiments.pages import markdown
 from experiments.speed import report
 from experiments.speed.baselines import build_net, our_loop, random_records
 from experiments.speed.cases import CASES, Case

@@ -5,8 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpfl_lightning.runtime.text import markdown
-from experiments.pages import fill_page
+from experiments.pages import fill_page, markdown
 from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
 from experiments.speed.scaling import scaling_report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dpfl_lightning.runtime.text import markdown
+from experiments.pages import markdown
 
 #: name -> first heading; key of a row -> heading and form; how it was measured
 _TABLES: dict[str, tuple[str, dict[str, tuple[str, str]], str]] = {

@@ -21,8 +21,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
-from dpfl_lightning.runtime.text import markdown
-from experiments.pages import fill_page, split_page
+from experiments.pages import fill_page, markdown, split_page
 from experiments.speed.layers import BATCHES, LowRank, Scale
 
 PAGE = "supported"

@@ -41,8 +41,8 @@ def test_the_plan_comes_first(show, tmp_path):
         "3 clients, 10 rounds, 1,234 model parameters, engine serial, device cpu, estimated time: 3 min 20 s"
     )
     assert lines[1] == (
-        "Guarantee: unit record; adjacency add or remove one record; sampling Poisson sampling; "
-        "accountant RDP (Opacus, orders 1.1 to 1024); delta 0.001; noise keyed, not cryptographic"
+        "Guarantee: per record; add or remove one record; Poisson sampling; "
+        "RDP (Opacus, orders 1.1 to 1024); delta 0.001; noise keyed, not cryptographic"
     )
     rows = [line.split() for line in lines if re.match(r"\s*\d+ ", line)][1:4]
     assert rows == [

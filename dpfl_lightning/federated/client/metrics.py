@@ -69,12 +69,6 @@ _OF_RANKS = ("auroc", "average_precision")  # need records with a class and reco
 _UNDEFINED = {**dict.fromkeys(_OF_RANKS, "have one class"), "r2": "are fewer than two, or have one label"}
 
 
-def higher_is_better(name: str) -> bool | None:
-    """Return whether a larger value of a metric is better, as torchmetrics says; None if it does not."""
-    tasks, create = METRICS[name]
-    return create(tasks[0], 2).higher_is_better
-
-
 def check_metrics(names: Sequence[str], task: Task) -> None:
     """Raise UserError unless all names are metrics of the task."""
     known = [name for name, metric in METRICS.items() if task.name in metric.tasks]

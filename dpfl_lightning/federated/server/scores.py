@@ -102,7 +102,8 @@ def stated(guarantee: Guarantee) -> str:
     return bound(guarantee.epsilon) + f" at delta {at_most(guarantee.delta)}" * math.isfinite(guarantee.epsilon)
 
 
-def _number(epsilon: float | None) -> float:
+def number(epsilon: float | None) -> float:
+    """Return an epsilon or a budget as a number; None is infinite."""
     return math.inf if epsilon is None else epsilon
 
 
@@ -202,11 +203,11 @@ def client_columns(results: Sequence[Result]) -> dict[str, Column]:
     """Return the columns of the table of clients; over seeds, the largest epsilon and the mean of each score."""
     clients = list(zip(*(result["clients"] for result in results), strict=False))  # of each client, a row for each seed
     first = [rows[0] for rows in clients]
-    spent = [max(_number(row["epsilon_spent"]) for row in rows) for rows in clients]
+    spent = [max(number(row["epsilon_spent"]) for row in rows) for rows in clients]
     private = {
         "noise multiplier": Column([row["noise_multiplier"] for row in first], "{:.5g}".format),
         "epsilon spent": Column(spent, bound),
-        "of budget": Column([_number(row["epsilon_budget"]) for row in first], bound),
+        "of budget": Column([number(row["epsilon_budget"]) for row in first], bound),
         "delta": Column([row["delta"] for row in first], at_most),
     }
     return {

@@ -24,7 +24,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, in_one_line
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.runtime.launcher import Launch, launched
 from dpfl_lightning.runtime.stopping import handled, handlers
@@ -143,14 +143,14 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         fabric = Fabric(accelerator=device, devices=launch.local_size, num_nodes=hosts, strategy=strategy)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         advice = "Write --engine.device cpu, or auto, which takes a GPU if there is one."
-        got = f"got {device!r}: {_first(error).rstrip('.')}. {advice}"
+        got = f"got {device!r}: {in_one_line(error).rstrip('.')}. {advice}"
         raise UserError(f"`engine.device` must be a device of this machine, {got}") from None
     logging.disable(logging.INFO)  # otherwise each rank logs a line about every rank
     try:
         with handled(signal.SIG_DFL, handlers()):  # Python could not handle them until all ranks have started
             fabric.launch()
     except (ValueError, RuntimeError) as error:
-        words = f"`ranks` must all find each other, got on rank {launch.rank} of {launch.size}: {_first(error)}"
+        words = f"`ranks` must all find each other, got on rank {launch.rank} of {launch.size}: {in_one_line(error)}"
         if launch.local_rank > 0:
             print(f"error: {words}", file=sys.stderr, flush=True)  # the rank that prints for all may never have started
         raise UserError(words) from None
@@ -158,7 +158,3 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         logging.disable(logging.NOTSET)
     _set_pg_timeout(_PATIENCE)
     return fabric
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -17,7 +17,7 @@ from mlflow.types import ColSpec, Schema
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from dpfl_lightning.errors import warn_user
+from dpfl_lightning.errors import in_one_line, warn_user
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.models.model import arguments_of, load_trained
@@ -51,9 +51,7 @@ def save_models(view: View, folder: Path) -> None:
             load_trained(net, torch.load(file, map_location="cpu", weights_only=True))
             _save(net, view.facts, folder / FOLDER / file.stem)
     except Exception as error:  # a net may not be picklable
-        why = (str(error).splitlines() or [""])[0][:200].rstrip(".")
-        words = f"MLflow did not get the model ({type(error).__name__}: {why})"
-        warn_user(f"{words}; its parameters are in {folder}.")
+        warn_user(f"MLflow did not get the model ({in_one_line(error)}); its parameters are in {folder}")
 
 
 def _save(net: nn.Module, facts: Facts, path: Path) -> None:

@@ -23,7 +23,7 @@ from mlflow.entities import Metric as Metric
 from mlflow.entities import Run as Run
 from mlflow.tracking import MlflowClient
 
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
 from dpfl_lightning.reporting.run_files import ledger_run
 from dpfl_lightning.runtime.files import is_locked, locked_folder
 from dpfl_lightning.runtime.text import rounded_up_duration, without_credentials, without_secrets
@@ -340,5 +340,4 @@ def _why(error: BaseException, uri: str) -> str:
     """Return the innermost reason of an error, in one line and without a password."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
-    lines = str(error).replace(uri, without_credentials(uri)).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {without_credentials(lines[0])[:300]}"
+    return without_credentials(in_one_line(error).replace(uri, without_credentials(uri)))

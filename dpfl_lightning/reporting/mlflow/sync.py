@@ -1,14 +1,11 @@
 """The only way of a run into MLflow: `sync` sends what MLflow does not have of the files in the folder of a run."""
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.federated.server.history import FILE as HISTORY
-from dpfl_lightning.federated.server.history import Values
-from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
@@ -20,7 +17,6 @@ from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, Distille
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
 _FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
-_TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 
 
 def sync(folder: Path, store: Store, running: bool = False) -> int:
@@ -35,13 +31,12 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
     run = run_files.read_run(folder)
     about, tracking = run.about, run.about.get("tracking", {})
     sent = store.run_of(folder) or _begun(store, run, tracking)
-    run_id, known = sent.info.run_id, last_steps(sent)
-    of_rounds = _curves(run, bool(tracking.get("per_client")))
+    run_id, last = sent.info.run_id, last_steps(sent)
     points = [
         point
-        for step, values in of_rounds.items()
+        for step, values in _curves(run, bool(tracking.get("per_client"))).items()
         for point in metrics(values, step, about["exact_times"])
-        if step > known.get(point.key, -1)
+        if step > last.get(point.key, -1)
     ]
     head = {} if run.result is None else {"ledger_head": json.dumps(run.result.ledger)}
     if sent.info.status == "FINISHED" and not points and (running or sent.data.tags.items() >= head.items()):
@@ -50,12 +45,18 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
         store.resume(run_id)
         store.tag(run_id, {"status": "running"})
     rounds = len({point.step for point in points})
-    store.show({"metrics": _shown(point.key for point in points)})
+    known = {point.key for point in points}
+    store.show({"metrics": [name for name in _columns(run) if name in known]})
     store.log_metrics(run_id, points)
     if not running:
-        _end(store, run_id, run, of_rounds)
+        _end(store, run_id, run)
         store.tag(run_id, head)  # the last: MLflow has everything
     return rounds
+
+
+def _columns(run: RunFiles) -> list[str]:
+    """Return the curves that are columns of the table of runs, and metrics of a model, if they are known."""
+    return [*run.score_curves.values(), "val_accuracy_min", "train_epsilon_max"]
 
 
 def _begun(store: Store, run: RunFiles, tracking: Mapping[str, Any]) -> Run:
@@ -75,7 +76,7 @@ def _begun(store: Store, run: RunFiles, tracking: Mapping[str, Any]) -> Run:
     return store.client.get_run(run_id)
 
 
-def _end(store: Store, run_id: str, run: RunFiles, of_rounds: Mapping[int, Values]) -> None:
+def _end(store: Store, run_id: str, run: RunFiles) -> None:
     """Send the status, and the files of a run that has finished."""
     folder, about, result = run.folder, run.about, run.result
     ended = about["ended"] or {"status": "KILLED", "reason": "abandoned: its process is gone", "seconds": 1.0}
@@ -90,37 +91,14 @@ def _end(store: Store, run_id: str, run: RunFiles, of_rounds: Mapping[int, Value
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
         for name, figure in figures(run.rounds, result, distilled).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
-        last = of_rounds[result.rounds]
-        scores = {name: last[name] for name in _shown(last)}
+        scores = {key: one.values.get(key) for one in run.rounds[-1:] for key in _columns(run)}
         of_model = metrics(scores, result.rounds, about["exact_times"])
         tags = {**note, "ledger_head": json.dumps(result.ledger)}
         send_models(store, run_id, folder, tags, guarantee, of_model)
 
 
 def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
-    """Return round -> curves; in the last one also the results under the names of the curves that end in them."""
+    """Return round -> curves, and the one that stands for the run under a name by which MLflow shows it first."""
     values = {one.round: curves.with_clients(one) if per_client else dict(one.values) for one in run.rounds}
-    if result := run.result:
-        last = values.setdefault(result.rounds, {})
-        last |= {name: value for name, value in _final(result).items() if last.get(name) is None}
-    known = [name for one in values.values() for name, value in one.items() if value is not None]
-    return {step: curves.with_headline(one, known) for step, one in values.items()}
-
-
-def _shown(names: Iterable[str]) -> list[str]:
-    """Return the curves that are columns of the table of runs, and metrics of a model: scores and largest epsilon."""
-    known = list(names)
-    columns = [*curves.score_curves(known).values(), "val_accuracy_min", "train_epsilon_max"]
-    return [name for name in columns if name in known]
-
-
-def _final(result: RunResult) -> dict[str, float | None]:
-    """Return the results of the run under the names of the curves that end in them, and its times."""
-    spent = [math.inf if client["epsilon_spent"] is None else client["epsilon_spent"] for client in result.clients]
-    over = {"val_accuracy": [client["accuracy"] for client in result.clients], "train_epsilon": spent}
-    return {
-        **(curves.on_test(result.test_accuracy, result.test_loss, result.test_metrics) if result.test_set else {}),
-        **{curve: value for name, column in over.items() for curve, value in curves.quantiles(name, column).items()},
-        **curves.of_groups(result.accuracy_of_groups),
-        **{f"train_{name}": getattr(result, name) for name in _TIMES},
-    }
+    scores = run.score_curves.values()
+    return {step: curves.with_headline(one, scores) for step, one in values.items()}

@@ -4,7 +4,7 @@ import math
 from statistics import fmean
 from typing import NamedTuple
 
-from dpfl_lightning.runtime.text import markdown
+from experiments.pages import markdown
 from experiments.papers.experiment import Cells, Experiment
 
 
