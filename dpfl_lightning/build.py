@@ -157,7 +157,8 @@ def build_loggers(options: Options) -> list[Logger]:
         except UserError:
             raise
         except (ImportError, TypeError, ValueError) as error:
-            raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {error}.") from None
+            reason = str(error).split("\n")[0].rstrip(".")
+            raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {reason}.") from None
     return loggers
 
 

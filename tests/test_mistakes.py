@@ -56,6 +56,10 @@ TABLES = {
         {"features": ["age"], "test": "nowhere.csv"},
         "`test` must be a DataFrame or the path of a file",
     ),
+    "a test table without a column": (
+        {"features": ["age"], "test": TABLE.drop(columns="age")},
+        "`test` must have the columns of label and features, got 'no age'. Write rename",
+    ),
     "yes and no": (
         {"features": ["age"], "classes": [False, True]},
         "got 'yes'. YAML reads yes and no without quotation marks as true and false",

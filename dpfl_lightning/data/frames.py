@@ -248,8 +248,9 @@ class Columns:
     def records(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs [n, F] float32 and labels, [n] or, for a list of columns, [n, L]. Raises UserError."""
         frame = table.frame
-        require_columns(frame, self.labels, "label")
-        require_columns(frame, self.features or (), "features")
+        fewer = [name for name in (*self.labels, *(self.features or ())) if name not in frame.columns]
+        got, advice = f"no {', '.join(fewer)}" if fewer else "", "Write rename: {its name: other name} if it has them."
+        require(not fewer, table.key, "have the columns of label and features", got, advice)
         columns = [column for name in self.features or () for column in self._inputs_of(name, table)]
         for name in self.labels:
             missing, must = int(frame[name].isna().sum()), "have a label in every row"
