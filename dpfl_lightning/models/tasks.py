@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,30 @@ def _token_loss(output: Tensor, y: Tensor) -> Tensor:
 
 def _next_tokens(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return output[:, :-1], y[:, 1:]
+
+
+@dataclass(frozen=True)
+class ClassWeightedLoss:
+    """The loss of a record times a public weight of its class; clipping bounds its gradient as any other.
+
+    `of_priors` gives a class the weight smallest share / its share, at most 1: a weight above 1 would be clipped away.
+    """
+
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of_priors(cls, priors: Any, num_classes: int) -> ClassWeightedLoss:
+        """Raises UserError unless `priors` are the shares of the K classes."""
+        listed = isinstance(priors, list | tuple) and all(isinstance(one, int | float) for one in priors)
+        fits = listed and len(priors) == num_classes > 1 and min(priors) > 0 and abs(sum(priors) - 1) < 0.01
+        must = f"be the public shares of the {num_classes} classes, each above 0 and 1 together"
+        advice = "For example [0.9, 0.1], of a registry or the literature: those of the records are private."
+        require(fits, "model.class_priors", must, priors, advice)
+        return cls(tuple(min(priors) / one for one in priors))
+
+    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
+        require(y.dim() == 1, "model.class_priors", "be null unless a record has one class", list(self.weights))
+        return _class_loss(output, y) * torch.tensor(self.weights, dtype=output.dtype, device=output.device)[y.long()]
 
 
 @dataclass(frozen=True)

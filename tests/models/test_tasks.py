@@ -15,6 +15,8 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from dpfl_lightning import ClientModule, FederatedLoop, Population
+from dpfl_lightning.build import build_module
+from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Dataset
 from dpfl_lightning.errors import UserError, UserNotice
@@ -22,9 +24,11 @@ from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.answers import losses_at
 from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
-from dpfl_lightning.models.tasks import TASKS, task_of
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, task_of
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.strategies.distillation.distillation import Distillation
@@ -451,3 +455,27 @@ def test_what_needs_one_class_a_record_refuses_other_tasks(tmp_path):
     for option in ({"groups": ("label_shift", {"count": 3})}, {"label_noise": ("records", {"share": 0.5})}):
         with pytest.raises(UserError, match="`data` must have one class for each record"):
             Population.partitioned(dataset, num_clients=3, **option)
+
+
+def test_public_shares_of_classes_weigh_each_record_alone():
+    loss = ClassWeightedLoss.of_priors([0.8, 0.2], 2)
+    output, y = torch.randn(9, 2), torch.arange(9) % 2
+    torchs = torch.nn.CrossEntropyLoss(weight=torch.tensor([0.25, 1.0]), reduction="none")
+    assert torch.allclose(loss(output, y), torchs(output, y))
+    for priors in ([0.8], [0.5, 0.4], [1.0, 0.0], "0.8", ["0.8", "0.2"]):
+        with pytest.raises(UserError, match=r"`model.class_priors` must be the public shares of the 2 classes"):
+            ClassWeightedLoss.of_priors(priors, 2)
+
+
+def test_shares_of_classes_are_set_on_the_command_line_and_decide_the_run():
+    def built(*words):
+        options, _ = load(["--config", "digits", "--model.name", "logistic", *words])
+        return build_module(options, Facts((20,), 10, (1, 8, 8)))
+
+    usual, even = built(), built("--model.class_priors", str([0.1] * 10))
+    rare = built("--model.class_priors", str([0.01, 0.19, *[0.1] * 8]))
+    output, y = torch.randn(4, 10), torch.tensor([0, 1, 2, 3])
+    losses = usual.infer_task(output, y, 10).loss(output, y)
+    assert torch.allclose(even.loss(output, y), losses)
+    assert torch.allclose(rare.loss(output, y) / losses, torch.tensor([1, 0.01 / 0.19, 0.1, 0.1]))
+    assert len({module_digest(one) for one in (usual, even, rare)}) == 3
