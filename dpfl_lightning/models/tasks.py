@@ -70,6 +70,26 @@ def _next_tokens(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return output[:, :-1], y[:, 1:]
 
 
+def _hazard_loss(output: Tensor, y: Tensor) -> Tensor:
+    """Return minus the log-likelihood `[B]` of logits of hazards `[B, T]` for (interval, event) `[B, 2]`.
+
+    With a hazard h_j in each interval it is prod_{j < t} (1 - h_j) times h_t, or times 1 - h_t without an event in t.
+    """
+    interval, event = y[:, :1], (y[:, 1:] > 0).to(output.dtype)
+    intervals = torch.arange(output.shape[1], device=output.device)
+    losses = F.binary_cross_entropy_with_logits(output, event * (intervals == interval), reduction="none")
+    return (losses * (intervals <= interval)).sum(dim=1)
+
+
+def expected_intervals(output: Tensor) -> Tensor:
+    """Return how many intervals records survive in the mean `[B]`, for logits of hazards `[B, T]`.
+
+    >>> expected_intervals(torch.zeros(1, 2))
+    tensor([0.7500])
+    """
+    return F.logsigmoid(-output).cumsum(dim=1).exp().sum(dim=1)
+
+
 @dataclass(frozen=True)
 class ClassWeightedLoss:
     """The loss of a record times a public weight of its class; clipping bounds its gradient as any other.
@@ -224,6 +244,15 @@ TASKS: dict[str, Task] = {
         lambda output, y: output.argmax(dim=-1) == y,
         metrics=("perplexity",),
         aligned=_next_tokens,
+        inferred=False,
+    ),
+    "survival": Task(
+        "survival",
+        "integer labels [B, 2], the interval and whether the event was in it, and outputs [B, intervals]",
+        lambda output, y: y == (2,) and len(output) == 1,
+        _hazard_loss,
+        None,
+        metrics=("c_index",),
         inferred=False,
     ),
 }

@@ -479,3 +479,46 @@ def test_shares_of_classes_are_set_on_the_command_line_and_decide_the_run():
     assert torch.allclose(even.loss(output, y), losses)
     assert torch.allclose(rare.loss(output, y) / losses, torch.tensor([1, 0.01 / 0.19, 0.1, 0.1]))
     assert len({module_digest(one) for one in (usual, even, rare)}) == 3
+
+
+#: logits of two intervals, as hazards 1/4 and 1/2; (interval, event)
+HAZARDS = torch.tensor([[-math.log(3), 0.0]] * 4)
+TIMES = torch.tensor([[0, 1], [0, 0], [1, 1], [1, 0]])
+
+
+def test_the_loss_of_survival_is_the_likelihood_by_hand():
+    losses = TASKS["survival"].loss(HAZARDS, TIMES)
+    by_hand = [1 / 4, 3 / 4, 3 / 4 * 1 / 2, 3 / 4 * 1 / 2]
+    assert losses.exp().reciprocal().tolist() == pytest.approx(by_hand)
+
+
+def test_the_c_index_counts_pairs_whose_order_is_known():
+    # expected survival 1 < 2 < 3 < 4; known pairs: 0 before 1, 2, 3 (1 was censored in the same interval), 2 before 3
+    def index(*order, batches=1):
+        output = torch.tensor([[-float(one), -float(one)] for one in order])
+        return value_of("survival", "c_index", output, TIMES, batches, classes=2)
+
+    assert index(1, 2, 3, 4) == index(1, 2, 3, 4, batches=4) == 1.0 and index(4, 3, 2, 1) == 0.0
+    assert index(2, 1, 3, 4) == 3 / 4 and index(1, 2, 4, 3) == 3 / 4 and index(1, 1, 2, 3) == 7 / 8
+    censored = torch.tensor([[0, 0], [1, 0]])
+    assert why_undefined("survival", "c_index", HAZARDS[:2], censored).startswith("have no two")
+    constant = evaluation.of_constant(["c_index"], TASKS["survival"], 2, TIMES)
+    assert constant == {"accuracy": None, "c_index": 0.5}
+
+
+def test_survival_is_learnt_from_two_columns_of_a_table(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    g = torch.Generator().manual_seed(0)
+    risk = torch.randn(600, generator=g)
+    month = (4 * torch.rand(600, generator=g) * (1.2 - risk.sigmoid())).long().clamp(max=3)
+    columns = {"risk": risk, "month": month, "relapse": torch.rand(600, generator=g) < 0.7}
+    table = pandas.DataFrame({name: one.numpy() for name, one in columns.items()}).astype({"relapse": int})
+    people = Population.from_dataframe(table, label=["month", "relapse"], num_classes=4)
+    privacy, clients = PrivacyOptions(epsilon=8.0, delta=1e-3), ClientOptions(batch_size=60, learning_rate=1.0)
+    module = ClientModule(nn.Linear(1, 4), task="survival")
+    loop = FederatedLoop(people, module, rounds=4, clients=clients, privacy=privacy, output_dir=tmp_path / "run")
+    result = loop.run()
+    assert loop.clients.description == "fast (exact rules for all layers)"
+    assert result.test_metrics["c_index"] > 0.6 and result.baseline["c_index"] == 0.5
+    with pytest.raises(UserError, match=r"`task` must fit .* survival needs integer labels \[B, 2\], the interval"):
+        task_of((4,), (), False, 4, named="survival")
