@@ -38,6 +38,7 @@ from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
+from dpfl_lightning.models.tasks import ClassWeightedLoss
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
@@ -96,8 +97,11 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
     Raises UserError if a ClientModule has another task or other metrics than the configuration.
     """
     model, task, metrics = _build_model(options, population), options.task, tuple(options.evaluation.metrics)
+    priors = options.model.get("class_priors")
     if not isinstance(model, ClientModule):
-        return ClientModule(model, task=task, metrics=metrics)
+        loss = None if priors is None else ClassWeightedLoss.of_priors(priors, population.num_classes)
+        return ClientModule(model, loss, task=task, metrics=metrics)
+    require(priors is None, "model.class_priors", "be left out: the ClientModule has a loss", priors)
     advice = "The ClientModule sets it, too: set it in one place."
     require(task is None or model.named_task in (None, task), "task", f"be {model.named_task!r}", task, advice)
     same = not metrics or tuple(model.metrics) in ((), metrics)
@@ -118,11 +122,12 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
 def _build_model(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
+    model.pop("class_priors", None)  # of the loss
     fix = model.pop("fix", False)
     require(isinstance(fix, bool), "model.fix", "be true or false", fix)
     if "class_path" in model:
         path, arguments = model.pop("class_path"), model.pop("init_args", None) or {}
-        require(not model, "model", "have class_path, init_args and fix only", ", ".join(model))
+        require(not model, "model", "have class_path, init_args, fix and class_priors only", ", ".join(model))
         made = made_by("model", path, arguments)
         require(isinstance(made, nn.Module), "model.class_path", "return a torch.nn.Module", type(made).__name__)
         of_module = isinstance(made, ClientModule)

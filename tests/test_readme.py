@@ -213,6 +213,8 @@ def test_yaml_blocks(page, block, tmp_path):
         f"{('berlin', 'lyon', 'oslo')[n % 3]},{n % 70},{'fm'[n % 2]},{('no', 'yes')[n % 5 > 2]}" for n in range(400)
     ]
     (tmp_path / "patients.csv").write_text("\n".join(["hospital,age,sex,ill", *patients]))
+    visits = [f"{('berlin', 'lyon')[n % 2]},{n % 70},{n % 12},{n % 3 // 2}" for n in range(400)]
+    (tmp_path / "relapse.csv").write_text("\n".join(["hospital,age,month,relapse", *visits]))
     (tmp_path / "raw").mkdir()
     admissions = [
         f"P{n},2022-03-{n % 28 + 1:02d},{n % 70},{'FM'[n % 2]},{n % 9 or ''},{('no', 'yes')[n % 5 > 2]}"

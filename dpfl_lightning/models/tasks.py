@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,50 @@ def _token_loss(output: Tensor, y: Tensor) -> Tensor:
 
 def _next_tokens(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return output[:, :-1], y[:, 1:]
+
+
+def _hazard_loss(output: Tensor, y: Tensor) -> Tensor:
+    """Return minus the log-likelihood `[B]` of logits of hazards `[B, T]` for (interval, event) `[B, 2]`.
+
+    With a hazard h_j in each interval it is prod_{j < t} (1 - h_j) times h_t, or times 1 - h_t without an event in t.
+    """
+    interval, event = y[:, :1], (y[:, 1:] > 0).to(output.dtype)
+    intervals = torch.arange(output.shape[1], device=output.device)
+    losses = F.binary_cross_entropy_with_logits(output, event * (intervals == interval), reduction="none")
+    return (losses * (intervals <= interval)).sum(dim=1)
+
+
+def expected_intervals(output: Tensor) -> Tensor:
+    """Return how many intervals records survive in the mean `[B]`, for logits of hazards `[B, T]`.
+
+    >>> expected_intervals(torch.zeros(1, 2))
+    tensor([0.7500])
+    """
+    return F.logsigmoid(-output).cumsum(dim=1).exp().sum(dim=1)
+
+
+@dataclass(frozen=True)
+class ClassWeightedLoss:
+    """The loss of a record times a public weight of its class; clipping bounds its gradient as any other.
+
+    `of_priors` gives a class the weight smallest share / its share, at most 1: a weight above 1 would be clipped away.
+    """
+
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of_priors(cls, priors: Any, num_classes: int) -> ClassWeightedLoss:
+        """Raises UserError unless `priors` are the shares of the K classes."""
+        listed = isinstance(priors, list | tuple) and all(isinstance(one, int | float) for one in priors)
+        fits = listed and len(priors) == num_classes > 1 and min(priors) > 0 and abs(sum(priors) - 1) < 0.01
+        must = f"be the public shares of the {num_classes} classes, each above 0 and 1 together"
+        advice = "For example [0.9, 0.1], of a registry or the literature: those of the records are private."
+        require(fits, "model.class_priors", must, priors, advice)
+        return cls(tuple(min(priors) / one for one in priors))
+
+    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
+        require(y.dim() == 1, "model.class_priors", "be null unless a record has one class", list(self.weights))
+        return _class_loss(output, y) * torch.tensor(self.weights, dtype=output.dtype, device=output.device)[y.long()]
 
 
 @dataclass(frozen=True)
@@ -199,6 +244,15 @@ TASKS: dict[str, Task] = {
         lambda output, y: output.argmax(dim=-1) == y,
         metrics=("perplexity",),
         aligned=_next_tokens,
+        inferred=False,
+    ),
+    "survival": Task(
+        "survival",
+        "integer labels [B, 2], the interval and whether the event was in it, and outputs [B, intervals]",
+        lambda output, y: y == (2,) and len(output) == 1,
+        _hazard_loss,
+        None,
+        metrics=("c_index",),
         inferred=False,
     ),
 }

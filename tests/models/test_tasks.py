@@ -15,6 +15,8 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from dpfl_lightning import ClientModule, FederatedLoop, Population
+from dpfl_lightning.build import build_module
+from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Dataset
 from dpfl_lightning.errors import UserError, UserNotice
@@ -22,9 +24,11 @@ from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.answers import losses_at
 from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
-from dpfl_lightning.models.tasks import TASKS, task_of
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, task_of
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.strategies.distillation.distillation import Distillation
@@ -451,3 +455,70 @@ def test_what_needs_one_class_a_record_refuses_other_tasks(tmp_path):
     for option in ({"groups": ("label_shift", {"count": 3})}, {"label_noise": ("records", {"share": 0.5})}):
         with pytest.raises(UserError, match="`data` must have one class for each record"):
             Population.partitioned(dataset, num_clients=3, **option)
+
+
+def test_public_shares_of_classes_weigh_each_record_alone():
+    loss = ClassWeightedLoss.of_priors([0.8, 0.2], 2)
+    output, y = torch.randn(9, 2), torch.arange(9) % 2
+    torchs = torch.nn.CrossEntropyLoss(weight=torch.tensor([0.25, 1.0]), reduction="none")
+    assert torch.allclose(loss(output, y), torchs(output, y))
+    for priors in ([0.8], [0.5, 0.4], [1.0, 0.0], "0.8", ["0.8", "0.2"]):
+        with pytest.raises(UserError, match=r"`model.class_priors` must be the public shares of the 2 classes"):
+            ClassWeightedLoss.of_priors(priors, 2)
+
+
+def test_shares_of_classes_are_set_on_the_command_line_and_decide_the_run():
+    def built(*words):
+        options, _ = load(["--config", "digits", "--model.name", "logistic", *words])
+        return build_module(options, Facts((20,), 10, (1, 8, 8)))
+
+    usual, even = built(), built("--model.class_priors", str([0.1] * 10))
+    rare = built("--model.class_priors", str([0.01, 0.19, *[0.1] * 8]))
+    output, y = torch.randn(4, 10), torch.tensor([0, 1, 2, 3])
+    losses = usual.infer_task(output, y, 10).loss(output, y)
+    assert torch.allclose(even.loss(output, y), losses)
+    assert torch.allclose(rare.loss(output, y) / losses, torch.tensor([1, 0.01 / 0.19, 0.1, 0.1]))
+    assert len({module_digest(one) for one in (usual, even, rare)}) == 3
+
+
+#: logits of two intervals, as hazards 1/4 and 1/2; (interval, event)
+HAZARDS = torch.tensor([[-math.log(3), 0.0]] * 4)
+TIMES = torch.tensor([[0, 1], [0, 0], [1, 1], [1, 0]])
+
+
+def test_the_loss_of_survival_is_the_likelihood_by_hand():
+    losses = TASKS["survival"].loss(HAZARDS, TIMES)
+    by_hand = [1 / 4, 3 / 4, 3 / 4 * 1 / 2, 3 / 4 * 1 / 2]
+    assert losses.exp().reciprocal().tolist() == pytest.approx(by_hand)
+
+
+def test_the_c_index_counts_pairs_whose_order_is_known():
+    # expected survival 1 < 2 < 3 < 4; known pairs: 0 before 1, 2, 3 (1 was censored in the same interval), 2 before 3
+    def index(*order, batches=1):
+        output = torch.tensor([[-float(one), -float(one)] for one in order])
+        return value_of("survival", "c_index", output, TIMES, batches, classes=2)
+
+    assert index(1, 2, 3, 4) == index(1, 2, 3, 4, batches=4) == 1.0 and index(4, 3, 2, 1) == 0.0
+    assert index(2, 1, 3, 4) == 3 / 4 and index(1, 2, 4, 3) == 3 / 4 and index(1, 1, 2, 3) == 7 / 8
+    censored = torch.tensor([[0, 0], [1, 0]])
+    assert why_undefined("survival", "c_index", HAZARDS[:2], censored).startswith("have no two")
+    constant = evaluation.of_constant(["c_index"], TASKS["survival"], 2, TIMES)
+    assert constant == {"accuracy": None, "c_index": 0.5}
+
+
+def test_survival_is_learnt_from_two_columns_of_a_table(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    g = torch.Generator().manual_seed(0)
+    risk = torch.randn(600, generator=g)
+    month = (4 * torch.rand(600, generator=g) * (1.2 - risk.sigmoid())).long().clamp(max=3)
+    columns = {"risk": risk, "month": month, "relapse": torch.rand(600, generator=g) < 0.7}
+    table = pandas.DataFrame({name: one.numpy() for name, one in columns.items()}).astype({"relapse": int})
+    people = Population.from_dataframe(table, label=["month", "relapse"], num_classes=4)
+    privacy, clients = PrivacyOptions(epsilon=8.0, delta=1e-3), ClientOptions(batch_size=60, learning_rate=1.0)
+    module = ClientModule(nn.Linear(1, 4), task="survival")
+    loop = FederatedLoop(people, module, rounds=4, clients=clients, privacy=privacy, output_dir=tmp_path / "run")
+    result = loop.run()
+    assert loop.clients.description == "fast (exact rules for all layers)"
+    assert result.test_metrics["c_index"] > 0.6 and result.baseline["c_index"] == 0.5
+    with pytest.raises(UserError, match=r"`task` must fit .* survival needs integer labels \[B, 2\], the interval"):
+        task_of((4,), (), False, 4, named="survival")

@@ -73,6 +73,10 @@ def of_constant(names: Sequence[str], task: Task, num_classes: int, y: Tensor) -
         task, y = TASKS["language_modeling"], y[:, 1:]
     if task.real:
         constant = y.double().mean(dim=0)
+    elif task.name == "survival":
+        at_risk = (y[:, :1] >= torch.arange(num_classes, device=y.device)).double().sum(dim=0)
+        events = y[y[:, 1] > 0, 0].bincount(minlength=num_classes).double()
+        constant = (events / at_risk.clamp(min=1)).logit(eps=1e-7)
     elif task.zero_or_one:
         constant = y.double().mean(dim=0).logit(eps=1e-7)
     else:

@@ -15,10 +15,11 @@ from torchmetrics.text import Perplexity
 from torchmetrics.utilities.data import dim_zero_cat
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.models.tasks import IGNORED, Task, class_logits
+from dpfl_lightning.models.tasks import IGNORED, Task, class_logits, expected_intervals
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 _ALONE: dict[str, Any] = {"sync_on_compute": False}  # only rank 0 evaluates
+_AT_ONCE = 256  # records that are compared with all
 _MOST_SHOWN, _BINS = 20, 10  # classes of a confusion table, and bins of a calibration curve
 _CLASSES = ("binary", "multiclass", "multilabel")
 
@@ -47,6 +48,37 @@ def _of_classes(kind: Callable[..., Any], **options: Any) -> Callable[[str, int]
     return create
 
 
+class Concordance(TorchMetric):
+    """Harrell's c-index: of the pairs of which it is known who had the event first, the share that is in this order.
+
+    Who is censored in the interval of another's event outlived it; equal predictions count as half.
+    """
+
+    higher_is_better = True
+    survived: list[Tensor]
+    labels: list[Tensor]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("survived", [])
+        self.add_state("labels", [])
+
+    def update(self, survived: Tensor, labels: Tensor) -> None:
+        """Take in predicted survival `[B]` and (interval, event) `[B, 2]`."""
+        self.survived.append(survived.double())
+        self.labels.append(labels)
+
+    def compute(self) -> Tensor:
+        survived, (interval, event) = dim_zero_cat(self.survived), dim_zero_cat(self.labels).T
+        right, pairs = survived.new_zeros(()), survived.new_zeros(())
+        for first in event.nonzero().flatten().split(_AT_ONCE):
+            until, stated = interval[first, None], survived[first, None]
+            later = (until < interval) | ((until == interval) & (event == 0))
+            pairs += later.sum()
+            right += ((stated < survived) & later).sum() + 0.5 * ((stated == survived) & later).sum()
+        return right / pairs
+
+
 #: name -> metric
 METRICS: dict[str, Metric] = {
     "auroc": Metric(_CLASSES, _of_classes(classes.AUROC, average="none")),
@@ -61,12 +93,18 @@ METRICS: dict[str, Metric] = {
     "r2": Metric(("regression",), lambda task, num: numbers.R2Score(**_ALONE)),
     "iou": Metric(("segmentation",), _of_classes(classes.JaccardIndex, average="macro")),
     "dice": Metric(("segmentation",), _of_classes(classes.F1Score, average="macro")),
+    "c_index": Metric(("survival",), lambda task, num: Concordance(**_ALONE)),
     "perplexity": Metric(
         ("language_modeling", "causal_lm"), lambda task, num: Perplexity(ignore_index=IGNORED, **_ALONE)
     ),
 }
 _OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
-_UNDEFINED = {**dict.fromkeys(_OF_RANKS, "have one class"), "r2": "are fewer than two, or have one label"}
+_NO_PAIR = "have no two of which it is known who had the event first"
+_UNDEFINED = {
+    **dict.fromkeys(_OF_RANKS, "have one class"),
+    "r2": "are fewer than two, or have one label",
+    "c_index": _NO_PAIR,
+}
 
 
 def check_metrics(names: Sequence[str], task: Task) -> None:
@@ -162,6 +200,8 @@ def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return output.sigmoid(), y
     if task.name == "segmentation":
         return class_logits(output, y).argmax(dim=1).flatten(), y.flatten()
+    if task.name == "survival":
+        return expected_intervals(output), y
     if task.name == "regression":
         flat = y.reshape(len(y), -1)
         return (output.reshape(flat.shape), flat) if flat.shape[1] > 1 else (output.flatten(), y.flatten())
