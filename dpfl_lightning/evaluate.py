@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.config.reading import read_json, read_tensors
+from dpfl_lightning.config.reading import read_tensors
 from dpfl_lightning.errors import UserError, command, require, warn_user
 from dpfl_lightning.runtime.launcher import invocation
 
@@ -73,20 +72,17 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.models.model import has_frozen, load_trained
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
+    from dpfl_lightning.reporting.run_files import read_result
 
-    result = run / "result.json"
-    advice = f"Finish it with {invocation('fit')} --resume {run}."
-    require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
-    saved = read_json(result)
-    rows, at_sites = saved.get("clients"), bool(saved.get("at_sites"))
-    found: list[Any] = [row.get("model") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    single = (run / "model.pt").is_file()
-    most = 1 if single else _MOST_MODELS
-    fits = len(found) > 0 and all(isinstance(one, int) and 0 <= one < most for one in found)
-    require(fits, str(result), "have the model of each client", rows, "Restore it.")
-    model_of = tuple(found)
-    several = [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
-    files = several if several[0].is_file() and not single else [run / "model.pt"]
+    result, advice = read_result(run), f"Finish it with {invocation('fit')} --resume {run}."
+    require(result is not None, "RUN", "be the folder of a finished run", str(run), advice)
+    assert result is not None  # for mypy
+    model_of, at_sites = tuple(client["model"] for client in result.clients), result.at_sites
+    several = any(run.glob("model_*.pt"))
+    files = [run / f"model_{k}.pt" for k in range(_MOST_MODELS)] if several else [run / "model.pt"]
+    fits = {*model_of} and all(isinstance(row, int) and 0 <= row < len(files) for row in model_of)
+    require(bool(fits), str(run / "result.json"), "have the model of each client", model_of, "Restore it.")
+    files = files[: max(model_of) + 1]
     try:
         population = build_test_set(options) if at_sites else build_population(options)
     except UserError as error:

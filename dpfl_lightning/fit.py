@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.load import load, options_file
-from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.options import Options, named
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
@@ -224,17 +224,13 @@ def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | Non
 def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -> Options:
     """Return the options of one seed, whose MLflow run is nested in `parent_run`."""
     options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-    if options.tracking is None:
-        return options
-    tags = {**options.tracking.tags, "mlflow.parentRunId": parent_run}
-    return dataclasses.replace(
-        options, tracking=dataclasses.replace(options.tracking, run_name=f"seed {seed}", tags=tags)
-    )
+    return named(options, f"seed {seed}", {"mlflow.parentRunId": parent_run})
 
 
 def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> dict[str, Any]:
     """Return mean and standard deviation of the test scores over seeds, and the guarantee of all runs together."""
-    from dpfl_lightning.federated.server.scores import known_values, scores_of
+    from dpfl_lightning.federated.messages.evaluation import known_values
+    from dpfl_lightning.federated.server.scores import scores_of
 
     known = known_values([scores_of(result, "test_") for result in results])
     return {

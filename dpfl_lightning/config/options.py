@@ -328,6 +328,14 @@ def changed_options(options: Options | Mapping[str, Any]) -> dict[str, Any]:
     return differing
 
 
+def named(options: Options, name: str, tags: Mapping[str, Any]) -> Options:
+    """Return the options of a run with its name and further tags in MLflow."""
+    if options.tracking is None:
+        return options
+    tracking = dataclasses.replace(options.tracking, run_name=name, tags={**options.tracking.tags, **tags})
+    return dataclasses.replace(options, tracking=tracking)
+
+
 def check_data(options: Options) -> None:
     """Raise UserError unless there is one source of records, and all keys of the data are about it."""
     data, name, own = options.data, options.data.name, options.data.class_path is not None

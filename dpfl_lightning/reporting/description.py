@@ -87,9 +87,11 @@ def _place(view: View) -> dict[str, str]:
 
 def assumptions(view: View) -> dict[str, str]:
     """Return what every epsilon of the run assumes, by name; without a bound on what is released `guarantee` alone."""
+    if not view.schedule.has_noise:
+        return {"guarantee": NO_PRIVACY}
     guarantee = view.expected_guarantee()
-    if not view.schedule.has_noise or guarantee.unprotected:
-        return {"guarantee": guarantee.words() if guarantee.unprotected else NO_PRIVACY}
+    if guarantee.unprotected:
+        return {"guarantee": guarantee.words()}
     return {
         "unit": guarantee.unit,
         "adjacency": guarantee.adjacency,

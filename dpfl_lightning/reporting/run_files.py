@@ -28,6 +28,7 @@ _KEYS_OF_CLIENT = (
     "epsilon_budget",
     "delta",
     "accuracy",
+    "model",
 )
 
 Built = TypeVar("Built")

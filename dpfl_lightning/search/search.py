@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dpfl_lightning.build import build_population, so_far
-from dpfl_lightning.config.options import FREE, Options, TrackingOptions
+from dpfl_lightning.config.options import FREE, Options, TrackingOptions, named
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.server.results import RunResult
@@ -114,20 +114,12 @@ class Search:
 
     def _make_the_set(self, budget: SharedBudget) -> None:
         """Make the set of `set_share`, or resume its run; a finished one is only read."""
-        made = self._named(budget.set_options, f"{self.sweep.name}: set")
+        made = named(budget.set_options, f"{self.sweep.name}: set", {})
         begun, result = so_far(made)
         print(shown(budget.words()), flush=True)
         if result is None or not (Path(str(made.output_dir)) / CARD).is_file():
             print(f"Making the distilled set in {made.output_dir}:", flush=True)
             self._train(made, resume=begun, more=[DescribedBy(budget.words())])
-
-    @staticmethod
-    def _named(options: Options, name: str, **tags: str) -> Options:
-        """Return the options of a run with its name and tags in MLflow."""
-        if options.tracking is None:
-            return options
-        tracking = dataclasses.replace(options.tracking, run_name=name, tags={**options.tracking.tags, **tags})
-        return dataclasses.replace(options, tracking=tracking)
 
     def _in_trials(self, values: Mapping[str, Any]) -> Options:
         """Return the options of a trial that drew `values`."""
@@ -324,7 +316,7 @@ class Search:
         """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""
         folder = self.folder / "final"
         final = dataclasses.replace(best, output_dir=str(folder))
-        final = self._named(final, "final", **({} if self.parent is None else {"mlflow.parentRunId": self.parent}))
+        final = named(final, "final", {} if self.parent is None else {"mlflow.parentRunId": self.parent})
         begun, result = final_so_far(final)
         print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
         if result is None:

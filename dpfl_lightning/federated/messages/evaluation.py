@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -46,17 +46,19 @@ class Evaluation:
     baseline: Mapping[str, float | None] = field(default_factory=dict)
 
 
+def known_values(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return the known values of each score."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
+
+
 def mean_metrics(metrics: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
     """Return the mean of each metric over the mappings that have a value of it, None if none has.
 
     >>> mean_metrics([{"f1": 0.5, "auroc": None}, {"f1": 1.0, "auroc": None}])
     {'f1': 0.75, 'auroc': None}
     """
-    values: dict[str, list[float]] = {}
-    for one in metrics:
-        for name, value in one.items():
-            values.setdefault(name, []).extend([] if value is None else [value])
-    return {name: fmean(known) if known else None for name, known in values.items()}
+    return {name: fmean(values) if values else None for name, values in known_values(list(metrics)).items()}
 
 
 #: scores of which a smaller value is better

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, known_values
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.text import at_most
 
@@ -175,12 +175,6 @@ def score_cells(results: Sequence[Result]) -> dict[str, str]:
         if score == name and baselines.get(score):
             cells["baseline"] = spread(score, baselines[score])
     return cells
-
-
-def known_values(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
-    """Return the known values of each score."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
 
 
 def seed_rows(seeds: Sequence[int], results: Sequence[Result], together: str) -> Rows:
