@@ -122,7 +122,7 @@ def sums_of(engine: str, net: nn.Module, loss):
     if engine == "vmap":
         return VmapClippedSum(loss, 9)
     fast = FastClippedSum(net, loss, 9, sparse=["0", "2"])
-    return fast.planned(values(net), torch.randn(3, 2, 5), torch.ones(3)) if fast.under_vmap() else fast
+    return fast.planned(values(net), torch.randn(3, 2, 5), torch.ones(3)) if fast.uncovered else fast
 
 
 VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
