@@ -343,17 +343,17 @@ class _Watch:
         self.grads: ByName = {}
         self.anchor = torch.zeros((), requires_grad=True)
 
-    @unwatched()
+    @unwatched
     def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
         name = f"{unit_name}.{part}" if unit_name else part
         self._note(name, self.units[unit_name], rule, inputs)
         return self.entered(name, output)
 
-    @unwatched()
+    @unwatched
     def convolve(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
         return conv2d_forward(conv, x, self.count)
 
-    @unwatched()
+    @unwatched
     def stage(self, names: Mapping[nn.Module, str], conv: nn.Conv2d, x: Tensor) -> Tensor:
         name = names[conv]
         self._note(name, self.units[name], conv2d_rule, (x,))
@@ -361,7 +361,7 @@ class _Watch:
             pooled, winners = pooling.max_relu(conv2d_forward(conv, x, self.count), self.count)
         return self._behind_seam(name, conv, (x,), pooled, winners)
 
-    @unwatched()
+    @unwatched
     def hook(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             raise Unsupported(f"`{name}` gets more than its input", name)

@@ -415,9 +415,16 @@ def convolution_weight_grads(
 
 
 def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^` the normalised input."""
-    assert isinstance(layer, nn.GroupNorm)
-    normalised = F.group_norm(inputs[0], layer.num_groups, eps=layer.eps)
+    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^ = (x - mean) scale` the normalised input.
+
+    The means and scales are those of groups of channels, `[B, groups]`.
+    """
+    x, mean, scale = inputs
+    if is_short(x):
+        normalised = F.group_norm(x, mean.shape[1], eps=layer.eps)  # type: ignore[arg-type]
+    else:
+        mean, scale = (one.repeat_interleave(x.shape[1] // one.shape[1], dim=1)[:, :, None] for one in (mean, scale))
+        normalised = torch.addcmul(-mean * scale, x.reshape(*x.shape[:2], -1), scale).view_as(x)
     return scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
 
 
@@ -425,7 +432,7 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
     """`dgamma_j = sum_t dy_jt x^_jt`, `dbeta_j = sum_t dy_jt`, with `x^ = (x - mean) scale` the normalised input."""
     assert isinstance(layer, nn.LayerNorm)
     x, mean, scale = inputs
-    if x.dtype in (torch.float16, torch.bfloat16):  # the moments are rounded to that on a CPU
+    if is_short(x):
         normalised = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
     else:
         normalised = torch.addcmul(-mean * scale, x, scale)
@@ -433,16 +440,14 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
 
 
 def rms_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dgamma_j = sum_t dy_jt x^_jt`, with `x^` the normalised input."""
+    """`dgamma_j = sum_t dy_jt x^_jt`, with `x^` the normalised input, which is the given one."""
     assert isinstance(layer, nn.RMSNorm)
-    normalised = F.rms_norm(inputs[0], layer.normalized_shape, eps=layer.eps)
-    return scale_and_shift(params, dy, normalised, (len(dy), -1, *layer.normalized_shape), dim=1)
+    return scale_and_shift(params, dy, inputs[0], (len(dy), -1, *layer.normalized_shape), dim=1)
 
 
-def instance_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """As `group_norm_rule`, with one group for each channel: there are no running statistics."""
-    normalised = F.instance_norm(inputs[0], eps=layer.eps)  # type: ignore[arg-type]
-    return scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
+def is_short(x: Tensor) -> bool:
+    """Return whether the moments of x are rounded too coarsely to normalise it by them."""
+    return x.dtype in (torch.float16, torch.bfloat16)
 
 
 def conv1d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
@@ -506,10 +511,5 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
     nn.Conv1d: conv1d_rule,
     nn.Conv2d: conv2d_rule,
-    nn.RMSNorm: rms_norm_rule,
-    nn.InstanceNorm1d: instance_norm_rule,
-    nn.InstanceNorm2d: instance_norm_rule,
-    nn.InstanceNorm3d: instance_norm_rule,
-    nn.GroupNorm: group_norm_rule,
     nn.Embedding: embedding_rule,
 }
