@@ -122,7 +122,7 @@ def sums_of(engine: str, net: nn.Module, loss):
     if engine == "vmap":
         return VmapClippedSum(loss, 9)
     fast = FastClippedSum(net, loss, 9, sparse=["0", "2"])
-    return fast.planned(values(net), torch.randn(3, 2, 5), torch.ones(3)) if fast.under_vmap() else fast
+    return fast.planned(values(net), torch.randn(3, 2, 5), torch.ones(3)) if fast.uncovered else fast
 
 
 VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
@@ -226,16 +226,21 @@ def meets_a_question(net, x):
 
 
 @pytest.mark.parametrize(
-    ("net", "width", "layer"),
+    ("net", "width", "layer", "words"),
     [
-        (Net(meets_windows, first=nn.Linear(16, 32), last=nn.Linear(32, 3)), 64, "first"),
-        (Net(meets_a_question, question=nn.Linear(4, 8), last=nn.Linear(8, 3)), 8, "question"),
+        (Net(meets_windows, first=nn.Linear(16, 32), last=nn.Linear(32, 3)), 64, "first", "for all layers"),
+        (
+            Net(meets_a_question, question=nn.Linear(4, 8), last=nn.Linear(8, 3)),
+            8,
+            "question",
+            "but vmap for `question` (Linear)",
+        ),
     ],
     ids=["windows", "question"],
 )
-def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width, layer):
+def test_layers_that_do_not_meet_records_one_by_one_have_no_rule(net, width, layer, words):
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, width), torch.empty(0, dtype=torch.long))
-    assert clipped_sum.by_rules and reason == f"fast: exact rules but vmap for `{layer}` (Linear)"
+    assert clipped_sum.by_rules and reason == f"fast: exact rules {words}"
     x, y, each = torch.randn(5, width), torch.zeros(5, dtype=torch.long), torch.arange(5)
     ours, loop = (
         summed(one, values(net), x, y, 1.0, each, 5)

@@ -35,8 +35,9 @@ TEST_SUITES=/tmp/suites python -m tests.zoo
   the engine's gradients of single records and their clipped sums equal those of the loop to 1e-4 (relative), and a
   record's gradient is the same in another place and in other company. Another model that trains is **silently wrong**.
 - **Ratio** is the CPU time of a clipped sum of 16 records by Opacus' `GradSampleModule`, divided by ours on the same
-  batch, with dropout off: above 1 this package is faster. A star: Opacus' gradients differ from the loop's by more than
-  1e-4. A dash: Opacus cannot run the model, or we refuse it.
+  batch, in turns and with dropout off: above 1 this package is faster. Ours takes the passes of a run with this batch
+  size, which are filled up. A star: Opacus' gradients differ from the loop's by more than 1e-4. A dash: Opacus cannot
+  run the model, or we refuse it.
 
 {tables}
 """

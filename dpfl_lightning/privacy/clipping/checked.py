@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import CROWD, SMALL_CROWD, in_companies
-from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import PASS_COST, PASS_FLOPS, SIZES, Batch, FixedPasses, Products
 from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
@@ -236,6 +236,9 @@ def _used(
     widest, on_cpu = fast.widest_input(*example), example[2].device.type == "cpu"
     if on_cpu:
         passes.most = min(passes.most, _CPU_NUMBERS // widest)
+        with Products() as products:
+            fast.signals(example[0], take(example[1], slice(1)), example[2][:1])
+        passes.cost = min(PASS_COST, PASS_FLOPS / max(products.flops, 1))
     crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
     for number in EXTREME_DRAWS if passes.draws else EXTREME_DRAWS[:1]:
         usual = number == EXTREME_DRAWS[0]

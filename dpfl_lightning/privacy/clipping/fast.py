@@ -25,7 +25,6 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.layer_rules import (
     ByName,
-    Dense,
     Inputs,
     Rule,
     Unsupported,
@@ -150,7 +149,8 @@ class FastClippedSum:
         self.units_of = dict(units_of(net, self.loose))
         covered = {full for unit in self.units_of.values() for full in unit.names.values()}
         self._known = {name for name, p in net.named_parameters() if p.requires_grad}
-        self._uncovered = [name for name, p in net.named_parameters() if p.requires_grad and name not in covered]
+        self.uncovered = [name for name, p in net.named_parameters() if p.requires_grad and name not in covered]
+        self._under_vmap: set[str] = set()
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
         self._names = {unit.module: name for name, unit in self.units_of.items()}
@@ -158,8 +158,8 @@ class FastClippedSum:
         self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
 
     def under_vmap(self) -> list[str]:
-        """Describe the modules whose parameters no rule covers."""
-        holders = dict.fromkeys(name.rpartition(".")[0] for name in self._uncovered)
+        """Describe the modules with parameters whose gradients no rule has given so far."""
+        holders = dict.fromkeys(name.rpartition(".")[0] for name in self.uncovered if name in self._under_vmap)
         return [f"`{name or 'net'}` ({type(self.net.get_submodule(name)).__name__})" for name in holders]
 
     def planned(self, params: Params, x: Records, y: Tensor) -> FastClippedSum:
@@ -174,7 +174,7 @@ class FastClippedSum:
         return self
 
     def _leaves(self, params: Params) -> dict[str, Tensor]:
-        return {name: params[name].detach().requires_grad_() for name in self._uncovered if name in params}
+        return {name: params[name].detach().requires_grad_() for name in self.uncovered if name in params}
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
@@ -255,8 +255,9 @@ class FastClippedSum:
                 by_name = call.rule(call.unit.module, params_of_unit, call.inputs, dy)
                 grads |= call.unit.in_net({local: form.first(count) for local, form in by_name.items()})
         if watch.uses is not None:
-            for name, rows in watch.uses.gradients(watch.dys, watch.wanted).items():
-                grads[name] = Dense(rows.reshape(len(rows), -1)[:count])
+            by_name = watch.uses.gradients(watch.dys, watch.wanted)
+            grads |= {name: form.first(count) for name, form in by_name.items()}
+            self._under_vmap |= watch.uses.under_vmap
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in watch.wanted)}")
         return grads
@@ -282,10 +283,10 @@ class FastClippedSum:
     def _watched_losses(self, watch: _Watch, params: Params, x: Records, y: Tensor) -> Tensor:
         """Return the loss of each record `[B]`, with its graph."""
         with torch.enable_grad():
-            if not self._uncovered:
+            if not self.uncovered:
                 return self._sample_loss(params, x, y)
             if self._plan is None:
-                raise Unsupported(f"there is no plan for {', '.join(self.under_vmap())}")
+                raise Unsupported(f"there is no plan for {', '.join(self.uncovered)}")
             leaves = self._leaves(params)
             with Uses(leaves, self._plan, watch.entered) as watch.uses:
                 return self._sample_loss({**params, **leaves}, x, y)
@@ -342,17 +343,17 @@ class _Watch:
         self.grads: ByName = {}
         self.anchor = torch.zeros((), requires_grad=True)
 
-    @unwatched()
+    @unwatched
     def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
         name = f"{unit_name}.{part}" if unit_name else part
         self._note(name, self.units[unit_name], rule, inputs)
         return self.entered(name, output)
 
-    @unwatched()
+    @unwatched
     def convolve(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
         return conv2d_forward(conv, x, self.count)
 
-    @unwatched()
+    @unwatched
     def stage(self, names: Mapping[nn.Module, str], conv: nn.Conv2d, x: Tensor) -> Tensor:
         name = names[conv]
         self._note(name, self.units[name], conv2d_rule, (x,))
@@ -360,7 +361,7 @@ class _Watch:
             pooled, winners = pooling.max_relu(conv2d_forward(conv, x, self.count), self.count)
         return self._behind_seam(name, conv, (x,), pooled, winners)
 
-    @unwatched()
+    @unwatched
     def hook(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             raise Unsupported(f"`{name}` gets more than its input", name)

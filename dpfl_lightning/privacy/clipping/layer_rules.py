@@ -71,6 +71,10 @@ class Grads(ABC):
         return self
 
     @abstractmethod
+    def formed(self) -> Tensor:
+        """Return the gradients in full and in the order of the parameter, `[B, n]`."""
+
+    @abstractmethod
     def norms(self, order: int = 2) -> Tensor:
         """Return norms `|g_j|`, `[B]` float64: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
 
@@ -120,6 +124,9 @@ class Dense(Grads):
     def pair(self) -> tuple[Tensor, Tensor]:
         return self.grads.new_ones(len(self.grads), 1), self.grads.flatten(1)
 
+    def formed(self) -> Tensor:
+        return arranged(self.grads.flatten(1), self.shape, self.order).flatten(1)
+
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.grads.flatten(1), order)
 
@@ -159,7 +166,10 @@ class Outer(Grads):
     def measurable(self, order: int) -> Grads:
         if order == 2 or self.terms == 1:
             return self
-        return Dense(torch.bmm(self.left.mT, self.right))
+        return Dense(self.formed())
+
+    def formed(self) -> Tensor:
+        return torch.bmm(self.left.mT, self.right).flatten(1)
 
     def norms(self, order: int = 2) -> Tensor:
         (left, left_scale), (right, right_scale) = _scaled(self.left), _scaled(self.right)
@@ -209,6 +219,11 @@ class Lookup(Grads):
 
     def first(self, count: int) -> Grads:
         return Lookup(self.ids[:count], self.dy[:count], self.rows)
+
+    def formed(self) -> Tensor:
+        formed = self.dy.new_zeros(len(self.dy), self.rows, self.dy.shape[2])
+        places = self.ids[:, :, None].expand_as(self.dy)
+        return formed.scatter_add_(1, places, self.dy).flatten(1)
 
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.dy.flatten(1), order)
@@ -366,54 +381,73 @@ def _windows(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
 
 
 def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor, at_once: int) -> Tensor:
-    """Return the gradients `[B, O, C / groups, kh, kw]`: those of `at_once` records are a convolution with more groups.
-
-    It has a group for each record and group of the layer.
-    """
-    if len(x) > at_once:
-        parts = zip(x.split(at_once), dy.split(at_once), strict=True)
-        return torch.cat([_grouped_weight_grads(layer, *part, at_once) for part in parts])
+    """Return the gradients `[B, O, C / groups, kh, kw]`, of at most so many records at once."""
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         x, padding = _padded(layer, x), (0, 0)
-    records, out, *kernel = len(x), *layer.weight.shape
-    weight = x.new_empty(records * out, *kernel)  # only its shape matters
-    form = (layer.stride, padding, layer.dilation, False, [0, 0], records * layer.groups)
-    wanted = [False, True, False]  # gradients of input, weight and bias
-    dy, x = (a.reshape(1, -1, *a.shape[2:]) for a in (dy, x))
-    grads = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[1]
-    return grads.view(records, out, *kernel)
+    form = (layer.weight.shape, layer.stride, padding, layer.dilation, layer.groups)
+    parts = zip(x.split(at_once), dy.split(at_once), strict=True)
+    grads = [convolution_weight_grads(some_x, some_dy, *form) for some_x, some_dy in parts]
+    return grads[0] if len(grads) == 1 else torch.cat(grads)
+
+
+def convolution_weight_grads(
+    x: Tensor,
+    dy: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    output_padding: Sequence[int] | None = None,
+) -> Tensor:
+    """Return each record's gradients `[B, *shape]` of the weight of a convolution, which has any number of dimensions.
+
+    They are those of one convolution with more groups: one for each record and group. A transposed one has an
+    `output_padding`.
+    """
+    weight = x.new_empty(len(x) * shape[0], *shape[1:])  # only its shape matters
+    turned, further = output_padding is not None, output_padding or [0] * len(stride)
+    dy, x, groups = dy.reshape(1, -1, *dy.shape[2:]), x.reshape(1, -1, *x.shape[2:]), len(x) * groups
+    form = (stride, padding, dilation, turned, further, groups)
+    grads = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, [False, True, False])[1]
+    return grads.view(-1, *shape)
 
 
 def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^` the normalised input."""
-    assert isinstance(layer, nn.GroupNorm)
-    normalised = F.group_norm(inputs[0], layer.num_groups, eps=layer.eps)
-    return _scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
+    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^ = (x - mean) scale` the normalised input.
+
+    The means and scales are those of groups of channels, `[B, groups]`.
+    """
+    x, mean, scale = inputs
+    if is_short(x):
+        normalised = F.group_norm(x, mean.shape[1], eps=layer.eps)  # type: ignore[arg-type]
+    else:
+        mean, scale = (one.repeat_interleave(x.shape[1] // one.shape[1], dim=1)[:, :, None] for one in (mean, scale))
+        normalised = torch.addcmul(-mean * scale, x.reshape(*x.shape[:2], -1), scale).view_as(x)
+    return scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
 
 
 def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
     """`dgamma_j = sum_t dy_jt x^_jt`, `dbeta_j = sum_t dy_jt`, with `x^ = (x - mean) scale` the normalised input."""
     assert isinstance(layer, nn.LayerNorm)
     x, mean, scale = inputs
-    if x.dtype in (torch.float16, torch.bfloat16):  # the moments are rounded to that on a CPU
+    if is_short(x):
         normalised = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
     else:
         normalised = torch.addcmul(-mean * scale, x, scale)
-    return _scale_and_shift(params, dy, normalised, (len(x), -1, *layer.normalized_shape), dim=1)
+    return scale_and_shift(params, dy, normalised, (len(x), -1, *layer.normalized_shape), dim=1)
 
 
 def rms_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dgamma_j = sum_t dy_jt x^_jt`, with `x^` the normalised input."""
+    """`dgamma_j = sum_t dy_jt x^_jt`, with `x^` the normalised input, which is the given one."""
     assert isinstance(layer, nn.RMSNorm)
-    normalised = F.rms_norm(inputs[0], layer.normalized_shape, eps=layer.eps)
-    return _scale_and_shift(params, dy, normalised, (len(dy), -1, *layer.normalized_shape), dim=1)
+    return scale_and_shift(params, dy, inputs[0], (len(dy), -1, *layer.normalized_shape), dim=1)
 
 
-def instance_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """As `group_norm_rule`, with one group for each channel: there are no running statistics."""
-    normalised = F.instance_norm(inputs[0], eps=layer.eps)  # type: ignore[arg-type]
-    return _scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
+def is_short(x: Tensor) -> bool:
+    """Return whether the moments of x are rounded too coarsely to normalise it by them."""
+    return x.dtype in (torch.float16, torch.bfloat16)
 
 
 def conv1d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
@@ -432,8 +466,10 @@ def conv1d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
     return linear_gradients(params, patches.flatten(2), dy.mT, "weight", "bias")
 
 
-def _scale_and_shift(params: Params, dy: Tensor, normalised: Tensor, shape: tuple[int, ...], dim: int) -> ByName:
-    """Return `dgamma_j`, `dbeta_j`: sums over a dimension of the tensors viewed in this shape."""
+def scale_and_shift(
+    params: Params, dy: Tensor, normalised: Tensor, shape: tuple[int, ...], dim: int | tuple[int, ...]
+) -> ByName:
+    """Return `dgamma_j`, `dbeta_j`: sums over dimensions of the tensors viewed in this shape."""
 
     def summed(terms: Tensor) -> Grads:
         return Dense(terms.reshape(shape).sum(dim))
@@ -446,10 +482,15 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
     assert isinstance(layer, nn.Embedding)
     if layer.scale_grad_by_freq or layer.sparse or layer.max_norm is not None:
         raise Unsupported("an Embedding has scale_grad_by_freq, sparse or max_norm")
-    ids, dy = inputs[0].reshape(len(dy), -1), dy.reshape(len(dy), -1, dy.shape[-1])
-    if layer.padding_idx is not None:
-        dy = dy * (ids != layer.padding_idx)[:, :, None]
-    return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
+    return {"weight": lookup_gradients(inputs[0], dy, layer.num_embeddings, layer.padding_idx)}
+
+
+def lookup_gradients(ids: Tensor, dy: Tensor, rows: int, padding_idx: int | None = None) -> Lookup:
+    """Return those of a table with so many rows, of which ids `[B, ...]` were read; dy is `[B, ..., d]`."""
+    ids, dy = ids.reshape(len(dy), -1), dy.reshape(len(dy), -1, dy.shape[-1])
+    if padding_idx is not None:
+        dy = dy * (ids != padding_idx % rows)[:, :, None]
+    return Lookup.merged(ids, dy, rows)
 
 
 def kind_of(module: nn.Module, kinds: Mapping[type[nn.Module], Any]) -> type[nn.Module] | None:
@@ -470,10 +511,5 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
     nn.Conv1d: conv1d_rule,
     nn.Conv2d: conv2d_rule,
-    nn.RMSNorm: rms_norm_rule,
-    nn.InstanceNorm1d: instance_norm_rule,
-    nn.InstanceNorm2d: instance_norm_rule,
-    nn.InstanceNorm3d: instance_norm_rule,
-    nn.GroupNorm: group_norm_rule,
     nn.Embedding: embedding_rule,
 }

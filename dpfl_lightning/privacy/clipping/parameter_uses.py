@@ -1,28 +1,39 @@
 """Gradients of parameters that no rule of a layer covers: record by record for each operator that uses them.
 
 What the code of a model computes of such parameters alone is followed by autograd. The first operator that brings it
-together with records is a use: its vector-Jacobian product runs under `vmap`. A parameter may have several uses.
+together with records is a use: it has a rule (`operator_rules.py`), or its vector-Jacobian product runs under `vmap`.
+A parameter may have several uses.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
+from dpfl_lightning.privacy.clipping.layer_rules import (
+    ByName,
+    Dense,
+    Grads,
+    Lookup,
+    Outer,
+    Unsupported,
+)
+from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.reads import memory
 
+_PLAIN_LOOKUP = [None, None, 2.0, False, False]  # options of an embedding, in the order of `F.embedding`
 _FEW, _MORE = 2, 3  # records of the passes that show what counts records
-_PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
-_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,23 @@ class Use:
     def _of_records(self) -> list[int]:
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and self.forms[i] is not None]
 
-    def pulled_back(self, dys: Sequence[Tensor]) -> list[Tensor]:
-        """Return each record's gradient of the own arguments, `[B, ...]`, from those of the results, `[B, ...]`."""
+    def by_rule(self, dy: Tensor) -> list[Grads]:
+        """Return each record's gradient of the own arguments, from that of the result `[B, ...]`; [] without a rule."""
+        leaves = list(self.leaves)
+        for i, records in zip(self._of_records, self.inputs, strict=True):
+            leaves[i] = records
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        named = {**dict(zip(argument_names(self.func), args, strict=False)), **kwargs}
+        name_of = {id(value): name for name, value in named.items() if isinstance(value, Tensor)}
+        own, held = ([name_of.get(id(leaves[i]), "") for i in some] for some in (self.own, self._of_records))
+        if "" in (*own, *held):
+            return []
+        found = operator_gradients(self.func, {name: named[name].detach() for name in own}, named, held, dy)
+        return [found[name] for name in own if found]
+
+    def by_vmap(self, dys: Sequence[Tensor]) -> list[Grads]:
+        """Return each record's gradient of the own arguments, from those of the results, `[B, ...]`."""
         own, inputs = [self.leaves[i].detach() for i in self.own], self.inputs
-        if len(own) == 1 and len(inputs) == 1 and len(self.leaves) == 2 and self.func in _PRODUCTS | _SUMS:
-            terms = dys[0] if self.func in _SUMS else dys[0] * inputs[0]
-            return [_summed_to(terms, own[0].shape)]
 
         def pull_back(dys: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
             leaves = [_of_one(leaf, form) for leaf, form in zip(self.leaves, self.forms, strict=True)]
@@ -83,7 +105,7 @@ class Use:
 
             return vjp(results, *own)[1](dys)
 
-        return list(vmap(pull_back)(tuple(dys), *inputs))
+        return [Dense(one.reshape(len(one), -1)) for one in vmap(pull_back)(tuple(dys), *inputs)]
 
 
 def _of_one(leaf: Any, form: Form) -> Any:
@@ -95,11 +117,11 @@ def _of_one(leaf: Any, form: Form) -> Any:
     return form.each
 
 
-def _summed_to(terms: Tensor, shape: torch.Size) -> Tensor:
-    """Sum `[B, ...]` over the dimensions that were broadcast from `shape`."""
-    terms = terms.flatten(1, terms.dim() - 1 - len(shape)).sum(1) if terms.dim() - 1 > len(shape) else terms
-    repeated = [1 + i for i, size in enumerate(shape) if size == 1 and terms.shape[1 + i] > 1]
-    return terms.sum(repeated, keepdim=True) if repeated else terms
+def _added(one: Grads, other: Grads) -> Grads:
+    """Return the gradients of a parameter that has several uses."""
+    if isinstance(one, Outer) and isinstance(other, Outer):
+        return Outer(torch.cat([one.left, other.left], dim=1), torch.cat([one.right, other.right], dim=1))
+    return Dense(one.formed() + other.formed())
 
 
 class Uses(TorchFunctionMode):
@@ -114,16 +136,20 @@ class Uses(TorchFunctionMode):
         self._own = {id(one): one for one in parameters.values()}
         self.uses: dict[str, Use] = {}
         self._zeros: dict[str, Tensor] = {}  # gradients of results that no loss depends on
+        self._lookups: dict[int, tuple[str, Tensor]] = {}  # parameters and public rows of them, by the result
+        self.under_vmap: set[str] = set()  # parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _contains(self._own, args) and not (kwargs and _contains(self._own, kwargs.values())):
+            return func(*args, **(kwargs or {}))
         leaves, structure = tree_flatten((args, kwargs or {}))
         own = [i for i, leaf in enumerate(leaves) if id(leaf) in self._own]
-        if not own:
-            return func(*args, **(kwargs or {}))
         forms, results = ((), ()) if _asks(func) else self._next(func, leaves)
         if not _is_use(results):
             found = func(*args, **(kwargs or {}))
             self._own.update({id(one): one for one in tree_flatten(found)[0] if isinstance(one, Tensor)})
+            if func is F.embedding and isinstance(leaves[0], Tensor) and leaves[2:] == _PLAIN_LOOKUP:
+                self._lookups[id(found)] = leaves[1], leaves[0]
             return found
         given = [leaf.detach() if i in own else leaf for i, leaf in enumerate(leaves)]
         kept = [leaf.detach() if isinstance(leaf, Tensor) and i not in own else leaf for i, leaf in enumerate(leaves)]
@@ -156,29 +182,53 @@ class Uses(TorchFunctionMode):
         form = self.uses[use].results[int(number)] if use in self.uses else None
         return dy if form is None else form.by_record(dy)
 
-    def gradients(self, dys: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return each record's gradients `[B, ...]` of the `wanted` parameters, from the gradients of results."""
-        total: dict[str, Tensor] = {}
-        names = [name for name in self._parameters if name in wanted]
+    def gradients(self, dys: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> ByName:
+        """Return each record's gradients of the `wanted` parameters, from the gradients of results."""
+        found = defaultdict[str, list[Grads]](list)
         for name, use in self.uses.items():
             counted = [(number, form) for number, form in enumerate(use.results) if isinstance(form, Counting)]
             keys = [(f"{name}.{number}", form) for number, form in counted]
             if not any(key in dys for key, _ in keys):
                 continue
             by_record = [form.by_record(dys[key] if key in dys else self._zeros[key]) for key, form in keys]
-            for index, grad in zip(use.own, use.pulled_back(by_record), strict=True):
-                for parameter, one in self._of_parameters(use.leaves[index], grad, names):
-                    total[parameter] = total[parameter] + one if parameter in total else one
-        return total
+            grads = use.by_rule(by_record[0]) if len(by_record) == 1 else []
+            for index, grad in zip(use.own, grads or use.by_vmap(by_record), strict=True):
+                for parameter, one in self._of_parameters(use.leaves[index], grad, bool(grads)):
+                    found[parameter].append(one)
+        return {
+            name: functools.reduce(_added, found[name]) for name in self._parameters if name in found and name in wanted
+        }
 
-    def _of_parameters(self, own: Tensor, grad: Tensor, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Return gradients `[B, ...]` of parameters from those of what is computed of them."""
-        direct = [name for name in names if self._parameters[name] is own]
-        if direct or not own.requires_grad:
-            return [(name, grad) for name in direct]
-        leaves = [self._parameters[name] for name in names]
-        found = torch.autograd.grad(own, leaves, grad, retain_graph=True, allow_unused=True, is_grads_batched=True)
-        return [(name, one) for name, one in zip(names, found, strict=True) if one is not None]
+    def _of_parameters(self, own: Tensor, grad: Grads, ruled: bool) -> Iterable[tuple[str, Grads]]:
+        """Yield gradients of parameters from those of what is computed of them; notes which ones `vmap` gave."""
+        parameter, rows = self._lookups.get(id(own), (own, None))
+        if direct := [name for name, one in self._parameters.items() if one is parameter]:
+            if rows is not None:
+                dy = grad.formed().view(-1, rows.numel(), own.shape[-1])
+                apart = len(rows.unique()) == rows.numel()
+                grad = (Lookup if apart else Lookup.merged)(
+                    rows.reshape(1, -1).expand(dy.shape[:2]), dy, len(parameter)
+                )
+            self.under_vmap.update([] if ruled else direct)
+            yield direct[0], grad
+        elif own.requires_grad:
+            formed = grad.formed()
+            further = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
+            grads = torch.autograd.grad(own, [*self._parameters.values()], formed.view(-1, *own.shape), **further)
+            for name, one in zip(self._parameters, grads, strict=True):
+                if one is not None:
+                    self.under_vmap.add(name)
+                    yield name, Dense(one.reshape(len(one), -1))
+
+
+def _contains(own: Mapping[int, Tensor], values: Iterable[Any]) -> bool:
+    """Return whether some of an operator's arguments are among these: most calls have none, and flattening is slow."""
+    for one in values:
+        if id(one) in own or (
+            type(one) in (list, tuple, dict) and _contains(own, one.values() if type(one) is dict else one)
+        ):
+            return True
+    return False
 
 
 def _changes(func: Any) -> bool:

@@ -14,10 +14,13 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.vector_loops import computes_whole, multiple_of
@@ -27,8 +30,9 @@ Batch = tuple[Inputs, Tensor]
 #: (x `[size, *X]`, y `[size, ...]`, count) -> tensors with a row for each of the first `count` records
 Rows = Callable[[Inputs, Tensor, int], Sequence[Tensor]]
 
-SIZES = tuple(range(8, 97, 8))  # records of a pass
-PASS_COST = 20  # fixed cost of a pass, in records of padding
+SIZES = (4, *range(8, 97, 8))  # records of a pass
+PASS_COST = 20.0  # fixed cost of a pass of a small model, in records of padding
+PASS_FLOPS = 2e8  # of products, which take as long as the fixed cost of a pass
 _QUANTILES = [NormalDist().inv_cdf((2 * number + 1) / 32) for number in range(16)]
 _COMPANY = (float("nan"), float("inf"), 1e30, 1e-40, 0.0)  # what hostile records are filled with
 
@@ -61,14 +65,14 @@ def passes(
         yield rows, some_x, some_y
 
 
-def cost(size: int, expected: float) -> float:
+def cost(size: int, expected: float, of_a_pass: float = PASS_COST) -> float:
     """Return what passes of this size cost for a Poisson number of records, in records.
 
     >>> min((16, 32, 64), key=lambda size: cost(size, expected=20.0))
     32
     """
     numbers = [max(0.0, expected + quantile * math.sqrt(expected)) for quantile in _QUANTILES]
-    return (size + PASS_COST) * sum(math.ceil(number / size) for number in numbers)
+    return (size + of_a_pass) * sum(math.ceil(number / size) for number in numbers)
 
 
 def is_private(rows_of: Rows, examples: Batch, size: int) -> bool:
@@ -128,12 +132,12 @@ class FixedPasses:
     """The size of passes that a computation may use on this machine, found on first use.
 
     `examples` are public records x `[n, *X]`, y `[n, ...]`, more than the largest size; the first is the padding.
-    `most` records of a pass fit the caches, `enter` gives records the memory format that suits the model, and `draws`
-    tells whether the model draws random numbers.
+    `most` records of a pass fit the caches, a pass costs as much as `cost` records, `enter` gives records the memory
+    format that suits the model, and `draws` tells whether the model draws random numbers.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
-        self.examples, self.most = examples, max(sizes)
+        self.examples, self.most, self.cost = examples, max(sizes), PASS_COST
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
         self.draws = False
         self.padding = take(examples[0], slice(1)), examples[1][:1]
@@ -149,7 +153,7 @@ class FixedPasses:
         """
         if what not in self._whole:
             self._whole[what] = self._whole_sizes(rows_of)
-        for size in _cheapest_first(expected, tuple(self._whole[what])):
+        for size in _cheapest_first(expected, tuple(self._whole[what]), self.cost):
             if (what, size) not in self._checked:
                 with one_thread_an_operator():
                     whole = computes_whole(self._of_records(rows_of), size)
@@ -200,7 +204,19 @@ class FixedPasses:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest_first(expected: float | None, sizes: tuple[int, ...]) -> list[int]:
+def _cheapest_first(expected: float | None, sizes: tuple[int, ...], of_a_pass: float) -> list[int]:
     if expected is None:
         return sorted(sizes, reverse=True)
-    return sorted(sizes, key=lambda size: cost(size, expected))
+    return sorted(sizes, key=lambda size: cost(size, expected, of_a_pass))
+
+
+class Products(TorchDispatchMode):
+    """Counts the floating-point operations of products of matrices and convolutions within it."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func.overloadpacket):
+            self.flops += count(*args, **(kwargs or {}), out_val=results)
+        return results

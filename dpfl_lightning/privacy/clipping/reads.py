@@ -6,9 +6,9 @@ gives what it gave for public records (`FixedReads`). Whether the result is righ
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,8 +191,12 @@ def _place() -> str:
 _OURS = ("torch", "dpfl_lightning")
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Within it reads are none of the model: those of rules."""
-    with torch._C.DisableTorchFunction():
-        yield
+def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose reads are none of the model: it is a rule's."""
+
+    @functools.wraps(function)
+    def of_rule(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return of_rule

@@ -1,4 +1,4 @@
-"""Forward passes of LSTM, GRU, attention and LayerNorm that show what their rules need.
+"""Forward passes of LSTM, GRU, attention and norms that show what their rules need.
 
 Each linear map is tapped: `tap(part, rule, inputs, output)` watches its output in the graph and returns it. A rule then
 gets the gradient of this output, as that of a layer does, and returns gradients by names in the layer.
@@ -21,10 +21,13 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     Inputs,
     Rule,
     Unsupported,
+    group_norm_rule,
+    is_short,
     kind_of,
     layer_norm_rule,
     linear_gradients,
     linear_rule,
+    rms_norm_rule,
 )
 from dpfl_lightning.privacy.clipping.reference import Params
 
@@ -43,6 +46,8 @@ def tapped_forward(layer: nn.Module) -> TappedForward | None:
     elif isinstance(layer, nn.MultiheadAttention):
         plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
         supported = layer.batch_first and plain
+    elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+        supported = not layer.track_running_stats
     kind = kind_of(layer, TAPPED) if supported else None
     return None if kind is None else TAPPED[kind]
 
@@ -246,6 +251,54 @@ def layer_norm_forward(layer: nn.LayerNorm, tap: Tap, x: Tensor) -> Tensor:
     return tap("output", layer_norm_rule, (x, *moments), output)
 
 
+def rms_norm_forward(layer: nn.RMSNorm, tap: Tap, x: Tensor) -> Tensor:
+    """Do what `nn.RMSNorm` does, with one operator behind it in the graph instead of one for each step."""
+    if is_short(x):
+        normalised = F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
+        return tap("output", rms_norm_rule, (normalised,), layer.weight * normalised)
+    eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+    output, normalised = _RMSNorm.apply(x, layer.weight.detach(), eps)
+    return tap("output", rms_norm_rule, (normalised,), output)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        dims = tuple(range(-weight.dim(), 0))
+        lengths = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+        scale = (lengths.square() / weight.numel() + eps).rsqrt()
+        normalised = x * scale
+        ctx.save_for_backward(normalised, weight, scale)
+        ctx.mark_non_differentiable(normalised)
+        return normalised * weight, normalised
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        normalised, weight, scale = ctx.saved_tensors
+        dy = dy * weight
+        along = (dy * normalised).mean(tuple(range(-weight.dim(), 0)), keepdim=True)
+        return torch.addcmul(dy, normalised, along, value=-1).mul_(scale), None, None
+
+
+def group_norm_forward(layer: nn.GroupNorm, tap: Tap, x: Tensor) -> Tensor:
+    """Do what `nn.GroupNorm` does, as `layer_norm_forward`."""
+    return _group_norm(layer, tap, x, layer.num_groups)
+
+
+def instance_norm_forward(layer: nn.InstanceNorm2d, tap: Tap, x: Tensor) -> Tensor:
+    """Do what an `InstanceNorm` does: as a GroupNorm with one group for each channel."""
+    return _group_norm(layer, tap, x, layer.num_features)
+
+
+def _group_norm(layer: nn.GroupNorm | nn.InstanceNorm2d, tap: Tap, x: Tensor, groups: int) -> Tensor:
+    sizes = len(x), x.shape[1], x[0, 0].numel()
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    x = x if channels_last else x.contiguous()
+    output, *moments = torch.native_group_norm(x, layer.weight, layer.bias, *sizes, groups, layer.eps)
+    return tap("output", group_norm_rule, (x, *moments), output)
+
+
 def attention_forward(
     layer: nn.MultiheadAttention,
     tap: Tap,
@@ -298,4 +351,9 @@ TAPPED: dict[type[nn.Module], TappedForward] = {
     nn.GRU: functools.partial(recurrent_forward, recurrence=gru_recurrence),
     nn.MultiheadAttention: attention_forward,
     nn.LayerNorm: layer_norm_forward,
+    nn.RMSNorm: rms_norm_forward,
+    nn.GroupNorm: group_norm_forward,
+    nn.InstanceNorm1d: instance_norm_forward,
+    nn.InstanceNorm2d: instance_norm_forward,
+    nn.InstanceNorm3d: instance_norm_forward,
 }
