@@ -94,7 +94,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     assert population is not None  # for mypy
     if at_sites:  # their held-out records are not here
         none = [population.held_out_of[0][:0] for _ in model_of]
-        called = tuple(str(row.get("name", client)) for client, row in enumerate(saved["clients"]))
+        called = tuple(str(row.get("name", client)) for client, row in enumerate(result.clients))
         population = dataclasses.replace(population, train_of=none, held_out_of=none, names=called)
     module = build_module(options, population)
     check_fits(module, population)

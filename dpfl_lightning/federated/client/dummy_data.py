@@ -5,10 +5,9 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import torch
@@ -29,13 +28,18 @@ from dpfl_lightning.models.model import taken_by
 from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
-from dpfl_lightning.privacy.clipping.isolation import CROWD, SMALL_CROWD, in_companies, in_company
+from dpfl_lightning.privacy.clipping.isolation import (
+    CROWD,
+    SMALL_CROWD,
+    crowd_of,
+    in_companies,
+    of_copies,
+    operations_of,
+)
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
-from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
+from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 
 _SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
-
-_CROWD_NUMBERS = 1 << 30  # parameters times records of the batch that shows mixing: more take minutes
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class Numbers:
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return random numbers `[records, ...]`, each record of which ends in runs of some of the special ones."""
-        values = torch.randint(self.high, shape, generator=generator)
-        special = list(dict.fromkeys((self.low, self.high - 1, *(one for one in self.special if one < self.high))))
+        values = torch.randint(max(0, self.low), self.high, shape, generator=generator)
+        inside = (one for one in self.special if self.low <= one < self.high)
+        special = list(dict.fromkeys((self.low, self.high - 1, *inside)))
         for row, record in enumerate(values.view(len(values), -1)):
             runs = special[row :: len(values)]
             for number, run in zip(runs, record.tensor_split(len(runs) + 1)[1:], strict=True):
@@ -100,18 +105,19 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
     found: list[Numbers | None] = [None] * len(whole)
     if not any(whole):
         return found
-    module, cpu = copy.deepcopy(module).cpu(), torch.device("cpu")
+    module, cpu = _on_cpu(module), torch.device("cpu")
     rows = {len(parameter) for parameter in module.net.parameters() if parameter.dim()}
     attributes = {value for part in module.net.modules() for value in vars(part).values() if type(value) is int}
     attributes = {number for number in attributes if 1 < number < 2**31}  # sizes of vocabularies, or padding
     special = (0, 1, *sorted(attributes))
     for place in (place for place, is_whole in enumerate(whole) if is_whole):
-        lows = (IGNORED, 0) if place == len(inputs) else (0,)
+        lows = (IGNORED, 0) if place == len(inputs) else (0, 1)  # lengths are at least 1
         for high, low in product(sorted({*rows, *attributes, 256, population.num_classes}, reverse=True), lows):
             tried = [*found[:place], Numbers(low, high, special), *found[place + 1 :]]
             with suppress(Exception), evaluating(module.net), fixed_rng(cpu):  # a user's code may raise anything
-                some_x, some_y = dummy_batch(population, 4, cpu, tried)
+                some_x, some_y = dummy_batch(population, 1 if module.large else 4, cpu, tried)
                 finite = module.sample_loss(module.named_trainable, some_x, some_y).isfinite().all()
+                some_x, some_y = take((some_x, some_y), [0, -1])
                 part = [*tree_leaves(some_x), some_y][place]
                 part[::2], part[1::2] = low, high - 1
                 module.sample_loss(module.named_trainable, some_x, some_y)  # raises where a table is smaller
@@ -123,10 +129,10 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
 
 @torch.no_grad()
 def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
-    """An estimate of the time of one record in one step, from three steps on random data."""
-    x, y = dummy_batch(population, records=batch_size, device=module.device)
+    """An estimate of the time of one record in one step, from three steps on random data, of a large model from one."""
+    x, y = dummy_batch(population, 4 if module.large else batch_size, module.device)
     params, times = module.unflatten(module.flat), []
-    for _ in range(3):
+    for _ in range(1 if module.large else 3):
         begun = time.perf_counter()
         with tensors_restored(module.net):
             float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
@@ -166,10 +172,13 @@ def check_fits(module: ClientModule, population: Population) -> None:
     if not any(one[1] is not None and one[1].pattern == _SLOW_VMAP for one in warnings.filters):
         warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
     module.check_parameters()
-    records = min(max(8, population.num_classes), 32)  # most classes
+    x, y = dummy_batch(population, records=2, device=module.device)
+    with suppress(Exception), torch.no_grad(), fixed_rng(module.device), tensors_restored(module.net):
+        operations = operations_of(lambda: module.output(module.named_trainable, take(x, slice(1))))
+        module.large = crowd_of(operations, sum(one.numel() for one in module.parameters())) < SMALL_CROWD
+    records = 2 if module.large else min(max(8, population.num_classes), 32)  # most classes
     with tensors_restored(module.net):
         module.prepare(*dummy_batch(population, records, module.device), population.num_classes, population.form)
-    x, y = dummy_batch(population, records=2, device=module.device)
     outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
     must = f"take records of shape {population.input_shape} and give {outputs} for each"
     with _users_errors(must, "Choose another model, or another shape of data."), torch.no_grad():
@@ -207,7 +216,8 @@ def check_fits(module: ClientModule, population: Population) -> None:
     check_metrics(module.metrics, task)
     _check_scores(module, task, x, output, y, population.num_classes)
     with _users_errors("take one record, and many", "Look for squeeze() without a dimension."):
-        x, y = dummy_batch(population, 4, module.device, whole_numbers(module, population))
+        records = 2 if module.large else 4
+        x, y = dummy_batch(population, records, module.device, whole_numbers(module, population))
         _check_finite(module, x, y)
         _check_alone(_copied(module, x, y), x, y)
     _check_whole_numbers(module, population)
@@ -244,17 +254,20 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
     if not whole:
         return
     rows = torch.cat([end for leaf in whole for end in (leaf.argmin(dim=0), leaf.argmax(dim=0))]).unique()
-    module = copy.deepcopy(module).cpu()
+    module = _on_cpu(module)
 
-    def fits(rows: torch.Tensor) -> bool:
+    def fits(rows: Tensor, inputs: Inputs = x) -> bool:
         try:
-            inputs = tree_map(lambda part: part.cpu(), take(x, rows))
+            inputs = tree_map(lambda part: part.cpu(), take(inputs, rows))
             module.sample_loss(module.named_trainable, inputs, y[rows].cpu())
         except (RuntimeError, ValueError, IndexError):
             return False
         return True
 
     with evaluating(module.net), fixed_rng(module.device):
+        if module.large and len(y) > 1:  # at first two records with the extremes of all positions
+            extremes = tree_map(lambda part: torch.stack([part.amin(dim=0), part.amax(dim=0)]), x)
+            rows = rows[: 0 if fits(rows.new_tensor([0, 1]), extremes) else None]
         row = next((row for some in rows.split(64) if not fits(some) for row in some if not fits(row[None])), None)
     if row is not None:
         owned = zip(population.train_of, population.held_out_of, strict=True)
@@ -265,6 +278,12 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
             "are from 0 to below the num_embeddings of nn.Embedding, the public size of the vocabulary: enlarge it, or "
             "map other tokens into this range."
         )
+
+
+def _on_cpu(module: ClientModule) -> ClientModule:
+    """Return a copy on the CPU, which shares large tensors with a module there."""
+    shared = large_tensors(module).values() if module.device.type == "cpu" else ()
+    return copy.deepcopy(module, {id(one): one for one in shared}).cpu()
 
 
 def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
@@ -288,8 +307,11 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
 
     for change in (torch.clone, torch.abs, torch.sigmoid, torch.exp):
         changed_x, changed_y = tree_map(lambda part, to=change: to(part) if part.is_floating_point() else part, (x, y))
-        rows = (slice(row, row + 1) for row in range(len(y)))
-        if any([finite(take(changed_x, row), changed_y[row]) for row in rows]):  # of all: some may reach more
+        found, row = False, 0
+        while row < len(y) and not (found and len(reached) == len(module.named_trainable)):  # some may reach more
+            found |= finite(take(changed_x, slice(row, row + 1)), changed_y[row : row + 1])
+            row += 1
+        if found:
             break
     else:
         raise UserError(
@@ -344,6 +366,9 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
                 for name, p in module.named_trainable.items()
             }
             large = tree_map(lambda one, size=size: one * size if one.is_floating_point() else one, x)
+            few = module.output(params, take(large, slice(2)))
+            if ((few < 0) | (few > 1)).logical_and(few.isfinite()).any():  # as of most models
+                return False
             outputs.append(module.output(params, large))
     finite = torch.cat(outputs)
     finite = finite[finite.isfinite().reshape(len(finite), -1).all(dim=1)]
@@ -368,6 +393,7 @@ def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
     with _users_errors("allow copy.deepcopy", "Remove attributes that keep tensors of a pass."):
         copied = copy.deepcopy(module)
     params, losses = moved_parameters(module.net), []
+    x, y = take((x, y), slice(1 if module.large else None))
     for one in (module, copied):
         with fixed_rng(module.device), tensors_restored(one.net):
             losses.append(one.sample_loss(params, x, y))
@@ -382,19 +408,16 @@ def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
 @torch.no_grad()
 def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
     """Refuse a net that keeps something of records or in which one moves another's loss: clipping bounds neither."""
-    modes: list[Callable[[], AbstractContextManager[None]]] = [partial(evaluating, module.net)]
+    modes: list[Callable[[nn.Module], AbstractContextManager[object]]] = [evaluating]
     modes += [nullcontext] if any(part.training for part in module.net.modules()) else []
+    if kept := _kept(module, modes, x, y):
+        raise UserError(
+            f"`model` must not remember records, got `{kept[0]}`, which a pass fills with something of them or of "
+            "their number. Remove it: such a state would leave the client without noise."
+        )
     for mode in modes:
-        with mode():
-            kept = _kept(module, x, y)
-        if kept:
-            raise UserError(
-                f"`model` must not remember records, got `{kept[0]}`, which a pass fills with something of them or of "
-                "their number. Remove it: such a state would leave the client without noise."
-            )
-    for mode in modes:
-        with mode():
-            isolated = _isolated(module, x, y)
+        with mode(module.net):
+            isolated = (module.large and _same_bits(module, x, y)) or _isolated(copy.deepcopy(module), x, y)
         if not isolated:
             raise UserError(
                 "`model` must see one record at a time, got losses that change with the other records of a batch. Look "
@@ -402,23 +425,75 @@ def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
             )
 
 
-def _kept(module: ClientModule, x: Inputs, y: Tensor) -> list[str]:
-    """Names of what differs after passes of different records, or of fewer.
+def _kept(
+    module: ClientModule, modes: Sequence[Callable[[nn.Module], AbstractContextManager[object]]], x: Inputs, y: Tensor
+) -> list[str]:
+    """Names of what differs after passes of different records, or of fewer, in one of the modes.
 
     What changes alike whatever the records are, such as a count of passes or an estimate from weights, is none of them.
+    Of a large model a copy has one pass in each mode, and large tensors are shared.
     """
-    left = []
-    for rows in (*([row] * len(y) for row in range(len(y))), range(len(y)), range(1)):
-        copied, index = copy.deepcopy(module), torch.tensor(rows, device=y.device)
-        with fixed_rng(module.device):
-            copied.sample_loss(copied.named_trainable, take(x, index), y[index])
-            with suppress(RuntimeError), warnings.catch_warnings(), torch.enable_grad():
-                warnings.simplefilter("ignore")  # hooks of the backward pass may keep something, too
-                copied.sample_loss(copied.named_trainable, take(x, index), y[index]).sum().backward()
-        left.append(contents(copied))
-    return [
-        name for name in dict.fromkeys(key for one in left for key in one) if len({one.get(name) for one in left}) > 1
-    ]
+    shared = large_tensors(module)
+    left, gradients, bits = list[dict[tuple[int, str], object]](), [one.grad for one in shared.values()], _bits(shared)
+    of_one = [[row] * (1 if module.large else len(y)) for row in range(len(y))]
+    for rows in (*of_one, [*range(len(y))], [0])[: -1 if module.large else None]:
+        copied, index = copy.deepcopy(module, {id(one): one for one in shared.values()}), y.new_tensor(rows).long()
+        kept = dict[tuple[int, str], object]()
+        for number, mode in enumerate(modes):
+            with mode(copied.net), fixed_rng(module.device):
+                backward = not module.large or any(part.training for part in copied.net.modules())
+                if not module.large or not backward:
+                    copied.sample_loss(copied.named_trainable, take(x, index), y[index])
+                with suppress(RuntimeError), warnings.catch_warnings(), torch.enable_grad():
+                    warnings.simplefilter("ignore")  # hooks of the backward pass may keep something, too
+                    if backward:
+                        copied.sample_loss(copied.named_trainable, take(x, index), y[index]).sum().backward()
+            kept |= {(number, name): one for name, one in contents(copied, shared.values()).items()}
+        left.append(kept)
+    for one, gradient in zip(shared.values(), gradients, strict=True):
+        one.grad = gradient
+    changed = [name for name, one in _bits(shared).items() if one != bits[name]]
+    differing = (
+        key for key in dict.fromkeys(key for one in left for key in one) if len({one.get(key) for one in left}) > 1
+    )
+    return changed + [name for _, name in differing]
+
+
+def _bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return numbers that tell whether tensors were changed, also by what leaves no version."""
+    found = {}
+    for name, one in tensors.items():
+        octets = one.reshape(-1).view(torch.uint8)
+        whole = len(octets) // 8 * 8
+        found[name] = int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())
+    return found
+
+
+def _losses(module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
+    with fixed_rng(module.device), tensors_restored(module.net):  # such as a count of passes
+        return module.sample_loss(module.named_trainable, x, y)
+
+
+def _same_bits(module: ClientModule, x: Inputs, y: Tensor) -> bool:
+    """Whether no bit of a record's loss changes with the others of a small batch, and it is much the same alone.
+
+    For large models, in their own dtype. One that draws random numbers cannot give a record the same loss alone.
+    """
+    records = 2 * len(y)
+    beside_copies, alone, draws = _losses(module, *of_copies(x, y, records)), list[Tensor](), False
+    for row in range(len(y)):
+        with fixed_rng(module.device), tensors_restored(module.net):
+            before = generator_states(module.device)
+            one_x, one_y = take((x, y), slice(row, row + 1))
+            alone.append(module.sample_loss(module.named_trainable, one_x, one_y))
+            draws |= generator_states(module.device) != before
+
+    def like_copies(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
+        actual, expected = _losses(module, some_x, some_y)[places], beside_copies[places]
+        like_alone = draws or torch.allclose(expected, torch.cat(alone), 1e-3, 1e-3, equal_nan=True)
+        return like_alone and torch.allclose(actual, expected, 0.0, 0.0, equal_nan=True)
+
+    return all(in_companies(like_copies, x, y, records))
 
 
 def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
@@ -428,24 +503,19 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     record the same loss alone: it is compared in two batches of one size, which draw the same numbers.
     """
 
-    def losses(x: Inputs, y: Tensor) -> Tensor:
-        with fixed_rng(module.device), tensors_restored(module.net):  # such as a count of passes
-            return module.sample_loss(module.named_trainable, x, y)
-
     def same(x: Inputs, tolerance: float) -> bool:
         with fixed_rng(module.device):
             before = generator_states(module.device)
             module.sample_loss(module.named_trainable, x, y)
             draws = generator_states(module.device) != before
-        alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
+        alone = torch.cat([_losses(module, take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 
         def like_alone(some_x: Inputs, some_y: Tensor, places: Tensor) -> bool:
-            expected = losses(*in_company(x, y, (1.0,), len(some_y))[:2])[places] if draws else alone
-            actual = losses(some_x, some_y)[places]
+            expected = _losses(module, *of_copies(x, y, len(some_y)))[places] if draws else alone
+            actual = _losses(module, some_x, some_y)[places]
             return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
-        numbers = sum(parameter.numel() for parameter in module.parameters())
-        return all(in_companies(like_alone, x, y, max(SMALL_CROWD, min(CROWD, _CROWD_NUMBERS // numbers))))
+        return all(in_companies(like_alone, x, y, SMALL_CROWD if module.large else CROWD))
 
     try:
         module.double()

@@ -70,20 +70,28 @@ class LightningLoss:
         self.example = tree_map(lambda one: one[:1].clone(), x)
         parts = ("", *(name for name, _ in self.module.named_children()))
         ways = [*((part, unreduced) for part in parts for unreduced in (True, False)), (None, True)]
+
+        def agrees(part: str | None, unreduced: bool) -> bool:
+            for mode in (evaluating(self.module), nullcontext()):
+                with mode, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of torch, about ways that fail
+                    trials = _trials(params, x, y, num_classes)
+                    if not all(self._agrees(output, part, unreduced, *trial) for trial in trials):
+                        return False
+            return True
+
         with torch.no_grad():
             self.runs_under_vmap = self._runs_under_vmap(params, x, y)
             for mode in (evaluating(self.module), nullcontext()):
                 with mode:
-                    for p, some_x, some_y in _trials(params, x, y, num_classes):
-                        self._require_mean_of_records(p, some_x, some_y)
-                        with warnings.catch_warnings():
-                            warnings.simplefilter("ignore")  # of torch, about ways that fail
-                            ways = [way for way in ways if self._agrees(output, *way, p, some_x, some_y)]
+                    for trial in _trials(params, x, y, num_classes):
+                        self._require_mean_of_records(*trial)
+            way = next((way for way in ways if agrees(*way)), (None, False))
             self.calls_forward = self._calls_forward(x, y)
         changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
         must = "not keep anything of a batch for the next call"
         require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
-        self.part, self.unreduced = ways[0] if ways else (None, False)
+        self.part, self.unreduced = way
         self.whole = self.part is None
 
     def _calls_forward(self, x: Any, y: Tensor) -> bool:

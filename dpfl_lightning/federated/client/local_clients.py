@@ -1,6 +1,7 @@
 """The clients' side of a run in this process: accept a plan, charge it, then release."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,6 +65,7 @@ class LocalClients:
     ) -> None:
         self.population, self.module, self.engine, self.privacy = population, module, engine, privacy
         check_fits(module, population)
+        self._seconds = math.nan
         self.device = module.device
         self.simulated = privacy is not None and privacy.noise_key is not None
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
@@ -242,4 +244,6 @@ class LocalClients:
         return scores
 
     def seconds_per_record(self, batch_size: int) -> float:
-        return seconds_per_record(self.engine, self.module, self.population, batch_size)
+        if not self.module.large or math.isnan(self._seconds):
+            self._seconds = seconds_per_record(self.engine, self.module, self.population, batch_size)
+        return self._seconds

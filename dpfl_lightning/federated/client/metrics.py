@@ -176,7 +176,7 @@ class Tables:
         places = (stated * _BINS).long().clamp(max=_BINS - 1)
         self._bins.index_add_(1, places, torch.stack([torch.ones_like(stated), stated, right]))
 
-    def values(self) -> dict[str, list]:
+    def values(self) -> dict[str, list[list[float]]]:
         """Return counts `confusion` [label][prediction], and for bins of ten percent that have records `calibration`.
 
         That is their number, the mean stated probability of class 1 (of several classes: of the predicted one), and

@@ -146,6 +146,7 @@ class ClientModule(Model, L.LightningModule):
         #: the argument or method that gives the optimiser, "" for `clients.optimizer`
         self.optimizer_from = "optimizer" if optimizer is not None else by_method
         self.automatic_optimization = False
+        self.large = False  # checks then compare few records; found before a run
         self.metrics, self.probabilities = tuple(metrics), probabilities
         self.local_task: LocalTask | None = None
         self._settings_of: dict[int, GroupSettings] = {}  # of a schedule, by local steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,10 +16,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.isolation import CROWD, SMALL_CROWD, in_companies
-from dpfl_lightning.privacy.clipping.passes import PASS_COST, PASS_FLOPS, SIZES, Batch, FixedPasses, Products
+from dpfl_lightning.privacy.clipping.isolation import (
+    SMALL_CROWD,
+    crowd_of,
+    in_companies,
+    of_copies,
+    operations_of,
+)
+from dpfl_lightning.privacy.clipping.layer_rules import ByName
+from dpfl_lightning.privacy.clipping.passes import PASS_COST, PASS_FLOPS, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
     ClipRequest,
@@ -27,12 +35,11 @@ from dpfl_lightning.privacy.clipping.reference import (
     Params,
     SampleLoss,
     VmapClippedSum,
-    clip_factors,
     cross_entropy_of,
     evaluating,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.state import contents, tensors_restored
+from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
@@ -41,7 +48,8 @@ _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of
 _FEWEST_IN_A_CROWD = 24
 _KINDS = 6  # of records in a random example
 _RANDOM_KINDS = 3  # the first ones, without constant stretches
-_CLIP_NORM = 1e-2
+_FEW_KINDS = [3, 4, 5]  # of a large model: without those that are random from end to end
+_MOST_KEPT = 1 << 22  # numbers of the gradients that the reference keeps
 _MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
 
 PassedSum = FastClippedSum | VmapClippedSum
@@ -58,6 +66,7 @@ class CheckedSum:
         self.net, self.passes, self.kind = net, passes, kind
         self._sample_loss = sample_loss
         self._loop = LoopClippedSum(net, sample_loss)
+        self._sizes: dict[float | None, int] = {}  # by the expected number of records
         self._checked: dict[int, PassedSum] = {}
 
     @property
@@ -67,8 +76,13 @@ class CheckedSum:
 
     def choose(self, expected: float | None = None) -> PassedSum | LoopClippedSum:
         """Return what computes the sums of batches of so many records; the first call checks the size of passes."""
-        size = 1 if self.kind is None else self.passes.size(self.kind, self._evidence, expected)
-        if self.kind is None or size == 1:
+        if self.kind is None:
+            return self._loop
+        if expected not in self._sizes:
+            evidence = functools.partial(self._evidence, moved_parameters(self.net))
+            self._sizes[expected] = self.passes.size(self.kind, evidence, expected)
+        size = self._sizes[expected]
+        if size == 1:
             return self._loop
         if size not in self._checked:
             self._checked[size] = self.kind(self.net, self._sample_loss, size)
@@ -78,14 +92,15 @@ class CheckedSum:
         with one_thread_an_operator():
             return self.choose(request.expected)(params, x, y, request)
 
-    def _evidence(self, x: Records, y: Tensor, count: int) -> list[Tensor]:
+    def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
-        params = moved_parameters(self.net)
         with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*_dropout_of(self.net)):
             return self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
-        return CheckedSum(net, sample_loss, self.passes, self.kind)
+        copied = CheckedSum(net, sample_loss, self.passes, self.kind)
+        copied._sizes = self._sizes
+        return copied
 
     def enter(self, x: Records) -> Records:
         return self.passes.enter(x)
@@ -109,8 +124,8 @@ def clipped_sum_for(
     'fast: exact rules for all layers'
     """
     sample_loss = sample_loss or cross_entropy_of(net)
-    passes = _passes_of(net, example_x, example_y)
     with _drawing_nothing(net):
+        passes = _passes_of(net, sample_loss, example_x, example_y)
         kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
         if kind is not None and reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
@@ -125,8 +140,8 @@ def clipped_sum_for(
 
 def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor) -> CheckedSum:
     """Return the reference of a run: `VmapClippedSum`, or the loop where `vmap` cannot run the model."""
-    passes = _passes_of(net, example_x, example_y)
     with _drawing_nothing(net):
+        passes = _passes_of(net, sample_loss, example_x, example_y)
         changed = _changed_in_a_pass(net, sample_loss, passes)
         if not changed:
             return _vmap_or_loop(net, sample_loss, passes)[0]
@@ -136,9 +151,11 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
 
 def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> tuple[CheckedSum, str]:
     try:
-        rows = [0, _KINDS - 2, _KINDS - 1]
-        some = take(passes.examples[0], rows), passes.examples[1][rows]
-        VmapClippedSum(sample_loss, len(rows))(moved_parameters(net), *some, ClipRequest(1.0))
+        params = moved_parameters(net)
+        if sum(p.numel() for p in params.values()) > _MOST_BY_VMAP:
+            raise ValueError("the loop is as fast for so many parameters")
+        x, y = take(passes.examples, [0, *_FEW_KINDS])
+        VmapClippedSum(sample_loss, len(y))(params, x, y, ClipRequest(1.0))
     except Exception as error:  # a user's forward pass may raise anything under `vmap`
         _require_repeatable(net, sample_loss, passes)
         return CheckedSum(net, sample_loss, passes, None), _first_line(error)
@@ -160,54 +177,132 @@ def _kind_of(
     net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor, passes: FixedPasses
 ) -> tuple[Kind | None, str]:
     """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop."""
-    if changed := _changed_in_a_pass(net, sample_loss, passes):
+    kinds = _FEW_KINDS if _is_large(passes) else [*range(_KINDS)]
+    of_dtype = functools.partial(_Reference, net, sample_loss, example_x, example_y, kinds)
+    in_own_dtype = of_dtype(None) if _is_large(passes) else None
+    if changed := _changed_in_a_pass(net, sample_loss, passes, in_own_dtype):
         _require_repeatable(net, sample_loss, passes)
         return None, f"loop: `{changed}` changes in every pass"
     with _still(net, passes):
         try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
-            dtype, tolerance = torch.float64, 1e-8
-            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, dtype)
+            reference = in_own_dtype or of_dtype(torch.float64)
+            reference.row(0)
         except Exception:  # a device or loss without float64; any other error is raised again
-            dtype, tolerance = torch.float32, 1e-4
-            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, dtype)
+            reference = of_dtype(torch.float32)
         try:
-            reads = reads_of(loss, *example)
+            reads = reads_of(reference.loss, *reference.example)
         except Exception as error:  # a user's code may refuse to be watched
             kind, cause = None, _first_line(error)
         else:
-            kind, cause = _by_rules_if_right(net, sample_loss, loss, example, expected, tolerance, passes, reads)
+            kind, cause = _by_rules_if_right(reference, passes, reads)
         if kind is not None:
             return kind, cause
+        by_vmap = sum(p.numel() for p in reference.example[0].values()) <= _MOST_BY_VMAP
         try:
-            wrong = _apart(example[0], _answers(VmapClippedSum(loss, _KINDS // 2), *example), expected, tolerance)
-        except Exception as error:  # a user's forward pass may raise anything under `vmap`
-            wrong = _first_line(error)
-    if wrong is None and sum(p.numel() for p in example[0].values()) <= _MOST_BY_VMAP:
+            vmap = VmapClippedSum(reference.loss, _KINDS // 2)
+            by_vmap = by_vmap and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
+        except Exception:  # a user's forward pass may raise anything under `vmap`
+            by_vmap = False
+    if by_vmap:
         return functools.partial(_by_vmap, passes.padding), f"vmap: {cause}"
     _require_repeatable(net, sample_loss, passes)
     return None, f"loop: {cause}"
 
 
-def _by_rules_if_right(
-    net: nn.Module,
-    sample_loss: SampleLoss,
-    loss: SampleLoss,
-    example: tuple[Params, Records, Tensor],
-    expected: list[Tensor],
-    tolerance: float,
-    passes: FixedPasses,
-    reads: Sequence[Read],
-) -> tuple[Kind | None, str]:
+class _Reference:
+    """Gradients of random records of some `kinds`, by the loop, with all parameters and buffers in `dtype`.
+
+    None is the model's own dtype, without copies of what is frozen. Few numbers are kept, so that they are computed
+    once; a caller that needs many of them gets them record by record.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        sample_loss: SampleLoss,
+        x: Records,
+        y: Tensor,
+        kinds: list[int],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.net, self.sample_loss, self._given = net, sample_loss, (x, y, kinds)
+        self.tolerance = 1e-8 if dtype == torch.float64 else 1e-4
+        fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())} if dtype else {}
+        fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
+        self.loss = lambda params, x, y: sample_loss({**fixed, **params}, x, y)
+        params, *records = random_example(net, x, y, dtype)
+        some_x, some_y = take(tuple(records), kinds)
+        self.example = params, some_x, some_y
+        self._loop, self._kept = LoopClippedSum(net, self.loss), dict[int, Tensor]()
+
+    @functools.cached_property
+    def exact(self) -> _Reference:
+        """The same in float64."""
+        return _Reference(self.net, self.sample_loss, *self._given, torch.float64)
+
+    def computed(self) -> LoopClippedSum:
+        """Return the loop, which has computed all rows."""
+        for number in range(len(self.example[-1])):
+            self.row(number)
+        return self._loop
+
+    def row(self, number: int) -> Tensor:
+        """Return the gradient of a record, `[1, P]`."""
+        if number in self._kept:
+            return self._kept[number]
+        params, x, y = self.example
+        row = self._loop(params, take(x, [number]), y[[number]], ClipRequest(math.inf))[0]
+        if row.numel() <= _MOST_KEPT:
+            self._kept[number] = row
+        return row
+
+    def wrong_parameter(self, rows: Iterable[Tensor], norms: Mapping[int, Tensor] | None = None) -> str | None:
+        """Return the first parameter in which a record's gradient `[1, P]` differs by more than rounding, or None.
+
+        It is the first of all if only `norms`, `[B]` by their order, are wrong: rules may enlarge them by rounding.
+        """
+        params, enlarged = self.example[0], 1e-8 if self.tolerance == 1e-8 else 1e-2
+        sizes = [p.numel() for p in params.values()]
+        for number, actual in enumerate(rows):
+            exact = self.row(number)
+            for name, a, b in zip(params, actual[0].split(sizes), exact[0].split(sizes), strict=True):
+                # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
+                if not (a - b).norm() <= self.tolerance * (b.norm() + 1e-2 * exact.norm()):
+                    return name
+            for order, norm in (norms or {}).items():
+                right = torch.linalg.vector_norm(exact, ord=order)
+                if not (1 - self.tolerance) * right <= norm[number] <= (1 + enlarged) * right:
+                    return next(iter(params))
+        return None
+
+
+def _rows(clipped_sum: FastClippedSum | VmapClippedSum, params: Params, x: Records, y: Tensor) -> Tensor:
+    """Return the gradients of all records, `[B, 1, P]`."""
+    each = ClipRequest(math.inf, 2, torch.arange(len(y), device=y.device), len(y))
+    return clipped_sum(params, x, y, each)[0][:, None]
+
+
+def _by_rules_if_right(reference: _Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:
     """Return the sum by rules if it is right, and how it is computed; otherwise None, and what is wrong."""
-    cause, loose = "", set[str]()
+    cause, loose, net = "", set[str](), reference.net
     for channels_last in (True, False):
+
+        def by_rules(reference: _Reference) -> tuple[FastClippedSum, str | None]:
+            params, x, y = reference.example
+            fast = FastClippedSum(net, reference.loss, len(y), channels_last, reads=reads, loose=loose)  # noqa: B023
+            fast.planned(params, x, y)
+            grads = fast.record_gradients(params, take(x, [*range(len(y))]), y, len(y))
+            norms = {order: _norms(grads, order) for order in (2, 1)}
+            return fast, reference.wrong_parameter(_in_turn(grads, params, len(y)), norms)
+
         while True:
             unit = None
             try:
-                fast = FastClippedSum(net, loss, _KINDS, channels_last, reads=reads, loose=loose).planned(*example)
-                wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
+                fast, wrong_parameter = by_rules(reference)
+                if wrong_parameter is not None and _is_large(passes):  # rounding, perhaps
+                    wrong_parameter = by_rules(reference.exact)[1]
                 if wrong_parameter is None:
-                    return _used(fast, net, sample_loss, example, tolerance, passes)
+                    return _used(fast, reference, passes)
                 unit = next(
                     (name for name, one in fast.units_of.items() if wrong_parameter in one.names.values()), None
                 )
@@ -221,29 +316,45 @@ def _by_rules_if_right(
     return None, cause
 
 
-def _used(
-    fast: FastClippedSum,
-    net: nn.Module,
-    sample_loss: SampleLoss,
-    example: tuple[Params, Records, Tensor],
-    tolerance: float,
-    passes: FixedPasses,
-) -> tuple[Kind | None, str]:
+def _norms(grads: ByName, order: int) -> Tensor:
+    """Return the norms of gradients, `[B]`, of which those of one parameter at a time take a form that has norms."""
+    return torch.stack([form.measurable(order).norms(order) for form in grads.values()]).norm(order, dim=0)
+
+
+def _in_turn(grads: ByName, params: Params, records: int) -> Iterator[Tensor]:
+    """Yield the gradient of each record, `[1, P]`, in the same memory."""
+    zeros = ClipRequest(math.inf).zeros(params)
+    one_of = torch.eye(records, dtype=zeros.dtype, device=zeros.device)
+    for row in range(records):
+        totals = Totals(params, zeros.zero_())
+        totals.add(ChunkGradients(grads, order=2), one_of[row], None)
+        yield totals.result()
+
+
+def _used(fast: FastClippedSum, reference: _Reference, passes: FixedPasses) -> tuple[Kind | None, str]:
     """Return what computes right sums as they are used, and its reason; None if records depend on each other."""
-    in_own_dtype = fast.copy_for(net, sample_loss)
-    if reading := _reads_in_a_pass(in_own_dtype, net, *passes.examples):
+    net, example = reference.net, reference.example
+    in_own_dtype = fast.copy_for(net, reference.sample_loss)
+    if reading := _reads_in_a_pass(in_own_dtype, net, passes):
         return None, f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
-    widest, on_cpu = fast.widest_input(*example), example[2].device.type == "cpu"
-    if on_cpu:
-        passes.most = min(passes.most, _CPU_NUMBERS // widest)
-        with Products() as products:
-            fast.signals(example[0], take(example[1], slice(1)), example[2][:1])
-        passes.cost = min(PASS_COST, PASS_FLOPS / max(products.flops, 1))
-    crowd = max(_FEWEST_IN_A_CROWD, min(CROWD, _CROWD_NUMBERS // widest))
+    on_cpu = example[2].device.type == "cpu"
+    if not _is_large(passes):
+        widest = fast.widest_input(*example)
+        if on_cpu:
+            passes.most = min(passes.most, _CPU_NUMBERS // widest)
+            one = take(example[1:], slice(1))
+            work = operations_of(lambda: fast.signals(example[0], *one))
+            passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
+        crowd = max(_FEWEST_IN_A_CROWD, min(passes.crowd, _CROWD_NUMBERS // widest))
     for number in EXTREME_DRAWS if passes.draws else EXTREME_DRAWS[:1]:
         usual = number == EXTREME_DRAWS[0]
         with nullcontext() if usual else ConstantDraws(number):
-            if mixing_unit := _reached_in_company(fast, *example, crowd if usual else SMALL_CROWD, tolerance):
+            if not _is_large(passes):
+                most = crowd if usual else SMALL_CROWD
+                mixing_unit = _reached_in_company(fast, *example, most, reference.tolerance)
+            else:  # usual draws are those of the check of the size
+                mixing_unit = None if usual else _reached_by_a_neighbour(fast, *example)
+            if mixing_unit:
                 return None, f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
     fast.sparse = frozenset(fast.sparse_layers(*example) if on_cpu else ())
     passes.enter = fast.enter
@@ -264,20 +375,31 @@ def _by_rules(
     return clipped_sum
 
 
-def _changed_in_a_pass(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> str:
+def _changed_in_a_pass(
+    net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses, reference: _Reference | None = None
+) -> str:
     """Return the name of a tensor that every pass changes; empty if there is none. Notes whether a pass draws.
 
-    Raises UserError if a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
+    Of a large model the first pass has one record, and the second one is that of the `reference`. Raises UserError if
+    a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
-    params, rows = moved_parameters(net), [0, _KINDS - 2, _KINDS - 1]  # also a padded and an extreme record
-    x, y = take(passes.examples[0], rows), passes.examples[1][rows]
-    clipped_sum, drawn, kept = LoopClippedSum(net, sample_loss), _generator_state(y.device), list[dict[str, object]]()
+    params, device, large = moved_parameters(net), passes.examples[1].device, large_tensors(net).values()
+    clipped_sum, drawn = LoopClippedSum(net, sample_loss), _generator_state(device)
+
+    def kept_after(rows: list[int]) -> dict[str, object]:
+        x, y = take(passes.examples, rows)
+        clipped_sum(params, x, y, ClipRequest(1.0))
+        passes.draws |= not torch.equal(drawn, _generator_state(device))
+        return contents(net, large)
+
     with one_thread_an_operator():
-        for _ in range(2):  # the first pass may store what stays
-            clipped_sum(params, x, y, ClipRequest(1.0))
-            kept.append(contents(net))
-    passes.draws = not torch.equal(drawn, _generator_state(y.device))
-    others = [name for name, value in kept[1].items() if kept[0].get(name) != value]
+        before = kept_after([0, 4, 5] if reference is None else [0])  # the first pass may store what stays
+        if reference is None:
+            after = kept_after([0, 4, 5])
+        else:
+            with _still(net, passes):
+                clipped_sum, after = reference.computed(), contents(net, large)
+    others = [name for name, value in after.items() if before.get(name) != value]
     advice = "Counters and averages would tell how many records there were."
     require(not others, "model", "leave what it keeps as it is in a pass", ", ".join(others), advice)
     return next(iter(clipped_sum.restored), "")
@@ -304,12 +426,12 @@ def _generators_kept(net: nn.Module) -> AbstractContextManager[Any]:
 
 def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
     """Raise UserError if the loop gives a record other gradients in a later pass."""
-    rows, params = [1, 0, *range(_KINDS), 1], moved_parameters(net)
-    x, y = take(passes.examples[0], rows), passes.examples[1][rows]
-    each = ClipRequest(1.0, group=torch.tensor([0, *[1] * (len(rows) - 2), 2], device=y.device), num_groups=3)
+    params, clipped_sum = moved_parameters(net), LoopClippedSum(net, sample_loss)
+    others = _FEW_KINDS if _is_large(passes) else [0, *range(_KINDS)]
     with _still(net, passes), one_thread_an_operator():
-        first, _, last = LoopClippedSum(net, sample_loss)(params, x, y, each)[0]
-    if y.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
+        batches = (take(passes.examples, rows) for rows in ([1], others, [1]))
+        first, _, last = (clipped_sum(params, x, y, ClipRequest(1.0))[0] for x, y in batches)
+    if first.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
         raise UserError(
             "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
             "and averages that the model keeps."
@@ -321,30 +443,13 @@ def _dropout_of(net: nn.Module) -> list[nn.Module]:
     return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) or tapped_forward(m)]
 
 
-def _reference_answers(
-    net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor, dtype: torch.dtype
-) -> tuple[SampleLoss, tuple[Params, Records, Tensor], list[Tensor]]:
-    """Return the loss with all parameters and buffers in `dtype`, a random example, and the reference's answers."""
-    fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
-
-    def loss(params: Params, x: Records, y: Tensor) -> Tensor:
-        return sample_loss({**fixed, **params}, x, y)
-
-    example = random_example(net, x, y, dtype)
-    each = ClipRequest(math.inf, 2, torch.arange(_KINDS, device=y.device), _KINDS)
-    rows = LoopClippedSum(net, loss)(*example, each)[0]
-    factors = (clip_factors(torch.linalg.vector_norm(rows, ord=order, dim=1), _CLIP_NORM) for order in (2, 1))
-    return loss, example, [rows, *(factor[None] @ rows for factor in factors)]
-
-
 def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params:
     """Return the trainable parameters moved off zeros and symmetries, in `dtype` (None: their own).
 
     They are views of one vector, as those of a run.
     """
     gen = torch.Generator().manual_seed(0)
-    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+    params = _own_parameters(net)
     moved = [(p + 0.05 * torch.randn(p.shape, generator=gen).to(p)).to(dtype or p.dtype) for p in params.values()]
     if len({one.dtype for one in moved}) > 1:
         return dict(zip(params, moved, strict=True))
@@ -380,44 +485,59 @@ def random_example(
     return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), like(y[:, None], 2)[:, 0]
 
 
-def _passes_of(net: nn.Module, x: Records, y: Tensor) -> FixedPasses:
+def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> FixedPasses:
     """Return passes whose examples are random records, the first of which is that of x and y, if there is one."""
     some_x, some_y = random_example(net, x, y, records=max(SIZES) + 1)[1:]
     if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
-    return FixedPasses((some_x, some_y))
+    own, one = _own_parameters(net), take((some_x, some_y), slice(1))
+    operations = 0
+    with suppress(Exception), torch.no_grad(), tensors_restored(net):  # what a user's code raises is raised again
+        operations = operations_of(lambda: sample_loss(own, *one))
+    fitting = crowd_of(operations)
+    passes = FixedPasses((some_x, some_y), [size for size in SIZES if size <= fitting] or [fitting])
+    passes.crowd = crowd_of(operations, sum(p.numel() for p in net.parameters()))
+    return passes
 
 
-def _answers(clipped_sum: PassedSum, params: Params, x: Records, y: Tensor) -> list[Tensor]:
-    """Return what distinguishes two clipped sums: full gradients record by record, and sums of clipped ones."""
-    each = ClipRequest(math.inf, 2, torch.arange(len(y), device=y.device), len(y))
-    requests = [each, ClipRequest(_CLIP_NORM, 2), ClipRequest(_CLIP_NORM, 1)]
-    return [clipped_sum(params, x, y, request)[0] for request in requests]
+def _is_large(passes: FixedPasses) -> bool:
+    return passes.crowd < SMALL_CROWD
 
 
-def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, x: Records, y: Tensor) -> str:
+def _own_parameters(net: nn.Module) -> Params:
+    return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+
+
+def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, passes: FixedPasses) -> str:
     """Return an operator that reads numbers in a backward pass in the dtypes of the model and of its records, or "".
 
-    What a forward pass reads of records is fixed. Before that the clipped sum is computed: a model under autocast may
-    raise only here, and compiled loops read numbers of their own when they are first used.
+    What a forward pass reads of records is fixed. Before that the clipped sum is computed, if it was not already: a
+    model under autocast may raise only here, and compiled loops read numbers of their own when they are first used.
     """
-    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    some_x, some_y = random_example(net, x, y)[1:]
-    clipped_sum(params, some_x, some_y, ClipRequest(1.0))
-    both = reads_numbers(lambda: clipped_sum.signals(params, some_x, some_y))
-    return next(iter(both - reads_numbers(lambda: clipped_sum.losses(params, some_x, some_y))), "")
+    params = _own_parameters(net)
+    x, y = take(passes.examples, slice(1 if _is_large(passes) else _KINDS))
+    if not _is_large(passes):
+        clipped_sum(params, x, y, ClipRequest(1.0))
+    both = reads_numbers(lambda: clipped_sum.signals(params, x, y))
+    return next(iter(both - reads_numbers(lambda: clipped_sum.losses(params, x, y))), "")
 
 
-def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
-    """Return the first parameter in which some record's gradients differ by more than rounding, or None."""
-    sizes = [p.numel() for p in params.values()]
-    for actual, exact in zip(answers, expected, strict=True):
-        for name, a, b in zip(params, actual.split(sizes, dim=1), exact.split(sizes, dim=1), strict=True):
-            # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
-            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * exact.norm(dim=1))).all():
+def _reached_by_a_neighbour(fast: FastClippedSum, params: Params, x: Records, y: Tensor) -> str | None:
+    """Return the first unit of which any bit that the rules read for a record changes with that beside it, or None."""
+    one_x, one_y = take((x, y), slice(1))
+    beside_itself = fast.signals(params, *of_copies(one_x, one_y, 2))
+
+    def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
+        for name, together in fast.signals(params, some_x, some_y).items():
+            alike = beside_itself.get(name, {})
+            if together.keys() != alike.keys() or not all(
+                torch.allclose(together[part][:1], alike[part][:1], 0.0, 0.0, equal_nan=True) for part in together
+            ):
                 return name
-    return None
+        return None
+
+    return next(filter(None, in_companies(look, one_x, one_y, most=2)), None)
 
 
 def _reached_in_company(

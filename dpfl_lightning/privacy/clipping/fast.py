@@ -195,11 +195,16 @@ class FastClippedSum:
         return totals.result(), torch.cat(norms)
 
     @torch.no_grad()
+    def record_gradients(self, params: Params, x: Records, y: Tensor, count: int) -> ByName:
+        """Return the gradients of the first `count` records of one pass, which may change the records."""
+        with self._watched(params) as watch:
+            return self._gradients(watch, params, self.enter(x), y, count)
+
+    @torch.no_grad()
     def evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
         filled = count if y.device.type == "cpu" else len(y)
-        with self._watched(params) as watch:
-            grads = ChunkGradients(self._gradients(watch, params, self.enter(x), y, filled), order=2)
+        grads = ChunkGradients(self.record_gradients(params, x, y, filled), order=2)
         found = [grads.norms(), *(checksums(part) for form in grads.by_name.values() for part in form.parts)]
         return [one[:count] for one in found]
 
@@ -231,9 +236,10 @@ class FastClippedSum:
 
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
-        dys = {name: of_unit["dy"] for name, of_unit in self.signals(params, x, y).items() if "dy" in of_unit}
-        used = [name for name, unit in self.units_of.items() if has_special_backward(unit.module) and name in dys]
-        return [name for name in used if sparse_conv.mostly_zeros(dys[name])]
+        special = [name for name, unit in self.units_of.items() if has_special_backward(unit.module)]
+        signals = self.signals(params, x, y) if special else {}
+        dys = {name: signals[name]["dy"] for name in special if "dy" in signals.get(name, {})}
+        return [name for name, dy in dys.items() if sparse_conv.mostly_zeros(dy)]
 
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
-from dpfl_lightning.privacy.clipping.inputs import Inputs
+from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import SIZES
 
 Answer = TypeVar("Answer")
@@ -18,7 +20,37 @@ SMALL_CROWD = 16
 #: multiples of the watched records that the other records are: similar, far larger, or zero
 LIVELY = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)
 HOSTILE = (math.nan, math.inf, 1e30)
+PAIRS = ((-1.0, 1e4), (math.inf, 1e30), (0.0, math.nan))  # of a large model, in batches of their own
 FAILURES = (RuntimeError, ValueError, IndexError)
+_MOST_WORK = 1 << 32  # operations of the forward passes of a batch of a check: more take seconds
+_WORK_OF_A_PARAMETER = 16  # operations that take as long as a pass reads and writes a parameter and its gradient
+
+
+def operations_of(compute: Callable[[], object]) -> int:
+    """Return the number of operations of the products and convolutions of a computation."""
+    with _Operations() as seen:
+        compute()
+    return seen.operations
+
+
+def crowd_of(operations: int, parameters: int = 0) -> int:
+    """Return how many records a batch may have, 4 to `CROWD`, by the operations of a forward pass of one of them.
+
+    Of a model for which it is below `SMALL_CROWD` checks compare few records, in its own dtype.
+    """
+    return max(4, min(CROWD, _MOST_WORK // max(1, operations, _WORK_OF_A_PARAMETER * parameters)))
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func.overloadpacket):
+            self.operations += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 def in_companies(
@@ -26,12 +58,18 @@ def in_companies(
 ) -> list[Answer]:
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
+    If `most` is below `SMALL_CROWD`, the batches have so many records, and one pair of multiples each.
+
     `look` gets records `[N, *X]`, N <= `most`, labels `[N]` and the positions `[W]` of the watched records in them. If
     a model or a loss raises an error for the other records, first their labels are those of the watched records, and
     then they are copies of these.
     """
+    companies: Sequence[tuple[Sequence[float], int]] = ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD))
+    if most < SMALL_CROWD:  # multiples of whole numbers are all the same
+        floating = any(part.is_floating_point() for part in (*tree_leaves(x), y))
+        companies = [(pair, most) for pair in (PAIRS if floating else PAIRS[:1])]
     answers = []
-    for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
+    for multiples, crowd in companies:
         records = max(len(y), min(most, crowd))
         try:
             answers.append(look(*in_company(x, y, multiples, records)))
@@ -41,6 +79,13 @@ def in_companies(
             except FAILURES:
                 answers.append(look(*in_company(x, y, (1.0,), records)))
     return answers
+
+
+def of_copies(x: Inputs, y: Tensor, records: int) -> tuple[Inputs, Tensor]:
+    """Return the batch in which the other records are copies of the watched ones, which are at the same positions."""
+    index = torch.arange(records, device=y.device) % len(y)
+    index[torch.linspace(0, records - 1, len(y), device=y.device).long()] = index[: len(y)].clone()
+    return take(x, index), y[index]
 
 
 def in_company(

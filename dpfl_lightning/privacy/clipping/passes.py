@@ -14,13 +14,10 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.vector_loops import computes_whole, multiple_of
@@ -83,7 +80,7 @@ def is_private(rows_of: Rows, examples: Batch, size: int) -> bool:
     """
     places, copies = torch.arange(size), torch.ones(size, dtype=torch.long)
     expected = _bits_of(rows_of, examples, size, places)
-    for source in (places.roll(1), copies):
+    for source in (places.roll(1), copies) if size >= SIZES[0] else (copies,):  # few go through all places below
         if not _equal(_bits_of(rows_of, examples, size, source), [one[source] for one in expected]):
             return False
     count = min(size, round(0.7 * size) | 1)  # odd
@@ -133,11 +130,12 @@ class FixedPasses:
 
     `examples` are public records x `[n, *X]`, y `[n, ...]`, more than the largest size; the first is the padding.
     `most` records of a pass fit the caches, a pass costs as much as `cost` records, `enter` gives records the memory
-    format that suits the model, and `draws` tells whether the model draws random numbers.
+    format that suits the model, and `draws` tells whether the model draws random numbers. The batch of a check may have
+    `crowd` records.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
-        self.examples, self.most, self.cost = examples, max(sizes), PASS_COST
+        self.examples, self.most, self.cost, self.crowd = examples, max(sizes), PASS_COST, SIZES[-1]
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
         self.draws = False
         self.padding = take(examples[0], slice(1)), examples[1][:1]
@@ -156,7 +154,8 @@ class FixedPasses:
         for size in _cheapest_first(expected, tuple(self._whole[what]), self.cost):
             if (what, size) not in self._checked:
                 with one_thread_an_operator():
-                    whole = computes_whole(self._of_records(rows_of), size)
+                    seen = max(self._sizes) <= SIZES[0]  # by `multiple_of`, a pass of this size
+                    whole = seen or computes_whole(self._of_records(rows_of), size)
                     self._checked[what, size] = whole and is_private(rows_of, self.examples, size)
             if self._checked[what, size]:
                 return size
@@ -208,15 +207,3 @@ def _cheapest_first(expected: float | None, sizes: tuple[int, ...], of_a_pass: f
     if expected is None:
         return sorted(sizes, reverse=True)
     return sorted(sizes, key=lambda size: cost(size, expected, of_a_pass))
-
-
-class Products(TorchDispatchMode):
-    """Counts the floating-point operations of products of matrices and convolutions within it."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if count := flop_registry.get(func.overloadpacket):
-            self.flops += count(*args, **(kwargs or {}), out_val=results)
-        return results

@@ -21,7 +21,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 Params = Mapping[str, Tensor]
@@ -235,32 +235,37 @@ class LoopClippedSum:
     @torch.no_grad()  # except for the losses
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         require_proved(len(y), 1)
-        leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+        leaves = {name: p.detach() if is_large(p) else p.detach().clone() for name, p in params.items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        versions = {name: leaf._version for name, leaf in leaves.items()}
         wanted = request.chosen(leaves)
         total = request.zeros(wanted)
-        norms = total.new_empty(len(y))
+        norms, sizes = total.new_empty(len(y)), [p.numel() for p in wanted.values()]
         with tensors_restored(self._net) as restore:
             for row, x_one, y_one in passes(x, y, 1):
-                grad = self._gradient(leaves, wanted, x_one, y_one).to(total.dtype)
-                norms[row] = torch.linalg.vector_norm(grad, ord=request.order, dim=1)
+                grads = self._gradients(leaves, wanted, x_one, y_one)
+                parts = torch.stack([row_norms(grad, request.order) for grad in grads], dim=1)
+                norms[row] = row_norms(parts, request.order)
                 factor = clip_factors(norms[row], request.clip_norm)
                 group = 0 if request.group is None else int(request.group[row])
-                total[group] += factor * kept(grad, factor)[0]
+                for sums, grad in zip(total[group].split(sizes), grads, strict=True):
+                    sums += factor * kept(grad, factor)[0]
                 self.restored = restore()
-                changed = [name for name, leaf in leaves.items() if leaf._version]
+                changed = [name for name, leaf in leaves.items() if leaf._version != versions[name]]
                 advice = "Counters and averages would tell how many records there were."
                 require(not changed, "model", "leave its parameters as they are in a pass", ", ".join(changed), advice)
         return total, norms
 
     @torch.enable_grad()
-    def _gradient(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor) -> Tensor:
-        """Return the gradient of the loss of one record, `[1, P]`."""
+    def _gradients(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor) -> list[Tensor]:
+        """Return the gradient of the loss of one record, `[1, p]` for each parameter."""
         losses = self._sample_loss(leaves, x, y)
         _require_one_loss(losses)
         if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
-            return torch.cat([torch.zeros_like(p).reshape(1, -1) for p in wanted.values()], dim=1)
+            return [torch.zeros_like(p).reshape(1, -1) for p in wanted.values()]
         grads = torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
-        return torch.cat([one.to_dense().reshape(1, -1) for one in grads], dim=1)
+        return [one.to_dense().reshape(1, -1) for one in grads]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
         return LoopClippedSum(net, sample_loss)

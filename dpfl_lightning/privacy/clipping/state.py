@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
@@ -58,7 +58,12 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
 
 def _copied(tensor: Tensor) -> Tensor | None:
-    return tensor.detach().clone() if tensor.layout is not torch.strided or tensor.numel() <= _COPIED else None
+    return None if is_large(tensor) else tensor.detach().clone()
+
+
+def is_large(tensor: Tensor) -> bool:
+    """Whether a tensor is so large that a change in place is noticed by its version, without a copy."""
+    return tensor.layout is torch.strided and tensor.numel() > _COPIED and tensor.element_size() <= 8
 
 
 def _same(tensor: Tensor, value: Tensor | None, version: int) -> bool:
@@ -72,13 +77,19 @@ def _fixed(value: Any) -> bool:
     return isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) and value.requires_grad)
 
 
-def contents(net: nn.Module) -> dict[str, object]:
+def large_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model of which checks make no copy, by their first names."""
+    return {name: one for name, one in (*net.named_parameters(), *net.named_buffers()) if is_large(one)}
+
+
+def contents(net: nn.Module, shared: Iterable[Tensor] = ()) -> dict[str, object]:
     """Return what tells whether two copies of a model keep the same: by name, parameters, buffers and attributes.
 
     Attributes of any depth count: in collections, arrays and objects (with slots, too), in what a function or hook is
-    bound to or closes over, and in the classes of users. Variables of Python modules do not count.
+    bound to or closes over, and in the classes of users. Variables of Python modules do not count. Of tensors that the
+    copies have `shared` the version counts.
     """
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {id(one): one for one in shared}
     return {
         f"{name}.{key}".lstrip("."): _content(value, seen)
         for name, part in net.named_modules()
@@ -89,6 +100,8 @@ def contents(net: nn.Module) -> dict[str, object]:
 
 def _content(value: Any, seen: dict[int, Any]) -> object:
     """Return what can be compared of a value; None for an object in `seen`, by its id, which it joins."""
+    if isinstance(value, Tensor) and id(value) in seen:
+        return value._version
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), _bytes_of(value)
     if isinstance(value, np.ndarray) and value.dtype != object:

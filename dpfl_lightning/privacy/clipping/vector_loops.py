@@ -60,18 +60,20 @@ def multiple_of(compute: Callable[[int], object], largest: int) -> int | None:
     """Return what the size of a pass has to be a multiple of; `compute` computes a pass of so many records.
 
     No pass has more than the `largest` size, at most 96. None if no size will do, because the model computes parts of a
-    pass, each of which has last numbers, or refuses to be watched.
+    pass, each of which has last numbers, or refuses to be watched. Of small passes one is watched that is as large.
     """
-    return _multiple(compute, next(many for many in _MANY if many > largest))
+    if largest <= _FEW + 1:
+        return _multiple(compute, largest - 1, largest)
+    return _multiple(compute, _FEW, next(many for many in _MANY if many > largest))
 
 
 def computes_whole(compute: Callable[[int], object], size: int) -> bool:
     """Return whether a pass of this size has the operators of a pass of few records, and no parts."""
-    return _multiple(compute, size) is not None
+    return _multiple(compute, _FEW, size) is not None
 
 
-def _multiple(compute: Callable[[int], object], many: int) -> int | None:
-    seen, traced = [], (_FEW, many)
+def _multiple(compute: Callable[[int], object], few: int, many: int) -> int | None:
+    seen, traced = [], (few, many)
     try:
         for records in traced:
             with _Seen() as watch:

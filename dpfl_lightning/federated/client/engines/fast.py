@@ -60,7 +60,7 @@ class FastEngine(SerialEngine):
         self.clipped_sum = quicker_without_clipping(self.checked, module)
         self._sums: Tensor | None = None  # kept for the next step, because new memory takes longer than the sum
         self._step: Tensor | None = None
-        if on_cpu:  # compiles loops: not in several threads at once, nor in some client's measured time
+        if on_cpu and not module.large:  # compiles loops: not in several threads at once, nor in some client's time
             example = dummy_batch(population, 8, module.device)
             with tensors_restored(module.net):
                 self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
