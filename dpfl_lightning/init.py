@@ -68,13 +68,14 @@ _DATA = """\
 data:
   class_path: dpfl_lightning.Population.from_dataframe
   init_args:
-    label: {label}
+    label: {label}  # the outcome; site.yaml shows what columns hold
     classes: null  # in the order of their numbers and in quotes, as in ["no", "yes"]; for numbers leave this line out
     drop: {drop}  # look like identifiers or free text; columns that are in no list are numbers as they are
     scale:{scale}
     categories:{categories}
     dates:{dates}
     fill: {{}}  # public values in place of missing ones, as in {{{column}: 1}}
+    units: {{}}  # of columns, as in {{{column}: mg/l}}: a site with another one is refused
     held_out: {held_out}  # 0 at sites, whose models are scored on the server's test table; 0.2 in a simulation
 """
 
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(not existing, "FOLDER", f"have no {' or '.join(files)}", str(folder), advice)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        write_text(folder / name, text)
+        write_text(folder / name, text, private=name == "site.yaml")
     there = [] if folder == Path() else [f"cd {folder}"]
     given = " ".join(f"--config {name}" for name in files if name.endswith(".yaml"))
     first = "edit data.yaml, which all sites and the server have; site.yaml stays here, as it shows private rows"
@@ -145,17 +146,17 @@ def _for_tables(paths: Sequence[Path], folder: Path) -> dict[str, str]:
     looked = {path: look(path) for path in paths}
     columns = looked[paths[0]][1]
     label = likely_label(columns)
-    candidates = ", ".join(one.name for one in columns if one.may_be_label)
     inputs = [one for one in columns if one.name != label]
     numbers = [one for one in inputs if one.kind in ("number", "date")]
+    example = next((one.name for one in inputs if one.kind == "number"), "COLUMN")
     shared = _DATA.format(
-        label=f"{inline(label, unicode=True)}  # the outcome; of few values are {candidates}",
+        label=inline(label, unicode=True),
         drop=inline([one.name for one in inputs if one.kind == "other"], unicode=True),
         scale=_unfilled(numbers, "public mean and standard deviation, as in [60, 15]; of dates in days"),
         categories=_unfilled([one for one in inputs if one.kind == "category"], "public values, as in [a, b]"),
         dates=_unfilled([one for one in inputs if one.kind == "date"], 'a public first day, as in "2020-01-01"'),
         held_out=0 if len(paths) == 1 else 0.2,
-        column=inline((numbers or columns)[0].name, unicode=True),
+        column=inline(example, unicode=True),
     )
     files = {path: os.path.relpath(path, folder) for path in paths}
     tables = ["df:", *(f"  {_pair(one.stem, {'file': files[one], 'read': looked[one][0]})}" for one in paths)]

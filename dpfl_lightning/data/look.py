@@ -138,4 +138,5 @@ def _described(column: Series, forms: list[str]) -> Column:
 
 
 def _counted(values: Series) -> str:
-    return ", ".join(f"{value} {count}" for value, count in values.value_counts().items())
+    counts = values.value_counts().items()
+    return ", ".join(f"{' '.join(str(value).split())} {count}" for value, count in counts)  # on one line

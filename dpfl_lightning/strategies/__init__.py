@@ -12,6 +12,7 @@ STRATEGIES = {
     "biased_selection": ("selection.biased_selection", "BiasedSelection"),
     "clustered": ("clustering.clustered", "Clustered"),
     "distillation": ("distillation.distillation", "Distillation"),
+    "early_stopping": ("selection.early_stopping", "EarlyStopping"),
     "epsilon_weighted": ("aggregation.epsilon_weighted", "EpsilonWeighted"),
     "feature_means": ("distillation.feature_means", "FeatureMeans"),
     "fedadam": ("aggregation.fedadam", "FedAdam"),

@@ -57,9 +57,10 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
     given = yaml.safe_load(shared)["data"]["init_args"]
     assert given["label"] == "died" and given["drop"] == ["patient"] and given["classes"] is None
     assert given["scale"] == dict.fromkeys(["day", "age", "größe", "crp"]) and given["dates"] == {"day": None}
-    assert given["categories"] == {"sex": None} and given["fill"] == {}
+    assert given["categories"] == {"sex": None} and given["fill"] == given["units"] == {}
     assert not re.search(r"never|\bF\b|12\.5|\b30\b", shared), "no value of a row, and no count"
     assert "#   sex: F 30, M 30" in own and "never" in own
+    assert (tmp_path / "mine" / "site.yaml").stat().st_mode & 0o077 == 0
     assert yaml.safe_load(own)["data"]["init_args"] == {
         "df": "../cork.csv",
         "read": {"sep": ";", "decimal": ",", "na_values": ["?"], "date_format": "%d/%m/%Y"},
@@ -106,6 +107,13 @@ def test_several_files_are_clients_of_a_simulation(tmp_path, monkeypatch):
         "cork": {"file": "cork.csv", "read": {"sep": ";", **read}},
         "oslo": {"file": "oslo.csv", "read": read},
     }
+
+
+def test_a_value_of_two_lines_stays_in_its_comment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    TABLE.assign(sex=["F\nseed: 7", "M"] * (ROWS // 2)).to_csv("cork.csv", index=False)
+    main(["init", "--from", "cork.csv"])
+    assert set(yaml.safe_load((tmp_path / "site.yaml").read_text())) == {"data", "privacy"}
 
 
 def test_a_file_that_is_none_is_refused(tmp_path, capsys):

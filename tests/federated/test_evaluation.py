@@ -100,9 +100,9 @@ def test_the_test_set_has_a_confusion_table_and_a_calibration_curve():
     y = torch.tensor([0, 1, 1, 1, 0, 1])
     population = Population.from_datasets([(p[:, None], y)], test=(p.logit()[:, None], y), num_classes=2)
     scores = evaluate(ClientModule(Given()), population, ClientModels(torch.ones(1, 1), (0,)))
-    assert scores.test.tables["confusion"] == [[1, 1], [1, 3]], "rows are labels, columns are predictions"
+    assert scores.test.tables["confusion"] == ((1, 1), (1, 3)), "rows are labels, columns are predictions"
     few, many = scores.test.tables["calibration"]
-    assert few == pytest.approx([2, 0.065, 0.5]) and many == pytest.approx([4, 0.75, 0.75])
+    assert few == pytest.approx((2, 0.065, 0.5)) and many == pytest.approx((4, 0.75, 0.75))
     assert all(not one.tables for one in scores.clients), "a table of private records would be a release"
     at_clients = replace(population, test=None)
     assert not evaluate(ClientModule(Given()), at_clients, ClientModels(torch.ones(1, 1), (0,))).test.tables
@@ -113,7 +113,7 @@ def test_several_classes_are_calibrated_by_the_probability_of_the_predicted_one(
     y = torch.tensor([0, 2, 1])
     population = Population.from_datasets([(probabilities, y)], test=(probabilities.log(), y), num_classes=3)
     scores = evaluate(ClientModule(Given()), population, ClientModels(torch.ones(1, 1), (0,)))
-    assert scores.test.tables["confusion"] == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
-    assert scores.test.tables["calibration"] == [pytest.approx(one) for one in ([2, 0.625, 0.5], [1, 0.9, 1.0])]
+    assert scores.test.tables["confusion"] == ((1, 0, 0), (0, 1, 0), (0, 1, 0))
+    assert scores.test.tables["calibration"] == (pytest.approx((2, 0.625, 0.5)), pytest.approx((1, 0.9, 1.0)))
     two_models = ClientModels(torch.ones(2, 1), (0,))
     assert evaluate(ClientModule(Given()), population, two_models).test.tables, "one of which is used"

@@ -300,7 +300,7 @@ PLANS = {
     ),
     "records of another shape": (
         lambda t: of_site(t, inputs=torch.zeros(0, 1, 9, 9)),
-        "public facts of this site, got 'other inputs'",
+        "public facts of this site, got 'inputs of shape",
     ),
     "another key": (lambda t: of_site(t, public_key="ab" * 32), "public facts of this site, got 'other public_key'"),
     "no client of this name": (lambda t: of_site(t, name="a"), "client named 0"),

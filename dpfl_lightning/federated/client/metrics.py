@@ -176,7 +176,7 @@ class Tables:
         places = (stated * _BINS).long().clamp(max=_BINS - 1)
         self._bins.index_add_(1, places, torch.stack([torch.ones_like(stated), stated, right]))
 
-    def values(self) -> dict[str, list[list[float]]]:
+    def values(self) -> dict[str, tuple[tuple[float, ...], ...]]:
         """Return counts `confusion` [label][prediction], and for bins of ten percent that have records `calibration`.
 
         That is their number, the mean stated probability of class 1 (of several classes: of the predicted one), and
@@ -186,8 +186,8 @@ class Tables:
             return {}
         count, *sums = self._bins[:, self._bins[0] > 0]
         of_bins = zip(count.tolist(), *((one / count).tolist() for one in sums), strict=True)
-        confusion = self._confusion.view(self._classes, self._classes).tolist()
-        return {"confusion": confusion, "calibration": [list(one) for one in of_bins]}
+        confusion = map(tuple, self._confusion.view(self._classes, self._classes).tolist())
+        return {"confusion": tuple(confusion), "calibration": tuple(of_bins)}
 
 
 def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

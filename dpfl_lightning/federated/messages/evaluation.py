@@ -30,7 +30,7 @@ class Score:
     loss: float
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     undefined: Mapping[str, str] = field(default_factory=dict)
-    tables: Mapping[str, list[list[float]]] = field(default_factory=dict)
+    tables: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

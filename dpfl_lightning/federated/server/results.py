@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ class RunResult:
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
     baseline: Mapping[str, float | None] = field(default_factory=dict)
     undefined: Mapping[str, str] = field(default_factory=dict)
-    test_tables: Mapping[str, list] = field(default_factory=dict)
+    test_tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     test_set: bool = True
     task: str = ""
     simulated: bool = False

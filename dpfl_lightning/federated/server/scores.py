@@ -20,7 +20,7 @@ _MOST_NAMES = 5  # of clients in a sentence
 #: what predicts the same for all records: of a score with a direction, by its name
 _CONSTANT = {
     **dict.fromkeys(("accuracy", "f1", "precision", "recall", "iou", "dice"), "majority class"),
-    **dict.fromkeys(("auroc", "average_precision"), "chance"),
+    **dict.fromkeys(("auroc", "average_precision", "c_index"), "chance"),
     **dict.fromkeys(("mae", "mse", "rmse", "r2"), "predicting the mean"),
     "perplexity": "token shares",
 }

@@ -36,7 +36,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, weakest
+from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, weakest
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.runtime.stopping import between_rounds
 from dpfl_lightning.runtime.text import counted, rounded_up_duration
@@ -278,7 +278,7 @@ class RunSession:
             if self.state.round not in self.evaluated:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         self.clients.end(finished)
-        guarantees = self.clients.guarantees()
+        guarantees = self._stated()
         final_models = self.final_models(self.state) if finished else None
         models = self.state.models if final_models is None else final_models.models
         self.model.load(models[0] if len(models) == 1 else self._initial)
@@ -292,6 +292,21 @@ class RunSession:
             self.folder.save_json("result.json", result.as_dict())
         notify(self.config.watching, "on_fit_end", self.view(self.state), result)
         return result
+
+    def _stated(self) -> Sequence[Guarantee]:
+        """The clients' guarantees; those of the whole plan if when to end follows from releases."""
+        guarantees = self.clients.guarantees()
+        if not any(strategy.ends_by_results for strategy in self.config.strategies):
+            return guarantees
+        bounds = once_each(self._planned_bound, self.schedule.clients)
+        return tuple(
+            one if one.epsilon >= epsilon else dataclasses.replace(one, epsilon=epsilon, accountant=method)
+            for one, (epsilon, method) in zip(guarantees, bounds, strict=True)
+        )
+
+    def _planned_bound(self, schedule: ClientSchedule) -> tuple[float, str]:
+        epsilon, method = self.config.accountant.bound(schedule.events(), schedule.delta)
+        return epsilon, f"{method}, {FILTER}"
 
     # -- rounds
 

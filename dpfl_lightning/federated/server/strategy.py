@@ -42,6 +42,7 @@ class Strategy:
         pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
         refuses_pull: whether it cannot stand beside a strategy that pulls.
         before_pulls: whether it must be named before strategies that pull, because it changes which models are trained.
+        ends_by_results: whether `stop` follows from releases. Guarantees then state all that was planned.
         in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
 
@@ -55,6 +56,7 @@ class Strategy:
     pulls: bool = False
     refuses_pull: bool = False
     before_pulls: bool = False
+    ends_by_results: bool = False
     in_place_of_training: str = ""
 
     def __post_init__(self) -> None:

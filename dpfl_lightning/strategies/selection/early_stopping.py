@@ -1,0 +1,76 @@
+"""Early stopping on the public test set."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Interval
+
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RoundReport
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
+
+
+@dataclass
+class EarlyStopping(Strategy, Callback):
+    """Ends the run when a score on the public test set has not improved in `patience` evaluations.
+
+    The score of the round before an interruption is not known to the resumed run.
+
+    Args:
+        metric: loss, accuracy, or one of evaluation.metrics.
+        patience: number of evaluations without a better score.
+
+    **Privacy** When a run ends follows from its releases, so guarantees state all that was planned. Held-out records of
+    clients are private: without a test set it is refused.
+    """
+
+    metric: str = "loss"
+    patience: Annotated[int, Interval(ge=1, le=1_000_000)] = 5
+
+    ends_by_results = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._best: float | None = None
+        self._without_gain = 0
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        advice = "Name one, such as data.init_args.test: held-out records of clients are private."
+        require(view.facts.test_set, f"strategies.{self._name}", "have a public test set", None, advice)
+        if asked := (view.run.options.get("evaluation") or {}).get("metrics"):
+            self._require_one_of(["loss", "accuracy", *asked])
+        return schedule
+
+    def describe(self, view: View) -> tuple[str, ...]:
+        words = f"The run ends when {self.metric} on the test set has not improved in {self.patience} evaluations"
+        return (f"{words}: its final score is chosen by the same records.",)
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        if report.test_loss is None:
+            return
+        scores = {"loss": report.test_loss, "accuracy": report.test_accuracy, **report.test_metrics}
+        self._require_one_of(list(scores))
+        value = scores[self.metric]
+        if value is None:
+            return
+        gain = self._best is None or (value < self._best if self.metric in SMALLER_IS_BETTER else value > self._best)
+        self._best, self._without_gain = (value, 0) if gain else (self._best, self._without_gain + 1)
+
+    def stop(self, view: View) -> str | None:
+        if self._without_gain < self.patience:
+            return None
+        return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self._name}.patience)"
+
+    def _require_one_of(self, known: list[str]) -> None:
+        advice = f"{nearest(self.metric, known)} Other scores are named by evaluation.metrics.".strip()
+        require(self.metric in known, self._key("metric"), f"be one of {', '.join(known)}", self.metric, advice)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "without_gain": self._without_gain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best, self._without_gain = state["best"], state["without_gain"]

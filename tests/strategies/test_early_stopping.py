@@ -1,0 +1,64 @@
+"""Early stopping: when a run ends, what its guarantee then states, and runs without public records."""
+
+import dataclasses
+
+import pytest
+from conftest import blobs
+from fakes import a_report, a_view
+
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.strategies import build
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+
+
+def stopping(**options):
+    (strategy,) = build({"early_stopping": options})
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "ends_after"),
+    [
+        ("loss", [0.9, 0.8, 0.85, 0.81, 0.7], 4),
+        ("loss", [0.9, 0.8, 0.85, 0.7, 0.8], None),
+        ("auroc", [0.6, 0.7, None, 0.65, 0.7], 5),
+        ("accuracy", [0.5, 0.6, 0.7, 0.8, 0.9], None),
+    ],
+)
+def test_it_ends_after_evaluations_without_a_better_score(metric, values, ends_after, tmp_path):
+    strategy, view = stopping(metric=metric, patience=2), a_view(tmp_path)
+    ended = None
+    for round, value in enumerate(values, 1):
+        given = {"test_metrics": {"auroc": value}} if metric == "auroc" else {f"test_{metric}": value}
+        strategy.on_round_end(view, a_report(view, round, **given))
+        again = stopping(metric=metric, patience=2)
+        again.load_state_dict(strategy.state_dict())
+        assert again.stop(view) == strategy.stop(view)
+        ended = ended or (round if strategy.stop(view) else None)
+    assert ended == ends_after
+
+
+@pytest.mark.parametrize("privacy", [PrivacyOptions(epsilon=4.0), PrivacyOptions(noise_multiplier=1.0)])
+def test_the_guarantee_of_a_run_that_ended_early_is_that_of_the_whole_plan(privacy, make_loop):
+    loop = make_loop(parts=[SizeWeighted(), stopping(metric="accuracy", patience=1)], rounds=30, privacy=privacy)
+    result = loop.run()
+    assert result.rounds < 30 and "accuracy has not improved in 1 evaluations" in result.reason
+    whole = make_loop(parts=[SizeWeighted()], rounds=30, privacy=privacy).run()
+    assert result.guarantee.epsilon == pytest.approx(whole.guarantee.epsilon, rel=1e-6)
+    spent = [one["epsilon_spent"] for one in result.clients]
+    assert spent == pytest.approx([one["epsilon_spent"] for one in whole.clients], rel=1e-6)
+    assert "the whole budget is what holds" in str(result.guarantee)
+
+
+def test_what_cannot_decide_is_refused_before_anything_is_spent(make_loop):
+    population = dataclasses.replace(blobs(), test=None)
+    with pytest.raises(
+        UserError, match=r"`strategies.early_stopping` must have a public test set.*data.init_args.test"
+    ):
+        make_loop(population, parts=[SizeWeighted(), stopping()]).plan_schedule()
+    loop = make_loop(parts=[SizeWeighted(), stopping(metric="auc")], options={"evaluation": {"metrics": ["auroc"]}})
+    with pytest.raises(
+        UserError, match=r"`strategies.early_stopping.metric` must be one of loss.*Did you mean `auroc`"
+    ):
+        loop.plan_schedule()
