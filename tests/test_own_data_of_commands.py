@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from fakes import a_result, a_view
 
 from dpfl_lightning import build
 from dpfl_lightning.build import build_loop, build_module, build_population
@@ -317,7 +318,8 @@ def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsy
     [
         ("result.json", '{"clients": [', "result.json` must be a file that can be read"),
         ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
-        ("result.json", '{"clients": [{"model": 9}]}', "result.json` must have the model of each client"),
+        ("result.json", "{}", "result.json` must hold the result of a run, got a file without 'client_embedding'"),
+        ("result.json", 9, "result.json` must have the model of each client"),
         ("model.pt", "garbage", "model.pt` must be a saved model"),
         ("model.pt", None, "model.pt is gone"),
     ],
@@ -327,9 +329,14 @@ def test_a_damaged_run_is_one_sentence(file, content, words, tmp_path, capsys):
     run.mkdir()
     options = Options(data=DataOptions(name="digits"), model={"name": "logistic"}, privacy=None)
     (run / "options.yaml").write_text(to_yaml(options))
-    (run / "result.json").write_text(json.dumps({"clients": [{"model": 0}]}))
+    result = a_result(a_view(run))
+    clients = [{**client, "model": content if isinstance(content, int) else 0} for client in result.clients]
+    (run / "result.json").write_text(json.dumps({**result.as_dict(), "clients": clients}))
     (run / "model.pt").write_text("garbage")
-    (run / file).unlink() if content is None else (run / file).write_text(content)
+    if content is None:
+        (run / file).unlink()
+    elif isinstance(content, str):
+        (run / file).write_text(content)
     assert evaluate_command([str(run)]) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error

@@ -265,7 +265,7 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     assert sweep(write(changed(trials=1), "--rounds", "1", "--final")) == 0
     out = tmp_path / "out"
     best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
-    assert final_so_far(best)[1]["test_accuracy"] is not None
+    assert final_so_far(best)[1].test_accuracy is not None
     other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
     with pytest.raises(UserError, match=r"contains the run of an earlier best trial\. Move .*final away .*best\.yaml"):
         final_so_far(other)

@@ -106,7 +106,8 @@ class Progress(Callback):
         estimate = run.estimated_seconds / (run.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if run.exact_times else estimate)
         score = listed(scores_of(vars(report), "test_"))
-        epsilon = f"max epsilon {bound(max(report.epsilon_spent))}" if view.schedule.has_noise else "no privacy"
+        largest = max(report.epsilon_spent)
+        epsilon = f"max epsilon {at_most(largest)}" if math.isfinite(largest) else "no bound on epsilon"
         epsilon += " (simulated)" * run.simulated
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
