@@ -116,4 +116,6 @@ def _not_private(layer: nn.Module) -> tuple[str, str] | None:
         return "keeps statistics of records it has seen", "track_running_stats=False instead"
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
         return "changes its table where a record reads it", "max_norm=None instead"
+    if type(layer).__name__ == "OptimizedModule" or layer._compiled_call_impl is not None:
+        return "torch.compile compiles anew for another number of records", "the module without torch.compile"
     return None

@@ -220,6 +220,15 @@ def test_a_loss_of_probabilities_is_no_mistake():
         check_fits(ClientModule(net, nn.CrossEntropyLoss(reduction="none")), people(torch.randn(9, 6)))
 
 
+def test_a_compiled_part_is_refused_by_name():
+    in_place = nn.Linear(4, 3)
+    in_place.compile()
+    for part, kind in ((torch.compile(nn.Linear(4, 3)), "OptimizedModule"), (in_place, "Linear")):
+        words = rf"`net\.1` must see one record at a time, got {kind}, which torch\.compile .* without torch\.compile\."
+        with pytest.raises(UserError, match=words):
+            ClientModule(nn.Sequential(nn.Linear(6, 4), part))
+
+
 def test_a_refusal_names_all_layers_and_the_way_out():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.InstanceNorm2d(4))
     net[3].track_running_stats = True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.kernels.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
@@ -233,7 +234,7 @@ class _Reference:
         params, *records = random_example(net, x, y, dtype)
         some_x, some_y = take(tuple(records), kinds)
         self.example = params, some_x, some_y
-        self._loop, self._kept = LoopClippedSum(net, self.loss), dict[int, Tensor]()
+        self._loop, self._kept = LoopClippedSum(net, self.loss), dict[int, list[Tensor]]()
 
     @functools.cached_property
     def exact(self) -> _Reference:
@@ -246,13 +247,13 @@ class _Reference:
             self.row(number)
         return self._loop
 
-    def row(self, number: int) -> Tensor:
-        """Return the gradient of a record, `[1, P]`."""
+    def row(self, number: int) -> list[Tensor]:
+        """Return the gradient of a record, `[p]` for each parameter."""
         if number in self._kept:
             return self._kept[number]
         params, x, y = self.example
-        row = self._loop(params, take(x, [number]), y[[number]], ClipRequest(math.inf))[0]
-        if row.numel() <= _MOST_KEPT:
+        (row,) = self._loop.each(params, take(x, [number]), y[[number]], ClipRequest(math.inf))
+        if sum(one.numel() for one in row) <= _MOST_KEPT:
             self._kept[number] = row
         return row
 
@@ -265,12 +266,14 @@ class _Reference:
         sizes = [p.numel() for p in params.values()]
         for number, actual in enumerate(rows):
             exact = self.row(number)
-            for name, a, b in zip(params, actual[0].split(sizes), exact[0].split(sizes), strict=True):
+            whole = {order: torch.stack([row_norms(one[None], order) for one in exact]) for order in (2, 1)}
+            total = {order: row_norms(norms_of.T, order) for order, norms_of in whole.items()}
+            for name, a, b, size in zip(params, actual[0].split(sizes), exact, whole[2], strict=True):
                 # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
-                if not (a - b).norm() <= self.tolerance * (b.norm() + 1e-2 * exact.norm()):
+                if not (a - b).norm() <= self.tolerance * (size + 1e-2 * total[2]):
                     return name
             for order, norm in (norms or {}).items():
-                right = torch.linalg.vector_norm(exact, ord=order)
+                right = total[order]
                 if not (1 - self.tolerance) * right <= norm[number] <= (1 + enlarged) * right:
                     return next(iter(params))
         return None
@@ -383,7 +386,8 @@ def _changed_in_a_pass(
     Of a large model the first pass has one record, and the second one is that of the `reference`. Raises UserError if
     a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
-    params, device, large = moved_parameters(net), passes.examples[1].device, large_tensors(net).values()
+    params = moved_parameters(net) if reference is None else reference.example[0]
+    device, large = passes.examples[1].device, large_tensors(net).values()
     clipped_sum, drawn = LoopClippedSum(net, sample_loss), _generator_state(device)
 
     def kept_after(rows: list[int]) -> dict[str, object]:

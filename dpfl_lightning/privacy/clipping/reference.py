@@ -235,37 +235,44 @@ class LoopClippedSum:
     @torch.no_grad()  # except for the losses
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         require_proved(len(y), 1)
+        wanted = request.chosen(params)
+        total = request.zeros(wanted)
+        norms, sizes = total.new_empty(len(y)), [p.numel() for p in wanted.values()]
+        for row, grads in enumerate(self.each(params, x, y, request)):
+            parts = torch.stack([row_norms(one[None], request.order) for one in grads], dim=1)
+            norms[row] = row_norms(parts, request.order)
+            factor = float(clip_factors(norms[row], request.clip_norm))
+            group = 0 if request.group is None else int(request.group[row])
+            for sums, one in zip(total[group].split(sizes), grads, strict=True):
+                if factor:
+                    sums.add_(one, alpha=factor)
+        return total, norms
+
+    @torch.no_grad()
+    def each(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> Iterator[list[Tensor]]:
+        """Yield the gradients `[p]` of each record, without clipping, by the parameters that are asked for."""
         leaves = {name: p.detach() if is_large(p) else p.detach().clone() for name, p in params.items()}
         for leaf in leaves.values():
             leaf.requires_grad_()
         versions = {name: leaf._version for name, leaf in leaves.items()}
-        wanted = request.chosen(leaves)
-        total = request.zeros(wanted)
-        norms, sizes = total.new_empty(len(y)), [p.numel() for p in wanted.values()]
+        advice = "Counters and averages would tell how many records there were."
         with tensors_restored(self._net) as restore:
-            for row, x_one, y_one in passes(x, y, 1):
-                grads = self._gradients(leaves, wanted, x_one, y_one)
-                parts = torch.stack([row_norms(grad, request.order) for grad in grads], dim=1)
-                norms[row] = row_norms(parts, request.order)
-                factor = clip_factors(norms[row], request.clip_norm)
-                group = 0 if request.group is None else int(request.group[row])
-                for sums, grad in zip(total[group].split(sizes), grads, strict=True):
-                    sums += factor * kept(grad, factor)[0]
+            for _, x_one, y_one in passes(x, y, 1):
+                grads = self._gradients(leaves, request.chosen(leaves), x_one, y_one)
                 self.restored = restore()
                 changed = [name for name, leaf in leaves.items() if leaf._version != versions[name]]
-                advice = "Counters and averages would tell how many records there were."
                 require(not changed, "model", "leave its parameters as they are in a pass", ", ".join(changed), advice)
-        return total, norms
+                yield grads
 
     @torch.enable_grad()
     def _gradients(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor) -> list[Tensor]:
-        """Return the gradient of the loss of one record, `[1, p]` for each parameter."""
+        """Return the gradient of the loss of one record, `[p]` for each parameter."""
         losses = self._sample_loss(leaves, x, y)
         _require_one_loss(losses)
         if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
-            return [torch.zeros_like(p).reshape(1, -1) for p in wanted.values()]
+            return [torch.zeros_like(p).reshape(-1) for p in wanted.values()]
         grads = torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
-        return [one.to_dense().reshape(1, -1) for one in grads]
+        return [one.to_dense().reshape(-1) for one in grads]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
         return LoopClippedSum(net, sample_loss)
