@@ -170,7 +170,7 @@ class FastClippedSum:
             with torch.enable_grad():
                 return self._sample_loss({**params, **leaves}, take(x, slice(records)), y[:records])
 
-        self._plan = plan_of(forward, list(leaves.values())) if leaves else ()
+        self._plan = plan_of(self.net, forward, list(leaves.values())) if leaves else None
         return self
 
     def _leaves(self, params: Params) -> dict[str, Tensor]:
@@ -288,7 +288,8 @@ class FastClippedSum:
             if self._plan is None:
                 raise Unsupported(f"there is no plan for {', '.join(self.uncovered)}")
             leaves = self._leaves(params)
-            with Uses(leaves, self._plan, watch.entered) as watch.uses:
+            watch.uses = Uses(leaves, self._plan, watch.entered)
+            with watch.uses.watching(self.net):
                 return self._sample_loss({**params, **leaves}, x, y)
 
     @contextmanager
