@@ -276,7 +276,7 @@ class Narrow(nn.LayerNorm):
 @pytest.mark.parametrize(
     "net, shape, modules",
     [
-        (Positions(), (3, 6), "but vmap for `net` (Positions), `net.places` (Embedding), `net.layer` (Linear)"),
+        (Positions(), (3, 6), "for all layers"),
         (Cells(), (3, 6), "but vmap for `net.cell` (LSTMCell)"),
         (TiedHead(), (5,), "for all layers"),
         (nn.Sequential(nn.Linear(6, 6), Narrow(6), nn.Flatten(), nn.Linear(18, 3)), (3, 6), "for all layers"),

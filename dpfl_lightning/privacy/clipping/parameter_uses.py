@@ -11,7 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
 )
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.reads import memory
-from dpfl_lightning.privacy.clipping.stages import replaced_forward
+from dpfl_lightning.privacy.clipping.stages import replaced_forwards
 
 _PLAIN_LOOKUP = [None, None, 2.0, False, False]  # options of an embedding, in the order of `F.embedding`
 _FEW, _MORE = 2, 3  # records of the passes that show what counts records
@@ -145,19 +145,16 @@ class Uses(TorchFunctionMode):
         self._own = {id(one): one for one in parameters.values()}
         self.uses: dict[str, Use] = {}
         self._zeros: dict[str, Tensor] = {}  # gradients of results that no loss depends on
-        self._lookups: dict[int, tuple[str, Tensor]] = {}  # parameters and public rows of them, by the result
+        self._lookups: dict[int, tuple[Tensor, Tensor]] = {}  # parameters and public rows of them, by the result
         self.under_vmap: set[str] = set()  # parameters
 
     @contextmanager
     def watching(self, net: nn.Module) -> Iterator[None]:
         """Watch those forward passes of modules that the plan names: elsewhere each call would take longer."""
         modules = [net.get_submodule(name) for name in self._modules]
-        with ExitStack() as stack:
-            if net in modules or any("forward" in vars(module) for module in modules):
-                stack.enter_context(self)
-            else:
-                for module in modules:
-                    stack.enter_context(replaced_forward(module, functools.partial(self._watched, module.forward)))
+        everywhere = net in modules or any("forward" in vars(module) for module in modules)
+        forwards = {module: functools.partial(self._watched, module.forward) for module in modules}
+        with self if everywhere else replaced_forwards(forwards):
             yield
         if next(self._calls, None) is not None:
             raise Unsupported("parameters are used in some passes only")
@@ -219,7 +216,7 @@ class Uses(TorchFunctionMode):
 
     def gradients(self, dys: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> ByName:
         """Return each record's gradients of the `wanted` parameters, from the gradients of results."""
-        found = defaultdict[str, list[Grads]](list)
+        found, computed = defaultdict[str, list[Grads]](list), list[tuple[Tensor, Tensor]]()
         for name, use in self.uses.items():
             counted = [(number, form) for number, form in enumerate(use.results) if isinstance(form, Counting)]
             keys = [(f"{name}.{number}", form) for number, form in counted]
@@ -228,32 +225,29 @@ class Uses(TorchFunctionMode):
             by_record = [form.by_record(dys[key] if key in dys else self._zeros[key]) for key, form in keys]
             grads = use.by_rule(by_record[0]) if len(by_record) == 1 else []
             for index, grad in zip(use.own, grads or use.by_vmap(by_record), strict=True):
-                for parameter, one in self._of_parameters(use.leaves[index], grad, bool(grads)):
-                    found[parameter].append(one)
-        return {
-            name: functools.reduce(_added, found[name]) for name in self._parameters if name in found and name in wanted
-        }
-
-    def _of_parameters(self, own: Tensor, grad: Grads, ruled: bool) -> Iterable[tuple[str, Grads]]:
-        """Yield gradients of parameters from those of what is computed of them; notes which ones `vmap` gave."""
-        parameter, rows = self._lookups.get(id(own), (own, None))
-        if direct := [name for name, one in self._parameters.items() if one is parameter]:
-            if rows is not None:
-                dy = grad.formed().view(-1, rows.numel(), own.shape[-1])
-                apart = len(rows.unique()) == rows.numel()
-                grad = (Lookup if apart else Lookup.merged)(
-                    rows.reshape(1, -1).expand(dy.shape[:2]), dy, len(parameter)
-                )
-            self.under_vmap.update([] if ruled else direct)
-            yield direct[0], grad
-        elif own.requires_grad:
-            formed = grad.formed()
-            further = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
-            grads = torch.autograd.grad(own, [*self._parameters.values()], formed.view(-1, *own.shape), **further)
-            for name, one in zip(self._parameters, grads, strict=True):
+                own = use.leaves[index]
+                used, rows = self._lookups.get(id(own), (own, None))
+                if parameter := next((name for name, one in self._parameters.items() if one is used), None):
+                    self.under_vmap.update([] if grads else [parameter])
+                    found[parameter].append(grad if rows is None else _looked_up(grad, rows, used.shape))
+                elif own.requires_grad:
+                    computed.append((own, grad.formed().view(-1, *own.shape)))
+        if computed:
+            leaves, further = [*self._parameters.values()], {"retain_graph": True, "allow_unused": True}
+            outputs, dys_of_outputs = zip(*computed, strict=True)
+            grads_of = torch.autograd.grad(outputs, leaves, dys_of_outputs, is_grads_batched=True, **further)
+            for name, one in zip(self._parameters, grads_of, strict=True):
                 if one is not None:
                     self.under_vmap.add(name)
-                    yield name, Dense(one.reshape(len(one), -1))
+                    found[name].append(Dense(one.reshape(len(one), -1)))
+        return {name: functools.reduce(_added, parts) for name, parts in found.items() if name in wanted}
+
+
+def _looked_up(grad: Grads, rows: Tensor, shape: torch.Size) -> Lookup:
+    """Return the gradients of a table of this shape from those of some of its rows, which are public."""
+    dy = grad.formed().view(-1, rows.numel(), shape[1])
+    ids, apart = rows.reshape(1, -1).expand(dy.shape[:2]), len(rows.unique()) == rows.numel()
+    return Lookup(ids, dy, shape[0]) if apart else Lookup.merged(ids, dy, shape[0])
 
 
 def _contains(own: Mapping[int, Tensor], values: Iterable[Any]) -> bool:
