@@ -47,7 +47,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_proved,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.stages import computed_as_one, replaced_forward, stages_of
+from dpfl_lightning.privacy.clipping.stages import computed_as_one, replaced_forwards, stages_of
 from dpfl_lightning.privacy.clipping.stateless import further_names
 
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
@@ -170,7 +170,7 @@ class FastClippedSum:
             with torch.enable_grad():
                 return self._sample_loss({**params, **leaves}, take(x, slice(records)), y[:records])
 
-        self._plan = plan_of(forward, list(leaves.values())) if leaves else ()
+        self._plan = plan_of(self.net, forward, list(leaves.values())) if leaves else None
         return self
 
     def _leaves(self, params: Params) -> dict[str, Tensor]:
@@ -294,7 +294,8 @@ class FastClippedSum:
             if self._plan is None:
                 raise Unsupported(f"there is no plan for {', '.join(self.uncovered)}")
             leaves = self._leaves(params)
-            with Uses(leaves, self._plan, watch.entered) as watch.uses:
+            watch.uses = Uses(leaves, self._plan, watch.entered)
+            with watch.uses.watching(self.net):
                 return self._sample_loss({**params, **leaves}, x, y)
 
     @contextmanager
@@ -310,17 +311,9 @@ class FastClippedSum:
             if self.channels_last:  # before there are hooks
                 stage = functools.partial(watch.stage, self._names)
                 stack.enter_context(computed_as_one(self._stages, stage))
-            for name, unit in self.units_of.items():
-                if forward := tapped_forward(unit.module):
-                    tapped = functools.partial(_tapped, name, forward, unit.module, functools.partial(watch.tap, name))
-                    stack.enter_context(replaced_forward(unit.module, tapped))
-                else:
-                    if has_special_backward(unit.module):
-                        stack.enter_context(
-                            replaced_forward(unit.module, functools.partial(watch.convolve, unit.module))
-                        )
-                    hook = functools.partial(watch.hook, name)
-                    stack.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(
+                replaced_forwards({unit.module: watch.forward_of(name) for name, unit in self.units_of.items()})
+            )
             for pool in self._pools:
                 stack.callback(pool.register_forward_hook(_keep_format).remove)
             yield watch
@@ -349,6 +342,14 @@ class _Watch:
         self.grads: ByName = {}
         self.anchor = torch.zeros((), requires_grad=True)
 
+    def forward_of(self, name: str) -> Callable[..., Any]:
+        """Return the forward pass of a unit that takes notes."""
+        module = self.units[name].module
+        if forward := tapped_forward(module):
+            return functools.partial(_tapped, name, forward, module, functools.partial(self.tap, name))
+        plain = functools.partial(self.convolve, module) if has_special_backward(module) else module.forward
+        return functools.partial(self.noted, name, module, plain)
+
     @unwatched
     def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
         name = f"{unit_name}.{part}" if unit_name else part
@@ -367,8 +368,11 @@ class _Watch:
             pooled, winners = pooling.max_relu(conv2d_forward(conv, x, self.count), self.count)
         return self._behind_seam(name, conv, (x,), pooled, winners)
 
+    def noted(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        return self.behind(name, module, args, kwargs, forward(*args, **kwargs))
+
     @unwatched
-    def hook(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    def behind(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             raise Unsupported(f"`{name}` gets more than its input", name)
         rule, inputs = rule_of(module), (args[0],)
@@ -421,7 +425,7 @@ def _suits_channels_last(net: nn.Module) -> bool:
 
 
 def _has_rule(module: nn.Module) -> bool:
-    return rule_of(module) is not None or tapped_forward(module) is not None
+    return "forward" not in vars(module) and (rule_of(module) is not None or tapped_forward(module) is not None)
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -31,6 +32,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
 )
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.reads import memory
+from dpfl_lightning.privacy.clipping.stages import replaced_forwards
 
 _PLAIN_LOOKUP = [None, None, 2.0, False, False]  # options of an embedding, in the order of `F.embedding`
 _FEW, _MORE = 2, 3  # records of the passes that show what counts records
@@ -50,7 +52,13 @@ class Counting:
 
 
 Form = Counting | None  # of an argument or a result
-Plan = Sequence[tuple[Sequence[Form], Sequence[Form]]]  # of the arguments and results of each call with parameters
+
+
+class Plan(NamedTuple):
+    """The arguments and results of each call with parameters, and the modules in whose forward passes these are."""
+
+    calls: Sequence[tuple[Sequence[Form], Sequence[Form]]]
+    modules: frozenset[str]  # the net is ""
 
 
 @dataclass(frozen=True)
@@ -132,12 +140,36 @@ class Uses(TorchFunctionMode):
 
     def __init__(self, parameters: Mapping[str, Tensor], plan: Plan, entered: Callable[[str, Tensor], Tensor]) -> None:
         super().__init__()
-        self._parameters, self._entered, self._calls = parameters, entered, iter(plan)
+        self._parameters, self._entered, self._calls = parameters, entered, iter(plan.calls)
+        self._modules, self._active = plan.modules, False
         self._own = {id(one): one for one in parameters.values()}
         self.uses: dict[str, Use] = {}
         self._zeros: dict[str, Tensor] = {}  # gradients of results that no loss depends on
-        self._lookups: dict[int, tuple[str, Tensor]] = {}  # parameters and public rows of them, by the result
+        self._lookups: dict[int, tuple[Tensor, Tensor]] = {}  # parameters and public rows of them, by the result
         self.under_vmap: set[str] = set()  # parameters
+
+    @contextmanager
+    def watching(self, net: nn.Module) -> Iterator[None]:
+        """Watch those forward passes of modules that the plan names: elsewhere each call would take longer."""
+        modules = [net.get_submodule(name) for name in self._modules]
+        everywhere = net in modules or any("forward" in vars(module) for module in modules)
+        forwards = {module: functools.partial(self._watched, module.forward) for module in modules}
+        with self if everywhere else replaced_forwards(forwards):
+            yield
+        if next(self._calls, None) is not None:
+            raise Unsupported("parameters are used in some passes only")
+
+    def _watched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._active else self:
+            return forward(*args, **kwargs)
+
+    def __enter__(self) -> Uses:
+        self._active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._active = False
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _contains(self._own, args) and not (kwargs and _contains(self._own, kwargs.values())):
@@ -184,7 +216,7 @@ class Uses(TorchFunctionMode):
 
     def gradients(self, dys: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> ByName:
         """Return each record's gradients of the `wanted` parameters, from the gradients of results."""
-        found = defaultdict[str, list[Grads]](list)
+        found, computed = defaultdict[str, list[Grads]](list), list[tuple[Tensor, Tensor]]()
         for name, use in self.uses.items():
             counted = [(number, form) for number, form in enumerate(use.results) if isinstance(form, Counting)]
             keys = [(f"{name}.{number}", form) for number, form in counted]
@@ -193,32 +225,29 @@ class Uses(TorchFunctionMode):
             by_record = [form.by_record(dys[key] if key in dys else self._zeros[key]) for key, form in keys]
             grads = use.by_rule(by_record[0]) if len(by_record) == 1 else []
             for index, grad in zip(use.own, grads or use.by_vmap(by_record), strict=True):
-                for parameter, one in self._of_parameters(use.leaves[index], grad, bool(grads)):
-                    found[parameter].append(one)
-        return {
-            name: functools.reduce(_added, found[name]) for name in self._parameters if name in found and name in wanted
-        }
-
-    def _of_parameters(self, own: Tensor, grad: Grads, ruled: bool) -> Iterable[tuple[str, Grads]]:
-        """Yield gradients of parameters from those of what is computed of them; notes which ones `vmap` gave."""
-        parameter, rows = self._lookups.get(id(own), (own, None))
-        if direct := [name for name, one in self._parameters.items() if one is parameter]:
-            if rows is not None:
-                dy = grad.formed().view(-1, rows.numel(), own.shape[-1])
-                apart = len(rows.unique()) == rows.numel()
-                grad = (Lookup if apart else Lookup.merged)(
-                    rows.reshape(1, -1).expand(dy.shape[:2]), dy, len(parameter)
-                )
-            self.under_vmap.update([] if ruled else direct)
-            yield direct[0], grad
-        elif own.requires_grad:
-            formed = grad.formed()
-            further = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
-            grads = torch.autograd.grad(own, [*self._parameters.values()], formed.view(-1, *own.shape), **further)
-            for name, one in zip(self._parameters, grads, strict=True):
+                own = use.leaves[index]
+                used, rows = self._lookups.get(id(own), (own, None))
+                if parameter := next((name for name, one in self._parameters.items() if one is used), None):
+                    self.under_vmap.update([] if grads else [parameter])
+                    found[parameter].append(grad if rows is None else _looked_up(grad, rows, used.shape))
+                elif own.requires_grad:
+                    computed.append((own, grad.formed().view(-1, *own.shape)))
+        if computed:
+            leaves, further = [*self._parameters.values()], {"retain_graph": True, "allow_unused": True}
+            outputs, dys_of_outputs = zip(*computed, strict=True)
+            grads_of = torch.autograd.grad(outputs, leaves, dys_of_outputs, is_grads_batched=True, **further)
+            for name, one in zip(self._parameters, grads_of, strict=True):
                 if one is not None:
                     self.under_vmap.add(name)
-                    yield name, Dense(one.reshape(len(one), -1))
+                    found[name].append(Dense(one.reshape(len(one), -1)))
+        return {name: functools.reduce(_added, parts) for name, parts in found.items() if name in wanted}
+
+
+def _looked_up(grad: Grads, rows: Tensor, shape: torch.Size) -> Lookup:
+    """Return the gradients of a table of this shape from those of some of its rows, which are public."""
+    dy = grad.formed().view(-1, rows.numel(), shape[1])
+    ids, apart = rows.reshape(1, -1).expand(dy.shape[:2]), len(rows.unique()) == rows.numel()
+    return Lookup(ids, dy, shape[0]) if apart else Lookup.merged(ids, dy, shape[0])
 
 
 def _contains(own: Mapping[int, Tensor], values: Iterable[Any]) -> bool:
@@ -239,29 +268,48 @@ def _changes(func: Any) -> bool:
 class _Calls(TorchFunctionMode):
     """Notes the arguments and results of all calls that compute something, and what is asked of tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.calls: list[tuple[list[Any], list[Any], bool]] = []
+        self.calls: list[tuple[list[Any], list[Any], bool, str]] = []
+        self._net, self._inside = net, [""]
+
+    def __enter__(self) -> _Calls:
+        self._handles: list[Any] = []
+        for name, module in self._net.named_modules():
+            enter = module.register_forward_pre_hook(functools.partial(self._enter, name))
+            self._handles += [enter, module.register_forward_hook(self._leave)]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, found = tree_flatten((args, kwargs or {}))[0], func(*args, **(kwargs or {}))
-        self.calls.append((leaves, tree_flatten(found)[0], _asks(func)))
+        self.calls.append((leaves, tree_flatten(found)[0], _asks(func), self._inside[-1]))
         return found
 
 
-def plan_of(forward: Callable[[int], Any], parameters: Sequence[Tensor]) -> Plan:
+def plan_of(net: nn.Module, forward: Callable[[int], Any], parameters: Sequence[Tensor]) -> Plan:
     """Return the calls with `parameters`, or with what is computed of them alone, in a pass of a number of records.
 
     What counts records is what passes of two and of three records have different sizes of.
     """
     noted = []
     for records in (_FEW, _MORE):
-        with _Calls() as calls:
+        with _Calls(net) as calls:
             forward(records)
         noted.append(calls.calls)
-    own, plan = {id(one) for one in parameters}, list[tuple[Sequence[Form], Sequence[Form]]]()
-    more = ((leaves, results) for leaves, results, asks in noted[1] if not asks)
-    for leaves, results, asks in noted[0]:
+    own, plan, modules = {id(one) for one in parameters}, list[tuple[Sequence[Form], Sequence[Form]]](), set[str]()
+    more = ((leaves, results) for leaves, results, asks, _ in noted[1] if not asks)
+    for leaves, results, asks, module in noted[0]:
         more_leaves, more_results = (leaves, results) if asks else next(more, ((), ()))
         if any(id(leaf) in own for leaf in leaves):
             forms = [_form(*pair) for pair in zip(results, more_results, strict=True)]
@@ -269,7 +317,9 @@ def plan_of(forward: Callable[[int], Any], parameters: Sequence[Tensor]) -> Plan
                 plan.append(([_form(*pair) for pair in zip(leaves, more_leaves, strict=True)], forms))
             if not _is_use(forms):
                 own |= {id(one) for one in results if isinstance(one, Tensor)}
-    return plan
+            if not asks or any(isinstance(one, Tensor) for one in results):
+                modules.add(module)
+    return Plan(plan, frozenset(modules))
 
 
 def _asks(func: Any) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,26 +26,27 @@ def computed_as_one(stages: Sequence[tuple[nn.Sequential, Sequence[int]]], compu
 
     The other modules run as usual, also those of a stage for inputs that are not `[B, C, H, W]` on a CPU.
     """
-    with ExitStack() as stack:
-        for sequence, begins in stages:
-            modules = list(sequence)
-            starts = {i for i in begins if not any(map(_is_changed, modules[i : i + 3]))}
-            if starts:
-                stack.enter_context(replaced_forward(sequence, functools.partial(_forward, modules, starts, compute)))
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for sequence, begins in stages:
+        modules = list(sequence)
+        starts = {i for i in begins if not any(map(_is_changed, modules[i : i + 3]))}
+        if starts:
+            forwards[sequence] = functools.partial(_forward, modules, starts, compute)
+    with replaced_forwards(forwards):
         yield
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward pass of this module, unless a user has replaced it already."""
-    if "forward" in vars(module):
-        yield
-        return
-    module.forward = forward  # of this instance, which torch prefers to that of its class
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the forward passes of these modules, but for those that a user has replaced already."""
+    ours = [module for module in forwards if "forward" not in vars(module)]
+    for module in ours:  # of this instance, which torch prefers to that of its class
+        vars(module)["forward"] = forwards[module]  # `setattr` of a module is slow
     try:
         yield
     finally:
-        del module.forward
+        for module in ours:
+            del vars(module)["forward"]
 
 
 def _forward(modules: Sequence[nn.Module], starts: Collection[int], compute: ComputeStage, x: Tensor) -> Tensor:
