@@ -68,7 +68,9 @@ class Table:
             require(isinstance(self.source, pandas.DataFrame), self.key, must, type(self.source).__name__)
             return self.source
         path, must = Path(self.source), "be a DataFrame or the path of a file"
-        require(path.is_file(), self.key, must, str(path), "There is no such file.")
+        beside = [str(path.with_name(one.name)) for one in path.parent.glob("*.*")]
+        advice = f"There is no such file in {Path.cwd()}. {nearest(str(path), beside)}".rstrip()
+        require(path.is_file(), self.key, must, str(path), advice)
         if path.suffix == ".parquet":
             return pandas.read_parquet(path)
         options = {name: value for name, value in self.read.items() if name != "date_format"}
