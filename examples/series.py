@@ -24,8 +24,7 @@ class LastState(nn.Module):
         self.lstm, self.head = nn.LSTM(3, 16, batch_first=True), nn.Linear(16, 1)
 
     def forward(self, series, lengths):
-        lengths = lengths.clamp(min=1).cpu()  # also of random records, on which a run tries the model
-        packed = pack_padded_sequence(series, lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(series, lengths.cpu(), batch_first=True, enforce_sorted=False)
         _, (last, _) = self.lstm(packed)
         return self.head(last[-1])
 

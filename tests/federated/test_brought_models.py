@@ -6,10 +6,12 @@ import lightning as L
 import pytest
 import pytorch_lightning
 import torch
+from conftest import private
 from torch import nn
 from torch.nn import functional as F
 
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
@@ -72,6 +74,28 @@ def test_a_record_may_be_one_category():
     beyond = people((torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 0]),))
     with pytest.raises(UserError, match="must hold whole numbers that the model can take"):
         check_fits(ClientModule(OneCategory()), beyond)
+
+
+class PackedByLengths(nn.Module):
+    """Series [B, 6, 3] and lengths [B] of 1 to 6."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, series, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(series, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(self.lstm(packed)[1][0][-1])
+
+
+def test_lengths_of_records_are_at_least_one(make_loop):
+    lengths = torch.randint(1, 7, (40,))
+    data = (torch.randn(40, 6, 3), lengths), lengths % 2
+    people = Population.from_datasets([data, data], num_classes=2, held_out=0)
+    loop = make_loop(
+        people, ClientModule(PackedByLengths()), private([8.0, 8.0]), ClientOptions(batch_size=8), rounds=1
+    )
+    assert loop.run().finished
 
 
 class Scaled(nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
 from dpfl_lightning.privacy.clipping.reads import FixedReads, fixed, reads_of
@@ -127,6 +128,18 @@ def test_what_vmap_cannot_run_gets_rules_where_they_are_right(between):
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
     assert reason == "fast: exact rules for all layers"
     right(net, clipped_sum)
+
+
+def below_100(net, x, mask):
+    return x if x.detach().square().mean().item() < 100 else 2 * x
+
+
+def test_a_number_by_which_code_may_decide_is_said_to_be_public():
+    with pytest.warns(
+        UserNotice, match=r"code at test_reads\.py:\d+ reads numbers of records: it gets those of public"
+    ):
+        _, reason = clipped_sum_for(Reading(below_100), None, torch.empty(0, 5, 3), torch.empty(0).long())
+    assert reason == "fast: exact rules for all layers"
 
 
 @pytest.mark.parametrize("between, words", BY_LOOP)

@@ -74,8 +74,7 @@ def dummy_batch(
         values = torch.randn(records, *example.shape[1:], generator=generator)
         if not example.is_floating_point():
             values = (values > 0).float()  # whole numbers may be rows of a table
-            if values.dim() > 1:
-                values.view(records, -1)[:, :1] = 1  # or a mask, which must not be empty
+            values.view(records, -1)[:, :1] = 1  # or a mask, which must not be empty, or a length
         return values.to(device, example.dtype)
 
     x = tree_map(like, population.empty_batch[0])

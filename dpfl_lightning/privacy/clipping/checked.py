@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.kernels.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
@@ -136,6 +136,13 @@ def clipped_sum_for(
         if reason[:4] != "loop" and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
             _require_repeatable(net, sample_loss, passes)
+    used = clipped_sum.choose()
+    reads = used.reads if isinstance(used, FastClippedSum) else ()
+    if places := dict.fromkeys(one.place for one in reads if one.depends and isinstance(one.value, float)):
+        warn_user(
+            f"code at {', '.join(places)} reads numbers of records: it gets those of public random records, so "
+            "that what it decides by them is the same for all records"
+        )
     return clipped_sum, reason
 
 
@@ -179,7 +186,7 @@ def _kind_of(
 ) -> tuple[Kind | None, str]:
     """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop."""
     kinds = _FEW_KINDS if _is_large(passes) else [*range(_KINDS)]
-    of_dtype = functools.partial(_Reference, net, sample_loss, example_x, example_y, kinds)
+    of_dtype = functools.partial(_Reference, net, sample_loss, example_x, example_y, kinds, passes.least)
     in_own_dtype = of_dtype(None) if _is_large(passes) else None
     if changed := _changed_in_a_pass(net, sample_loss, passes, in_own_dtype):
         _require_repeatable(net, sample_loss, passes)
@@ -224,14 +231,15 @@ class _Reference:
         x: Records,
         y: Tensor,
         kinds: list[int],
+        least: int,
         dtype: torch.dtype | None,
     ) -> None:
-        self.net, self.sample_loss, self._given = net, sample_loss, (x, y, kinds)
+        self.net, self.sample_loss, self._given = net, sample_loss, (x, y, kinds, least)
         self.tolerance = 1e-8 if dtype == torch.float64 else 1e-4
         fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())} if dtype else {}
         fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
         self.loss = lambda params, x, y: sample_loss({**fixed, **params}, x, y)
-        params, *records = random_example(net, x, y, dtype)
+        params, *records = random_example(net, x, y, dtype, least=least)
         some_x, some_y = take(tuple(records), kinds)
         self.example = params, some_x, some_y
         self._loop, self._kept = LoopClippedSum(net, self.loss), dict[int, list[Tensor]]()
@@ -462,11 +470,11 @@ def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params
 
 
 def random_example(
-    net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype | None = None, records: int = _KINDS
+    net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype | None = None, records: int = _KINDS, least: int = 0
 ) -> tuple[Params, Records, Tensor]:
     """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns.
 
-    Floating numbers are of this dtype (None: their own).
+    Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`.
     """
     gen = torch.Generator().manual_seed(1)
     device = next(net.parameters()).device
@@ -475,7 +483,8 @@ def random_example(
     def like(example: Tensor, high: int) -> Tensor:
         shape = (records, *example.shape[1:])
         floating = example.is_floating_point()
-        drawn = torch.randn(shape, generator=gen) if floating else torch.randint(high, shape, generator=gen)
+        low = least if len(shape) == 1 else 0
+        drawn = torch.randn(shape, generator=gen) if floating else torch.randint(low, high, shape, generator=gen)
         if drawn.dim() > 1:
             end = drawn.shape[1] // 2
             drawn[3::_KINDS] = 1
@@ -491,18 +500,31 @@ def random_example(
 
 def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> FixedPasses:
     """Return passes whose examples are random records, the first of which is that of x and y, if there is one."""
-    some_x, some_y = random_example(net, x, y, records=max(SIZES) + 1)[1:]
+    least = _least_alone(net, sample_loss, x, y)
+    some_x, some_y = random_example(net, x, y, records=max(SIZES) + 1, least=least)[1:]
     if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
-    own, one = _own_parameters(net), take((some_x, some_y), slice(1))
-    operations = 0
+    own, one, operations = _own_parameters(net), take((some_x, some_y), slice(1)), 0
     with suppress(Exception), torch.no_grad(), tensors_restored(net):  # what a user's code raises is raised again
         operations = operations_of(lambda: sample_loss(own, *one))
     fitting = crowd_of(operations)
     passes = FixedPasses((some_x, some_y), [size for size in SIZES if size <= fitting] or [fitting])
+    passes.least = least
     passes.crowd = crowd_of(operations, sum(p.numel() for p in net.parameters()))
     return passes
+
+
+def _least_alone(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> int:
+    """Return 1 if the model takes no 0 where a record has one whole number, such as a length, and otherwise 0."""
+    if any(part.dim() == 1 and not part.is_floating_point() for part in tree_leaves(x)):
+        _, some_x, some_y = random_example(net, x, y)
+        try:
+            with torch.no_grad(), tensors_restored(net):
+                sample_loss(_own_parameters(net), some_x, some_y)
+        except Exception:  # a user's code may raise anything
+            return 1
+    return 0
 
 
 def _is_large(passes: FixedPasses) -> bool:

@@ -131,13 +131,13 @@ class FixedPasses:
     `examples` are public records x `[n, *X]`, y `[n, ...]`, more than the largest size; the first is the padding.
     `most` records of a pass fit the caches, a pass costs as much as `cost` records, `enter` gives records the memory
     format that suits the model, and `draws` tells whether the model draws random numbers. The batch of a check may have
-    `crowd` records.
+    `crowd` records, in which whole numbers that stand alone are from `least`.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
         self.examples, self.most, self.cost, self.crowd = examples, max(sizes), PASS_COST, SIZES[-1]
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
-        self.draws = False
+        self.draws, self.least = False, 0
         self.padding = take(examples[0], slice(1)), examples[1][:1]
         self._sizes = sizes
         self._whole: dict[Hashable, list[int]] = {}
