@@ -80,7 +80,7 @@ def is_private(rows_of: Rows, examples: Batch, size: int) -> bool:
     """
     places, copies = torch.arange(size), torch.ones(size, dtype=torch.long)
     expected = _bits_of(rows_of, examples, size, places)
-    for source in (places.roll(1), copies) if size >= SIZES[0] else (copies,):  # few go through all places below
+    for source in (places.roll(1), copies) if size > 4 else (copies,):  # of few, two have other places below
         if not _equal(_bits_of(rows_of, examples, size, source), [one[source] for one in expected]):
             return False
     count = min(size, round(0.7 * size) | 1)  # odd
@@ -154,7 +154,7 @@ class FixedPasses:
         for size in _cheapest_first(expected, tuple(self._whole[what]), self.cost):
             if (what, size) not in self._checked:
                 with one_thread_an_operator():
-                    seen = max(self._sizes) <= SIZES[0]  # by `multiple_of`, a pass of this size
+                    seen = size == max(self._sizes) <= 8  # by `multiple_of`, which watches no larger pass then
                     whole = seen or computes_whole(self._of_records(rows_of), size)
                     self._checked[what, size] = whole and is_private(rows_of, self.examples, size)
             if self._checked[what, size]:
