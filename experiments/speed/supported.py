@@ -166,6 +166,7 @@ TASK_CASES: dict[str, Callable[[int], TaskCase]] = {
     "segmentation": _segmentation,
     "language_modeling": _tokens,
     "causal_lm": _own_labels,
+    "survival": _on_a_table(10, lambda records: torch.stack([torch.arange(records), torch.arange(records) % 2], 1), 10),
 }
 
 
