@@ -85,7 +85,7 @@ def build_test_set(options: Options) -> Population | None:
         if (test := data.init_args.get("test")) is None:
             return None
         table = table_of(test, "test", **{name: data.init_args.get(name) or {} for name in OF_A_TABLE})
-        given = {**data.init_args, "df": table, "test": table, "client": None}
+        given = {**data.init_args, "df": {"test": table}, "test": table, "client": None}
         return own_population(data.class_path, given, data.population_args, None)
     clients = dataclasses.replace(options.clients, count=None)
     return build_population(dataclasses.replace(options, data=data, clients=clients))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +19,9 @@ from dpfl_lightning.errors import UserError, nearest, require, warn_user
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "date_format")
-MARKERS = ("?", "-", ".", "na", "n/a", "nan", "null", "none", "missing", "unknown")
+_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format")
+MARKERS = ("?", "-", ".", "na", "n/a", "n.a.", "k.a.", "nan", "null", "none", "missing", "unknown")
+_OF_AN_IDENTIFIER = re.compile(r"(^|[_ .-])(id|nr|no|num|number|mrn|key|code)$|^(id|mrn)")
 OF_A_TABLE = ("read", "replace", "rename")
 _MOST_SCALE = 100  # of a column, in units of the other columns
 
@@ -29,7 +32,8 @@ class Table:
 
     Args:
         source: a DataFrame, or the path of a CSV or Parquet file.
-        read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values; and date_format.
+        read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values, keep_default_na; and
+            date_format, for all columns or by column.
         replace: {column: {value: other}}, for example where a site writes 1 for yes.
         rename: {column: other name}, before `replace`.
     """
@@ -43,6 +47,8 @@ class Table:
     def __post_init__(self) -> None:
         unknown = [name for name in self.read if name not in _READ]
         require(not unknown, "read", f"have keys of {', '.join(_READ)}", ", ".join(unknown))
+        exact, advice = self.read.get("date_format") != "mixed", "It would guess which number is the day."
+        require(exact, "read: date_format", "say how dates are written", "mixed", advice)
         for name, values in self.replace.items():
             require(isinstance(values, Mapping), f"replace: {name}", "map values to others", values)
 
@@ -75,28 +81,40 @@ class Table:
             return pandas.read_parquet(path)
         options = {name: value for name, value in self.read.items() if name != "date_format"}
         try:
-            header = pandas.read_csv(path, **options, header=None, nrows=1, dtype=str).iloc[0].dropna().str.strip()
-            frame = pandas.read_csv(path, **options).rename(columns=str.strip)
+            header = pandas.read_csv(path, **options, header=None, nrows=1, dtype=str).iloc[0].str.strip()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)  # it would leave numbers out
+                frame = pandas.read_csv(path, **options, index_col=False)
+        except pandas.errors.ParserWarning:
+            must = "have a name for each value of a row"
+            require(False, self.key, must, "more values than names in the first line")
         except (ValueError, LookupError) as error:  # of the parser, or of another encoding
             reason = str(error).strip().splitlines()[0]
             advice = "Write how it is written, as in read: {sep: ';', decimal: ',', encoding: latin-1}."
             raise UserError(f"`{self.key}` must be a table that can be read, got {path}: {reason}. {advice}") from None
+        named = header.notna().to_numpy()  # the numbers of rows that pandas writes have no name
+        frame = frame.loc[:, named].rename(columns=str.strip) if len(named) == len(frame.columns) else frame
+        header = header.dropna()
         twice = next(iter(header[header.duplicated()]), None)  # which pandas renames to name.1
         require(twice is None, self.key, "have columns of different names", twice, "Leave one of them out.")
         mark = next((one for one in ";\t|" if len(frame.columns) == 1 and one in str(frame.columns[0])), "")
         advice = f"Write read: {{sep: {mark!r}}}."
         require(not mark, self.key, "have several columns", f"one, with {mark!r} in its name", advice)
+        require(len(frame) > 0, self.key, "have rows", "a first line alone")
         return frame
 
     def days(self, name: str, origin: str) -> Series:
         """Return a column of dates as days since the `origin`; missing ones stay missing."""
         import pandas
 
-        column, written = self.frame[name], self.read.get("date_format", "ISO8601")
+        column, given = self.frame[name], self.read.get("date_format", "ISO8601")
+        written = given.get(name, "ISO8601") if isinstance(given, Mapping) else given
         try:
             dates = pandas.to_datetime(column, format=written)
-        except (ValueError, TypeError):
-            must, advice = f"hold dates written {written}", 'Write their form, as in read: {date_format: "%d/%m/%Y"}.'
+            dates = dates.dt.tz_localize(None)
+        except (ValueError, TypeError, AttributeError):
+            form = f'read: {{date_format: {{{name}: "%d/%m/%Y"}}}}'
+            must, advice = f"hold dates written {written}", f"Write their form, as in {form}."
             raise UserError(f"`{self.key}: {name}` must {must}, got others. {advice}") from None
         return (dates - pandas.Timestamp(origin)) / pandas.Timedelta(days=1)
 
@@ -110,7 +128,7 @@ def _replacing(values: Mapping[Any, Any]) -> Any:
 def _as_text(value: Any) -> str:
     if isinstance(value, bool | np.bool_):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def table_of(given: Any, key: str, **usual: Any) -> Table:
@@ -211,6 +229,8 @@ class Columns:
             fits = name not in self.categories and isinstance(pair, Sequence) and len(pair) == 2
             fits = fits and all(isinstance(one, int | float) for one in pair) and pair[1] > 0
             require(fits, f"scale: {name}", must, pair)
+        twice = next((name for name in self.inputs if self.inputs.count(name) > 1), None)
+        require(twice is None, "features", "give inputs of different names", twice, "Rename the column.")
         for name, origin in self.dates.items():
             require(_is_day(origin), f"dates: {name}", "be a day YYYY-MM-DD", origin)
 
@@ -242,7 +262,7 @@ class Columns:
         return {
             "columns": list(self.features or ()),
             "label": self.labels,
-            "fill": {name: str(value) for name, value in self.fill.items()},
+            "fill": {name: _as_text(value) for name, value in self.fill.items()},
             "dates": {name: str(origin) for name, origin in self.dates.items()},
             "units": {name: str(unit) for name, unit in self.units.items()},
         }
@@ -256,7 +276,10 @@ class Columns:
         columns = [column for name in self.features or () for column in self._inputs_of(name, table)]
         for name in self.labels:
             missing, must = int(frame[name].isna().sum()), "have a label in every row"
-            require(missing == 0, f"{table.key}: {name}", must, f"{missing} without one", "Leave these rows out.")
+            advice = (
+                "Leave these rows out. If NA or None is a class, write read: {keep_default_na: false, na_values: ['']}."
+            )
+            require(missing == 0, f"{table.key}: {name}", must, f"{missing} without one", advice)
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
         _warn_of_copies(table)
@@ -296,12 +319,20 @@ class Columns:
         name = self.inputs[worst].removesuffix(" (scaled)")
         far = bool(sizes[worst] > _MOST_SCALE * usual)
         column = table.frame.get(name)
-        numeric = column is not None and name not in self.dates
-        unique = numeric and column.nunique() > 0.9 * len(column) and (column == column.round()).all()
-        scaling = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
-        advice = "Nearly every row has another whole number, as an identifier has: leave it out." if unique else scaling
+        advice = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
+        if column is not None and name not in self.dates and is_identifier(column):
+            advice = "Nearly every row has another whole number, as an identifier has: leave it out."
         must = "have numbers of the scale of the other columns"
         require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
+
+
+def is_identifier(column: Series) -> bool:
+    """Whether whole numbers, of which nearly every row has another one, are running, long, or called an identifier."""
+    values = column.dropna()
+    if len(values) < 2 or values.nunique() <= 0.9 * len(values) or (values != values.round()).any():
+        return False
+    running = values.max() - values.min() < 2 * len(values)
+    return bool(running or values.abs().max() >= 1e6 or _OF_AN_IDENTIFIER.search(str(column.name).lower()))
 
 
 def _warn_of_copies(table: Table) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.data.frames import MARKERS, Table
+from dpfl_lightning.data.frames import MARKERS, Table, is_identifier
 from dpfl_lightning.errors import require
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
     if commas or marks:
         frame = Table(str(path), str(path), read).frame
     forms = {name: found for name in frame if _is_text(frame[name]) and (found := _date_forms(frame[name]))}
-    written = list(dict.fromkeys(one for found in forms.values() for one in found if "ISO8601" not in found))
-    read |= {"date_format": written[0]} if written else {}
+    written = {str(name): found[0] for name, found in forms.items() if "ISO8601" not in found}
+    one_form = len(set(written.values())) == 1 and len(written) == len(forms)
+    read |= {"date_format": next(iter(written.values())) if one_form else written} if written else {}
     return read, [_described(frame[name], forms.get(name, [])) for name in frame]
 
 
@@ -73,8 +74,11 @@ def _how_written(path: Path) -> dict[str, Any]:
         encoding, text = "cp1252", content.decode("cp1252", errors="replace")
     read = {} if encoding.startswith("utf-8") else {"encoding": encoding}
     header = text.partition("\n")[0].strip()
-    columns = {sep: len(next(csv.reader([header], delimiter=sep), [])) for sep in ",;\t|"}
-    sep = max(columns, key=lambda one: columns[one])
+    cells = {sep: next(csv.reader([header], delimiter=sep), []) for sep in ",;\t|"}
+    sep = max(cells, key=lambda one: len(cells[one]))
+    advice = "Names of columns leave the site: the values of a row must not. Write the names into the first line."
+    is_row = any(re.fullmatch(r"[-+]?[\d.,:/-]*\d[\d.,:/-]*", cell.strip()) for cell in cells[sep])
+    require(not is_row, "--from", f"have the names of its columns in the first line of {path.name}", "a number", advice)
     return read if sep == "," else {"sep": sep, **read}
 
 
@@ -126,7 +130,7 @@ def _described(column: Series, forms: list[str]) -> Column:
     identifier = values.nunique() > max(_MOST_CATEGORIES, len(values) / 2)
     if not _is_text(column) and column.dtype != bool:
         whole = bool((values == values.round()).all())
-        if identifier and whole and values.nunique() > 0.9 * len(values):
+        if identifier and is_identifier(column):
             return Column(name, "other", "another whole number in nearly every row, as an identifier has")
         if several and whole:
             return Column(name, "number", _counted(values) + after, may_be_label=True)

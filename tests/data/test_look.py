@@ -119,3 +119,16 @@ def test_a_value_of_two_lines_stays_in_its_comment(tmp_path, monkeypatch):
 def test_a_file_that_is_none_is_refused(tmp_path, capsys):
     assert main(["init", str(tmp_path), "--from", "none.csv"]) == 2
     assert "`--from` must be a CSV or Parquet file, got 'none.csv'" in capsys.readouterr().err
+
+
+def test_a_first_line_with_values_never_becomes_names(tmp_path):
+    (tmp_path / "one.csv").write_text("Meier;1961-03-04;1\nMuster;1970-01-02;0\n")
+    with pytest.raises(UserError, match="must have the names of its columns") as error:
+        look(tmp_path / "one.csv")
+    assert "Meier" not in str(error.value)
+
+
+def test_two_forms_of_dates_are_named_by_column(tmp_path):
+    rows = "".join(f"{day:02}.03.2024,2024-04-{day:02},{day % 2}\n" for day in range(1, 29))
+    (tmp_path / "one.csv").write_text("born,seen,ill\n" + rows)
+    assert look(tmp_path / "one.csv")[0] == {"date_format": {"born": "%d.%m.%Y"}}

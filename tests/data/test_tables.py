@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpfl_lightning import Population
+from dpfl_lightning.data.frames import Table, is_identifier
 from dpfl_lightning.errors import UserError, UserNotice
 
 ROWS = 40
@@ -127,3 +128,51 @@ def _file(files, name):
 def test_large_inputs_are_warned_of():
     with pytest.warns(UserNotice, match="above 1,000: divide them by a public constant"):
         Population.from_datasets([(torch.full((20, 2), 1e4), torch.arange(20) % 2)], num_classes=2)
+
+
+def read_file(folder, text, **options):
+    (folder / "one.csv").write_text(text)
+    return Table(str(folder / "one.csv"), "df", options).frame
+
+
+def test_separators_at_the_end_of_rows_and_numbers_of_rows_shift_no_column(tmp_path):
+    expected = {"age": [50, 60], "ill": [0, 1]}
+    for text in ("age,ill\n50,0,\n60,1,\n", "age,ill,\n50,0,\n60,1,\n", ",age,ill\n0,50,0\n1,60,1\n"):
+        assert read_file(tmp_path, text).to_dict("list") == expected
+    for text in ("age,ill\n7,50,0\n8,60,1\n", "age,ill\n7,7,50,0\n8,7,60,1\n"):
+        with pytest.raises(UserError, match="`df` must have a name for each value of a row, got 'more values"):
+            read_file(tmp_path, text)
+    with pytest.raises(UserError, match="`df` must have rows"):
+        read_file(tmp_path, "age,ill\n")
+
+
+def test_numbers_are_replaced_exactly():
+    frame = pandas.DataFrame({"mass": [123456.4, 123456.0, -1234567.0]})
+    replaced = Table(frame, "df", replace={"mass": {"123456": 1, "-1234567": 2}}).frame
+    assert replaced.mass.tolist() == [123456.4, 1, 2]
+
+
+def test_each_column_of_dates_may_have_a_form_and_a_zone(tmp_path):
+    text = "born,seen\n05.03.2024,2024-03-06T00:00:00+01:00\n"
+    table = Table(str(tmp_path / "one.csv"), "df", {"date_format": {"born": "%d.%m.%Y"}})
+    read_file(tmp_path, text)
+    assert [table.days(name, "2024-03-01").item() for name in ("born", "seen")] == [4.0, 5.0]
+    with pytest.raises(UserError, match="`read: date_format` must say how dates are written, got 'mixed'"):
+        Table(str(tmp_path / "one.csv"), "df", {"date_format": "mixed"})
+
+
+def test_whole_numbers_that_are_measured_are_no_identifiers():
+    grams = pandas.Series(range(1500, 4500, 25), name="birthweight")
+    running = pandas.Series(range(1, 120), name="x")
+    assert not is_identifier(grams) and is_identifier(running) and is_identifier(grams.rename("patient_id"))
+    assert is_identifier(10_000_000 + 37 * grams) and not is_identifier(grams % 7)
+
+
+def test_a_class_of_the_name_none_is_named(tmp_path):
+    text = "age,ill\n" + "50,None\n60,yes\n" * 20
+    (tmp_path / "one.csv").write_text(text)
+    given = {"label": "ill", "classes": ["None", "yes"], "held_out": 0.0}
+    with pytest.raises(UserError, match="If NA or None is a class, write read"):
+        Population.from_dataframe(str(tmp_path / "one.csv"), **given)
+    read = {"keep_default_na": False, "na_values": [""]}
+    assert Population.from_dataframe(str(tmp_path / "one.csv"), read=read, **given).y.tolist() == [0, 1] * 20

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.build import build_population
 from dpfl_lightning.config.load import from_mapping
@@ -43,7 +44,7 @@ def settings_of(options: Options, name: str, client: str | None = None) -> Setti
     epsilon, delta = (resolve(key, limit, 1, options.seed, names=(name,))[0] for key, limit in given.items())
     require(math.isfinite(epsilon), "privacy.epsilon", "be finite, as it limits what this site spends", epsilon)
     data = dataclasses.asdict(options.data)
-    data |= {"folder": _absolute(data["folder"]), "init_args": {k: _absolute(v) for k, v in data["init_args"].items()}}
+    data |= {name: tree_map(_absolute, data[name]) for name in ("folder", "init_args")}
     config = {"seed": options.seed, "data": data, "clients": {"count": options.clients.count}, "privacy": None}
     model = options.model.get("class_path")
     return Settings(name, client or name, config, epsilon, delta, privacy.adjacency, model, privacy.noise_key)
