@@ -304,6 +304,10 @@ class Columns:
             return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
         require(numeric, here, "hold numbers", *_what_it_holds(column))
+        plain = name not in self.scale and name not in self.dates and len(column) > 20
+        must, advice = "hold measurements if it has no scale", "Leave it out of features, by drop, or write its scale."
+        got = "another whole number in nearly every row, as an identifier has"
+        require(not (plain and is_identifier(column)), here, must, got, advice)
         mean, std = self.scale.get(name, (0.0, 1.0))
         scaled = ((column.to_numpy(np.float64) - mean) / std).astype(np.float32)
         return [scaled, gaps.to_numpy(np.float32)] if name in self.fill else [scaled]
@@ -320,8 +324,6 @@ class Columns:
         far = bool(sizes[worst] > _MOST_SCALE * usual)
         column = table.frame.get(name)
         advice = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
-        if column is not None and name not in self.dates and is_identifier(column):
-            advice = "Nearly every row has another whole number, as an identifier has: leave it out."
         must = "have numbers of the scale of the other columns"
         require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
 

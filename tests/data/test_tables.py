@@ -93,7 +93,7 @@ REFUSED = {
     "commas": ({"df": {"a": TABLE.assign(crp=["1,5", "2,0"] * 20)}}, "decimal: ','"),
     "an unscaled identifier": (
         {"df": {"a": TABLE.assign(number=np.arange(ROWS) * 10**7)}},
-        "`client a: number` must have numbers of the scale.*identifier",
+        "`client a: number` must hold measurements if it has no scale.*identifier",
     ),
     "an unscaled column": (
         {"df": {"a": TABLE.assign(dose=[1e6, 2e6] * 20)}},
