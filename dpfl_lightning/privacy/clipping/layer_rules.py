@@ -415,16 +415,12 @@ def convolution_weight_grads(
 
 
 def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^ = (x - mean) scale` the normalised input.
+    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^` the normalised input.
 
-    The means and scales are those of groups of channels, `[B, groups]`.
+    An `InstanceNorm` has one group for each channel.
     """
-    x, mean, scale = inputs
-    if is_short(x):
-        normalised = F.group_norm(x, mean.shape[1], eps=layer.eps)  # type: ignore[arg-type]
-    else:
-        mean, scale = (one.repeat_interleave(x.shape[1] // one.shape[1], dim=1)[:, :, None] for one in (mean, scale))
-        normalised = torch.addcmul(-mean * scale, x.reshape(*x.shape[:2], -1), scale).view_as(x)
+    groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else inputs[0].shape[1]
+    normalised = F.group_norm(inputs[0], groups, eps=layer.eps)  # type: ignore[arg-type]
     return scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
 
 
@@ -511,5 +507,6 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
     nn.Conv1d: conv1d_rule,
     nn.Conv2d: conv2d_rule,
+    nn.GroupNorm: group_norm_rule,
     nn.Embedding: embedding_rule,
 }

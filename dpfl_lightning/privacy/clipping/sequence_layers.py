@@ -281,22 +281,10 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(dy, normalised, along, value=-1).mul_(scale), None, None
 
 
-def group_norm_forward(layer: nn.GroupNorm, tap: Tap, x: Tensor) -> Tensor:
-    """Do what `nn.GroupNorm` does, as `layer_norm_forward`."""
-    return _group_norm(layer, tap, x, layer.num_groups)
-
-
 def instance_norm_forward(layer: nn.InstanceNorm2d, tap: Tap, x: Tensor) -> Tensor:
-    """Do what an `InstanceNorm` does: as a GroupNorm with one group for each channel."""
-    return _group_norm(layer, tap, x, layer.num_features)
-
-
-def _group_norm(layer: nn.GroupNorm | nn.InstanceNorm2d, tap: Tap, x: Tensor, groups: int) -> Tensor:
-    sizes = len(x), x.shape[1], x[0, 0].numel()
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    x = x if channels_last else x.contiguous()
-    output, *moments = torch.native_group_norm(x, layer.weight, layer.bias, *sizes, groups, layer.eps)
-    return tap("output", group_norm_rule, (x, *moments), output)
+    """Do what an `InstanceNorm` does, as a GroupNorm: bits of a record then do not depend on the size of a pass."""
+    output = F.group_norm(x, x.shape[1], layer.weight, layer.bias, layer.eps)
+    return tap("output", group_norm_rule, (x,), output)
 
 
 def attention_forward(
@@ -352,7 +340,6 @@ TAPPED: dict[type[nn.Module], TappedForward] = {
     nn.MultiheadAttention: attention_forward,
     nn.LayerNorm: layer_norm_forward,
     nn.RMSNorm: rms_norm_forward,
-    nn.GroupNorm: group_norm_forward,
     nn.InstanceNorm1d: instance_norm_forward,
     nn.InstanceNorm2d: instance_norm_forward,
     nn.InstanceNorm3d: instance_norm_forward,
