@@ -322,7 +322,6 @@ class Columns:
         worst = int(sizes.argmax())
         name = self.inputs[worst].removesuffix(" (scaled)")
         far = bool(sizes[worst] > _MOST_SCALE * usual)
-        column = table.frame.get(name)
         advice = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
         must = "have numbers of the scale of the other columns"
         require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
