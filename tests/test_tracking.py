@@ -158,12 +158,31 @@ def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, o
     for metric in (*names, "train_participants", "train_records_per_second"):
         assert run.steps(metric) == list(range(1, 11)), f"{metric}: results do not double the end of a curve"
     assert [name for name in run.metrics if "/" in name] == ["headline/test_accuracy"], "MLflow's first chart"
-    assert run.metrics["train_epsilon_max"] == pytest.approx(3.0)
+    assert run.metrics["train_epsilon_max"] == pytest.approx(0.99 * 3), "as the result says"
     assert run.metrics["test_accuracy"] == 0.5 and run.metrics["train_wall_seconds"] == 61.0
 
     assert run.files() == SENT | {"figures"}
     figures = ("epsilon_over_rounds", "accuracy_over_budget", "weights", "noise_estimated")
     assert run.files("figures") == {f"figures/{name}.png" for name in figures}
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_the_last_epsilon_is_the_one_that_is_guaranteed(new_tracking, only_run, store, folder):
+    """Of a run that ended early, whose guarantee states the whole plan, after MLflow has all that it had spent."""
+    view, tracking = a_view(folder, options={"rounds": 10}), new_tracking()
+    planned = a_result(view)
+    stopped = dataclasses.replace(
+        planned, rounds=4, clients=tuple({**one, "epsilon_spent": one["epsilon_budget"]} for one in planned.clients)
+    )
+    start(tracking, view)
+    for round in range(1, 5):
+        tracking._send_at = 0.0
+        end_round(tracking, view, a_report(view, round))
+    assert only_run().metrics["train_epsilon_max"] == pytest.approx(0.4 * 3)
+    end(tracking, view, stopped)
+    assert only_run().metrics["train_epsilon_max"] == pytest.approx(3.0)
+    assert only_run().metrics["train_epsilon_min"] == pytest.approx(1.0)
+    assert sync(folder, tracking.store) == 0, "once"
 
 
 @pytest.mark.usefixtures("blank_figures")

@@ -36,10 +36,13 @@ class Model(nn.Module):
     """
 
     #: the task that fits net and data, once a run knows both; `task_note` says where it comes from,
-    #: and `task_advice` how to choose another one
+    #: and `task_advice` how to choose another one; `scores` are names of what an evaluation measures, `further_scores`
+    #: of what it could
     task: Task | None = None
     task_note: str = ""
     task_advice: str = ""
+    scores: tuple[str, ...] = ()
+    further_scores: tuple[str, ...] = ()
 
     def __init__(
         self,

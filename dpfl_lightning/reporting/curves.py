@@ -28,7 +28,8 @@ _TIMES = ("wall_seconds", "client_seconds", "records_per_second")
 class Curves(Callback):
     """Appends each round to `metrics.jsonl` in the folder of the run. A resumed run removes rounds that it repeats.
 
-    The last round of a finished run gets its result, which may have been evaluated later, and its times.
+    The last round of a finished run gets its result, which may have been evaluated later, its times, and the epsilon
+    that is guaranteed.
 
     `run.json` beside it describes the run, and says how it ended.
 
@@ -107,9 +108,18 @@ def completed(rounds: Sequence[Round], result: RunResult) -> list[Round]:
         **of_groups(result.accuracy_of_groups),
         **{f"train_{name}": getattr(result, name) for name in _TIMES},
     }
-    known = {name: value for name, value in last.values.items() if value is not None or name not in values}
+    spent = _known(clients["train_epsilon"])  # of a run that may end by its results, more than its rounds have spent
+    known = {
+        name: value
+        for name, value in last.values.items()
+        if name not in values or (value is not None and not name.startswith("train_epsilon"))
+    }
     values = {**dict(zip(values, _known(list(values.values())), strict=True)), **known}
-    return [*(one for one in rounds if one is not last), dataclasses.replace(last, values=values)]
+    columns = {
+        name: dict(zip(column, spent, strict=True)) if name == "train_epsilon" else column
+        for name, column in last.clients.items()
+    }
+    return [*(one for one in rounds if one is not last), dataclasses.replace(last, values=values, clients=columns)]
 
 
 def with_clients(one: Round) -> dict[str, float | None]:

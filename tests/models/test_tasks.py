@@ -31,6 +31,7 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, task_of
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.sites.node.records import seated
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 
@@ -522,3 +523,45 @@ def test_survival_is_learnt_from_two_columns_of_a_table(tmp_path):
     assert result.test_metrics["c_index"] > 0.6 and result.baseline["c_index"] == 0.5
     with pytest.raises(UserError, match=r"`task` must fit .* survival needs integer labels \[B, 2\], the interval"):
         task_of((4,), (), False, 4, named="survival")
+
+
+@pytest.mark.parametrize(
+    ("labels", "where", "message"),
+    [
+        (
+            [[2, 1], [0, 2]],
+            "rome",
+            r"`y of client rome` must have the event, 0 or 1, .* replace: \{event: \{1: 0, 2: 1",
+        ),
+        ([[0, 3], [1, 2]], "rome", r"`y of client rome` must have the event.* The order is \[time, event\]"),
+        ([[2, 1], [0, 2]], "test", "`y of the test set` must have the event"),
+        ([[2, 1], [0, -100]], "rome", "`y of client rome` must have the event"),
+        ([[2, 1], [-100, 0]], "test", r"`y of the test set` must have an interval from 0 to 3 .* None is ignored"),
+    ],
+)
+def test_labels_of_survival_are_an_interval_and_an_event(labels, where, message):
+    right, given = (torch.randn(2, 1), torch.tensor([[0, 0], [3, 1]])), (torch.randn(2, 1), torch.tensor(labels))
+    clients = {"bergen": right, "rome": given if where == "rome" else right}
+    test = given if where == "test" else right
+    people = Population.from_datasets(clients, test, num_classes=4, held_out=0)
+    with pytest.raises(UserError, match=message) as refused:
+        check_fits(ClientModule(nn.Linear(1, 4), task="survival"), people)
+    assert "-100" not in str(refused.value)
+    if where == "rome":
+        at_site = seated(people, client=1, place=0, names=["rome"], num_clients=1)
+        with pytest.raises(UserError, match=message):
+            check_fits(ClientModule(nn.Linear(1, 4), task="survival"), at_site)
+
+
+def test_columns_of_survival_are_named_and_a_model_has_an_output_for_each_interval():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"age": [0.5, 1.0] * 10, "month": [0, 3] * 10, "relapse": [0, 1] * 10})
+    swapped = Population.from_dataframe(table, label=["relapse", "month"], num_classes=4)
+    with pytest.raises(UserError, match=r"The order is label: \[time, event\], got \['relapse', 'month'\]"):
+        check_fits(ClientModule(nn.Linear(1, 4), task="survival"), swapped)
+    people = Population.from_dataframe(table, label=["month", "relapse"], num_classes=4)
+    for outputs in (3, 5):
+        with pytest.raises(UserError, match=f"`model` must give 4 outputs, one for each interval, got {outputs}"):
+            check_fits(ClientModule(nn.Linear(1, outputs), task="survival"), people)
+    with pytest.raises(UserError, match="num_classes is the number of intervals"):
+        Population.from_dataframe(table, label=["month", "relapse"], num_classes=2)

@@ -1,13 +1,17 @@
 """Early stopping: when a run ends, what its guarantee then states, and runs without public records."""
 
 import dataclasses
+import json
+import math
 
 import pytest
 from conftest import blobs
 from fakes import a_report, a_view
+from torch import nn
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.strategies import build
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -23,9 +27,12 @@ def stopping(**options):
         ("loss", [0.9, 0.8, 0.85, 0.81, 0.7], 4),
         ("loss", [0.9, 0.8, 0.85, 0.7, 0.8], None),
         ("auroc", [0.6, 0.7, None, 0.65, 0.7], 5),
+        ("loss", [math.nan, 0.9, 0.8, math.nan, 0.7], None),
+        ("loss", [math.nan, math.nan], 2),
         ("accuracy", [0.5, 0.6, 0.7, 0.8, 0.9], None),
     ],
 )
+@pytest.mark.filterwarnings("ignore:the test set does not define")
 def test_it_ends_after_evaluations_without_a_better_score(metric, values, ends_after, tmp_path):
     strategy, view = stopping(metric=metric, patience=2), a_view(tmp_path)
     ended = None
@@ -49,6 +56,10 @@ def test_the_guarantee_of_a_run_that_ended_early_is_that_of_the_whole_plan(priva
     spent = [one["epsilon_spent"] for one in result.clients]
     assert spent == pytest.approx([one["epsilon_spent"] for one in whole.clients], rel=1e-6)
     assert "the whole budget is what holds" in str(result.guarantee)
+    rows = [json.loads(line) for line in (loop.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["values"]["train_epsilon_max"] == max(spent), "curves end in what is guaranteed"
+    assert list(rows[-1]["clients"]["train_epsilon"].values()) == spent
+    assert rows[-2]["values"]["train_epsilon_max"] < max(spent)
 
 
 def test_what_cannot_decide_is_refused_before_anything_is_spent(make_loop):
@@ -62,3 +73,29 @@ def test_what_cannot_decide_is_refused_before_anything_is_spent(make_loop):
         UserError, match=r"`strategies.early_stopping.metric` must be one of loss.*Did you mean `auroc`"
     ):
         loop.plan_schedule()
+
+
+@pytest.mark.parametrize(
+    ("metric", "module", "message"),
+    [
+        ("auroc", {}, r"be one of loss, accuracy, got 'auroc'. Name it: evaluation.metrics: \[auroc\]."),
+        ("auc", {}, r"got 'auc'. Did you mean `auroc`\? Other scores are named by evaluation.metrics."),
+        ("auroc1", {"metrics": ["auroc"]}, "be one of loss, accuracy, auroc, got 'auroc1'. Did you mean `auroc`"),
+        ("accuracy", {"task": "regression"}, "be one of loss, mae, r2, got 'accuracy'"),
+    ],
+)
+def test_a_metric_that_is_not_measured_is_refused_before_anything_is_spent(metric, module, message, make_loop):
+    population = blobs()
+    if "task" in module:
+        population = dataclasses.replace(population, y=population.y.float(), num_classes=1)
+    net = ClientModule(nn.Linear(population.input_shape[0], population.num_classes), **module)
+    with pytest.raises(UserError, match=message):
+        make_loop(population, net, parts=[SizeWeighted(), stopping(metric=metric)]).plan_schedule()
+
+
+def test_a_metric_that_stays_undefined_warns_once_and_ends_nothing(tmp_path):
+    strategy, view = stopping(metric="auroc", patience=1), a_view(tmp_path)
+    with pytest.warns(UserNotice, match="the test set does not define auroc after round 1") as warned:
+        for round in range(1, 5):
+            strategy.on_round_end(view, a_report(view, round, test_metrics={"auroc": None}))
+    assert len(warned) == 1 and strategy.stop(view) is None and strategy.state_dict()["best"] is None

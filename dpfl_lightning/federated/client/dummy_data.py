@@ -21,7 +21,7 @@ from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.federated.client.engines.engine import Batch, Engine
 from dpfl_lightning.federated.client.evaluation import of_records
-from dpfl_lightning.federated.client.metrics import Metrics, check_metrics
+from dpfl_lightning.federated.client.metrics import Metrics, check_metrics, metrics_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.model import taken_by
@@ -212,7 +212,12 @@ def check_fits(module: ClientModule, population: Population) -> None:
     if task.name == "multiclass" and output.shape[1] > population.num_classes:
         warn_user(f"the model gives {output.shape[1]} outputs for {population.num_classes} classes")
     task.check(population.y)
+    if task.name == "survival":
+        _check_survival(population, output.shape[1])
     check_metrics(module.metrics, task)
+    accuracy = () if task.right is None else ("accuracy",)
+    module.scores = ("loss", *accuracy, *(module.metrics or task.metrics))
+    module.further_scores = tuple(name for name in metrics_of(task) if name not in module.scores)
     _check_scores(module, task, x, output, y, population.num_classes)
     with _users_errors("take one record, and many", "Look for squeeze() without a dimension."):
         records = 2 if module.large else 4
@@ -220,6 +225,42 @@ def check_fits(module: ClientModule, population: Population) -> None:
         _check_finite(module, x, y)
         _check_alone(_copied(module, x, y), x, y)
     _check_whole_numbers(module, population)
+
+
+def _check_survival(population: Population, outputs: int) -> None:
+    """Refuse labels that are no (interval, event), and a model without one output for each interval.
+
+    **Privacy** The error names the client whose record does not fit, and no value.
+    """
+    intervals, names = population.num_classes, population.schema.get("label")
+    advice = "Change the model, or num_classes, which is the number of intervals."
+    require(outputs == intervals, "model", f"give {intervals} outputs, one for each interval", outputs, advice)
+    interval, event = population.y.unbind(dim=1)
+    columns = ["time", "event"] if names is None else list(map(str, names))
+    order = f"The order is label: [time, event], got {columns}." if names else "The order is [time, event]."
+    coded = f"Of events coded 1 and 2 write replace: {{{columns[1]}: {{1: 0, 2: 1}}}}."
+    wrong = (event != 0) & (event != 1)
+    _require_no(wrong, population, "have the event, 0 or 1, in the second column of task survival", f"{order} {coded}")
+    wrong = (interval < 0) | (interval >= intervals)
+    must = f"have an interval from 0 to {intervals - 1} in the first column of task survival"
+    advice = "None is ignored: leave out the record, or write the last interval in which it was seen, and event 0."
+    _require_no(wrong, population, must, advice)
+
+
+def _require_no(wrong: Tensor, population: Population, must: str, advice: str) -> None:
+    """Raise UserError that names whose label is the first wrong one, `wrong [n]`."""
+    if bool(wrong.any()):
+        require(False, f"y of {_whose(population, int(wrong.nonzero()[0]))}", must, "another number", advice)
+
+
+def _whose(population: Population, row: int) -> str:
+    """Return whose record a row is, for messages."""
+    owned = zip(population.train_of, population.held_out_of, strict=True)
+    owner = next((i for i, parts in enumerate(owned) if any((part == row).any() for part in parts)), None)
+    if owner is not None:
+        return f"client {population.name_of(owner)}"
+    tested = population.test is not None and bool((population.test == row).any())
+    return "the test set" if tested else "the records of no client"
 
 
 def _shifts_labels(module: ClientModule, x: Inputs, y: Tensor) -> bool:
@@ -269,9 +310,7 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
             rows = rows[: 0 if fits(rows.new_tensor([0, 1]), extremes) else None]
         row = next((row for some in rows.split(64) if not fits(some) for row in some if not fits(row[None])), None)
     if row is not None:
-        owned = zip(population.train_of, population.held_out_of, strict=True)
-        owner = next((i for i, parts in enumerate(owned) if any((part == row).any() for part in parts)), None)
-        whose = "the test set" if owner is None else f"client {population.name_of(owner)}"
+        whose = _whose(population, int(row))
         raise UserError(
             f"`data` must hold whole numbers that the model can take, got a record of {whose} that it cannot. Tokens "
             "are from 0 to below the num_embeddings of nn.Embedding, the public size of the vocabulary: enlarge it, or "

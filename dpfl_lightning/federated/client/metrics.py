@@ -107,9 +107,14 @@ _UNDEFINED = {
 }
 
 
+def metrics_of(task: Task) -> tuple[str, ...]:
+    """Return the names of the metrics that fit a task."""
+    return tuple(name for name, metric in METRICS.items() if task.name in metric.tasks)
+
+
 def check_metrics(names: Sequence[str], task: Task) -> None:
     """Raise UserError unless all names are metrics of the task."""
-    known = [name for name, metric in METRICS.items() if task.name in metric.tasks]
+    known = metrics_of(task)
     for name in names:
         must = f"name metrics of task {task.name} ({', '.join(known)})"
         require(name in known, "evaluation.metrics", must, name, nearest(name, known))

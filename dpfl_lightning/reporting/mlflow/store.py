@@ -198,9 +198,9 @@ class Store:
             return False
 
 
-def last_steps(run: Run) -> dict[str, int]:
-    """Return metric -> the last step that the store has of it."""
-    return {metric.key: metric.step for metric in run.data.to_proto().metrics}
+def last_points(run: Run) -> dict[str, tuple[int, float]]:
+    """Return metric -> the last step that the store has of it, and its value; of equal steps MLflow has the largest."""
+    return {metric.key: (metric.step, metric.value) for metric in run.data.to_proto().metrics}
 
 
 def metrics(values: Mapping[str, float | None], step: int, exact_times: bool = False) -> list[Metric]:

@@ -9,7 +9,7 @@ from dpfl_lightning.federated.server.history import FILE as HISTORY
 from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
-from dpfl_lightning.reporting.mlflow.store import Run, Store, last_steps, metrics
+from dpfl_lightning.reporting.mlflow.store import Metric, Run, Store, last_points, metrics
 from dpfl_lightning.reporting.run_files import RunFiles
 from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, DistilledSet
 
@@ -31,12 +31,12 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
     run = run_files.read_run(folder)
     about, tracking = run.about, run.about.get("tracking", {})
     sent = store.run_of(folder) or _begun(store, run, tracking)
-    run_id, last = sent.info.run_id, last_steps(sent)
+    run_id, last = sent.info.run_id, last_points(sent)
     points = [
         point
         for step, values in _curves(run, bool(tracking.get("per_client"))).items()
         for point in metrics(values, step, about["exact_times"])
-        if step > last.get(point.key, -1)
+        if _is_new(point, *last.get(point.key, (-1, 0.0)))
     ]
     head = {} if run.result is None else {"ledger_head": json.dumps(run.result.ledger)}
     if sent.info.status == "FINISHED" and not points and (running or sent.data.tags.items() >= head.items()):
@@ -52,6 +52,12 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
         _end(store, run_id, run)
         store.tag(run_id, head)  # the last: MLflow has everything
     return rounds
+
+
+def _is_new(point: Metric, step: int, value: float) -> bool:
+    """Whether the store lacks a point: of a later round, or the guarantee, if it is above what the last round spent."""
+    stated = point.key.startswith("train_epsilon") and point.step == step and point.value > value
+    return point.step > step or stated
 
 
 def _columns(run: RunFiles) -> list[str]:

@@ -1,11 +1,12 @@
 """Early stopping on the public test set."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import nearest, require, warn_user
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.callback import Callback
@@ -21,7 +22,8 @@ class EarlyStopping(Strategy, Callback):
     The score of the round before an interruption is not known to the resumed run.
 
     Args:
-        metric: loss, accuracy, or one of evaluation.metrics.
+        metric: loss, accuracy, or one of evaluation.metrics. An evaluation whose records do not define it counts for
+            nothing.
         patience: number of evaluations without a better score.
 
     **Privacy** When a run ends follows from its releases, so guarantees state all that was planned. Held-out records of
@@ -37,12 +39,16 @@ class EarlyStopping(Strategy, Callback):
         super().__post_init__()
         self._best: float | None = None
         self._without_gain = 0
+        self._warned = False
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         advice = "Name one, such as data.init_args.test: held-out records of clients are private."
         require(view.facts.test_set, f"strategies.{self._name}", "have a public test set", None, advice)
-        if asked := (view.run.options.get("evaluation") or {}).get("metrics"):
-            self._require_one_of(["loss", "accuracy", *asked])
+        known, further = view.module.scores, view.module.further_scores
+        advice = f"Name it: evaluation.metrics: [{self.metric}]."
+        if self.metric not in further:
+            advice = f"{nearest(self.metric, [*known, *further])} Other scores are named by evaluation.metrics.".strip()
+        require(self.metric in known, self._key("metric"), f"be one of {', '.join(known)}", self.metric, advice)
         return schedule
 
     def describe(self, view: View) -> tuple[str, ...]:
@@ -53,21 +59,21 @@ class EarlyStopping(Strategy, Callback):
         if report.test_loss is None:
             return
         scores = {"loss": report.test_loss, "accuracy": report.test_accuracy, **report.test_metrics}
-        self._require_one_of(list(scores))
-        value = scores[self.metric]
+        value = scores.get(self.metric)
         if value is None:
+            if not self._warned:
+                words = f"the test set does not define {self.metric} after round {report.round}"
+                warn_user(f"{words}: such an evaluation does not count for strategies.{self._name}")
+            self._warned = True
             return
-        gain = self._best is None or (value < self._best if self.metric in SMALLER_IS_BETTER else value > self._best)
+        sign = -1 if self.metric in SMALLER_IS_BETTER else 1
+        gain = math.isfinite(value) and (self._best is None or sign * value > sign * self._best)
         self._best, self._without_gain = (value, 0) if gain else (self._best, self._without_gain + 1)
 
     def stop(self, view: View) -> str | None:
         if self._without_gain < self.patience:
             return None
         return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self._name}.patience)"
-
-    def _require_one_of(self, known: list[str]) -> None:
-        advice = f"{nearest(self.metric, known)} Other scores are named by evaluation.metrics.".strip()
-        require(self.metric in known, self._key("metric"), f"be one of {', '.join(known)}", self.metric, advice)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "without_gain": self._without_gain}
