@@ -172,6 +172,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
         warnings.filterwarnings("ignore", _SLOW_VMAP, UserWarning)
     module.check_parameters()
     x, y = dummy_batch(population, records=2, device=module.device)
+    _check_first_pass(module, take(x, slice(1)))
     with suppress(Exception), torch.no_grad(), fixed_rng(module.device), tensors_restored(module.net):
         operations = operations_of(lambda: module.output(module.named_trainable, take(x, slice(1))))
         module.large = crowd_of(operations, sum(one.numel() for one in module.parameters())) < SMALL_CROWD
@@ -225,6 +226,22 @@ def check_fits(module: ClientModule, population: Population) -> None:
         _check_finite(module, x, y)
         _check_alone(_copied(module, x, y), x, y)
     _check_whole_numbers(module, population)
+
+
+def _check_first_pass(module: ClientModule, x: Inputs) -> None:
+    """Refuse a net whose first pass fills a tensor and notes that it has: the tensor is restored, the note is not."""
+    large, changed = large_tensors(module).values(), list[str]()
+    before = contents(module.net, large)
+    with suppress(Exception), torch.no_grad(), fixed_rng(module.device), tensors_restored(module.net) as restore:
+        module.output(module.named_trainable, x)
+        changed = restore()
+    after = contents(module.net, large) if changed else before
+    noted = [name for name, value in after.items() if before.get(name) != value]
+    if changed and noted:
+        raise UserError(
+            f"`model` must keep nothing of its first pass, got another {', '.join(changed)} and {', '.join(noted)}. "
+            "Make them in __init__, or pass one batch through the model before: model(x)."
+        )
 
 
 def _check_survival(population: Population, outputs: int) -> None:
@@ -358,14 +375,17 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
         )
     if idle := [f"`net.{name}`" for name in module.named_trainable if name not in reached]:
         named = ", ".join(idle[:4]) + f" and {len(idle) - 4} more" * (len(idle) > 4)
-        warn_user(f"no loss depends on {named}: noise alone would move them. Freeze them by requires_grad_(False)")
+        means = "if that holds for all records, noise alone moves them, and requires_grad_(False) freezes them"
+        warn_user(f"no loss of the random records depends on {named}: {means}")
 
 
 def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
     """Compute all that an evaluation computes, before anything is charged."""
     metrics = Metrics(module.metrics or task.metrics, task, num_classes)
     must = f"give outputs that an evaluation of task {task.name} can score"
-    with _users_errors(must, "Change its loss or `evaluation.metrics`."), torch.no_grad():
+    still = evaluating(module.net), tensors_restored(module.net), torch.inference_mode()
+    with _users_errors(must, "Change its loss or `evaluation.metrics`."), still[0], still[1], still[2]:
+        output = module.output(module.named_trainable, x)
         rows = torch.arange(len(y), device=y.device)
         of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
         metrics.update(output, y)

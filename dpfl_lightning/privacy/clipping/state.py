@@ -32,14 +32,16 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
         {name: (value, _copied(value), value._version) for name, value in space.items() if _fixed(value)}
         for _, space in spaces
     ]
+    empty = [{name for name, value in space.items() if value is None} for _, space in spaces]
 
     @torch.no_grad()
     def restore() -> list[str]:
         changed = []
-        for (part, space), tensors in zip(spaces, before, strict=True):
+        for (part, space), tensors, nothing in zip(spaces, before, empty, strict=True):
             for name in [name for name, value in space.items() if _fixed(value) and name not in tensors]:
                 changed.append(f"{part}.{name}".lstrip("."))
                 del space[name]
+                space |= {name: None} if name in nothing else {}
             for name, (tensor, value, version) in tensors.items():
                 if not _same(tensor, value, version):
                     if value is None:
