@@ -31,7 +31,7 @@ KEY = "0123456789abcdef0123456789abcdef"
 SIMULATED = ["--privacy.noise_key", KEY, "--engine.device", "cpu"]
 UNTRACKED = ["--tracking", "null"]
 ENGINES = ("serial", "trainer")  # the files in conf/ take the default
-TABLES = ("noise_aware.table3", "clustered.full_batch_cost", "clustered.selection_cost", "clustered.revised_figure8")
+TABLES = ("noise_aware.table3", "clustered.full_batch_cost", "clustered.selection_cost")
 #: two groups of clients; with this seed, only the first update of client 5 is lost
 LATE = {
     "--seed": "34",

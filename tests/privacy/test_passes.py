@@ -8,12 +8,13 @@ from reference import summed
 from torch import nn
 from torch.nn import functional as F
 
-from dpfl_lightning import Population
+from dpfl_lightning import Population, models
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.dummy_data import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
+from dpfl_lightning.kernels import dense_conv
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.passes import FixedPasses, is_private
@@ -47,6 +48,18 @@ def test_a_size_with_any_other_influence_fails(name, size):
 def test_neighbours_of_two_bytes_are_hostile_too():
     examples = EXAMPLES[0].half(), EXAMPLES[1]
     assert not is_private(lambda x, y, count: [(x * (1 + (x == 0).any()))[:count]], examples, 32)
+
+
+def test_loops_that_are_checked_on_first_use_are_no_part_of_a_pass():
+    """Several threads do not use them, so that the first use is in a pass that is watched, which has one thread."""
+    net, threads = models.build("cnn_small", (1, 28, 28), 10), torch.get_num_threads()
+    dense_conv._block_loops.cache_clear()
+    torch.set_num_threads(2)
+    try:
+        how = clipped_sum_for(net, None, torch.zeros(1, 1, 28, 28), torch.zeros(1, dtype=torch.long))[1]
+    finally:
+        torch.set_num_threads(threads)
+    assert how == "fast: exact rules for all layers"
 
 
 @pytest.mark.parametrize(("factor", "private"), [(lambda count: 1, True), (lambda count: count, False)])

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ def multiple_of(compute: Callable[[int], object], largest: int) -> int | None:
     No pass has more than the `largest` size, at most 96. None if no size will do, because the model computes parts of a
     pass, each of which has last numbers, or refuses to be watched. Of small passes one is watched that is as large.
     """
+    with suppress(Exception):  # it is raised below
+        compute(min(_FEW, largest))  # compiled loops are checked on first use, by operators that are none of a pass
     if largest <= _FEW + 1:
         return _multiple(compute, largest - 1, largest)
     return _multiple(compute, _FEW, next(many for many in _MANY if many > largest))
