@@ -26,14 +26,14 @@ MEASURED = {
 
 
 def test_the_report_shows_every_section_and_only_wrong_results_count():
-    company = {"models": 264, "differing": {}, "alone": ["gru (fast)"]}
+    company = {"models": 264, "last_bits": 3, "differing": {}, "alone": ["gru (fast)"], "not_searched": ["elu"]}
     results = {name: {"correct": EXACT, "company": company}.get(name, MEASURED) for name in SECTIONS}
     results |= {"machine": {"device": "a GPU", "torch": "2.13"}, "tiny": False, "seconds": 400.0}
     results["common"] = {"failed": "not done after 80 s"}
     text = gpu_report(results)
     for words in (
         "- correct: passed, 1 distances of at most 2e-06; products highest, TF32 of cuDNN off",
-        "- company: passed, 264 models; one record at a time: gru (fast)",
+        "- company: passed, 264 models, 3 with other last bits of sums in float64; one record at a time: gru (fast); 1",
         "- common: FAILED, not done after 80 s",
         "| **2.00 x** | 1.50 to 2.50 | mixed         | plain SGD without privacy | 100 records/s | 50.0 records/s |",
     ):

@@ -22,11 +22,14 @@ def products() -> str:
 
 
 def use_exact_products() -> None:
-    """Compute products and convolutions of float32 numbers on CUDA without TF32, with the same bits each time.
+    """Compute products, convolutions and attention of float32 numbers on CUDA without TF32, with the same bits always.
 
     TF32 keeps 10 bits of each factor, and cuDNN's convolutions use it by default. Clipping bounds such gradients as
-    well, but their rounding may depend on the size of a batch, and so on the other records.
+    well, but their rounding may depend on the size of a batch, and so on the other records. The fused kernels of
+    attention add gradients in the order in which threads happen to end.
     """
+    for fused in ("flash_sdp", "mem_efficient_sdp", "cudnn_sdp"):
+        getattr(torch.backends.cuda, f"enable_{fused}")(False)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

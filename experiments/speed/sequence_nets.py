@@ -1,4 +1,6 @@
-"""Small classifiers of sequences of words, which the package does not register as models."""
+"""Classifiers of sequences of words, which the package does not register as models."""
+
+import importlib
 
 import torch
 from torch import Tensor, nn
@@ -40,3 +42,30 @@ class Transformer(nn.Module):
         for layer in self.layers:
             states = layer(states)
         return self.last(states.mean(dim=1))
+
+
+class AdaptedBert(nn.Module):
+    """A frozen BERT of random weights, adapters of peft on queries and values, and a head: x `[B, T]` as above.
+
+    It has no dropout. Needs transformers and peft.
+    """
+
+    def __init__(self, words: int, num_classes: int, places: int, layers: int, width: int) -> None:
+        super().__init__()
+        transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+        sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+        config = transformers.BertConfig(
+            vocab_size=words,
+            intermediate_size=4 * width,
+            max_position_embeddings=places,
+            num_labels=num_classes,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **sizes,
+        )
+        lora = peft.LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value"])
+        self.words = words
+        self.bert = peft.get_peft_model(transformers.BertForSequenceClassification(config), lora)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bert(input_ids=word_ids(x, self.words)).logits

@@ -18,6 +18,7 @@ from dpfl_lightning.kernels.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
+from dpfl_lightning.privacy.clipping.graphs import GraphedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import (
@@ -47,6 +48,7 @@ from dpfl_lightning.runtime.threads import one_thread_an_operator
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
+_QUICKER_ON_A_GPU = 256  # times as many operations of a pass take no longer there
 _KINDS = 6  # of records in a random example
 _RANDOM_KINDS = 3  # the first ones, without constant stretches
 _FEW_KINDS = [3, 4, 5]  # of a large model: without those that are random from end to end
@@ -69,6 +71,7 @@ class CheckedSum:
         self._loop = LoopClippedSum(net, sample_loss)
         self._sizes: dict[float | None, int] = {}  # by the expected number of records
         self._checked: dict[int, PassedSum] = {}
+        self._graphs: dict[int, GraphedSum] = {}  # by the size of passes, on a GPU
 
     @property
     def by_rules(self) -> bool:
@@ -91,7 +94,10 @@ class CheckedSum:
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():
-            return self.choose(request.expected)(params, x, y, request)
+            used: PassedSum | LoopClippedSum | GraphedSum = self.choose(request.expected)
+            if isinstance(used, FastClippedSum) and y.is_cuda and not (self.passes.draws or used.reads):
+                used = self._graphs.setdefault(used.size, GraphedSum(used, self.passes.examples))
+            return used(params, x, y, request)
 
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
@@ -508,7 +514,7 @@ def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -
     own, one, operations = _own_parameters(net), take((some_x, some_y), slice(1)), 0
     with suppress(Exception), torch.no_grad(), tensors_restored(net):  # what a user's code raises is raised again
         operations = operations_of(lambda: sample_loss(own, *one))
-    fitting = crowd_of(operations)
+    fitting = crowd_of(operations // (_QUICKER_ON_A_GPU if some_y.is_cuda else 1))
     passes = FixedPasses((some_x, some_y), [size for size in SIZES if size <= fitting] or [fitting])
     passes.least = least
     passes.crowd = crowd_of(operations, sum(p.numel() for p in net.parameters()))

@@ -40,14 +40,18 @@ def passes(
     size: int,
     padding: Batch | None = None,
     enter: Callable[[Inputs], Inputs] = lambda x: x,
+    into: Batch | None = None,
 ) -> Iterator[tuple[slice, Inputs, Tensor]]:
     """Yield slices of the records, and copies of these filled up to `size` with the `padding` `[1, ...]`.
 
-    Without a padding it is the first record. `enter` gives the buffer its memory format. The next pass overwrites it.
+    Without a padding it is the first record. `enter` gives the buffer its memory format, or `into` is the buffer. The
+    next pass overwrites it.
     """
     padding = padding or (take(x, slice(1)), y[:1])
-    some_x = enter(tree_map(lambda part: part.new_empty(size, *part.shape[1:]), x))
-    some_y = y.new_empty(size, *y.shape[1:])
+    some_x, some_y = into or (
+        enter(tree_map(lambda part: part.new_empty(size, *part.shape[1:]), x)),
+        y.new_empty(size, *y.shape[1:]),
+    )
     for first in range(0, len(y), size):
         rows = slice(first, min(first + size, len(y)))
         count = rows.stop - rows.start
@@ -58,7 +62,8 @@ def passes(
             strict=True,
         ):
             buffer[:count] = part
-            buffer[count:] = fill
+            if count < size:
+                buffer[count:] = fill
         yield rows, some_x, some_y
 
 
