@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
@@ -69,6 +70,9 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
         if any(isinstance(layer, _BatchNorm) for _, (layer, _) in others):
             also += " `model.fix: true`, or ClientModule(model, fix=True), replaces every BatchNorm by a GroupNorm."
         raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out}.{also}")
+    for name, layer in net.named_modules():
+        advice = "Pass the module that torch.jit.script or torch.jit.trace was given."
+        require(not isinstance(layer, ScriptModule), f"net.{name}".rstrip("."), "be Python code", "TorchScript", advice)
     for name, parameter in net.named_parameters():
         has_shape = not isinstance(parameter, UninitializedParameter)
         kind, advice = type(parameter).__name__, "Pass one batch through the net first."
@@ -78,7 +82,9 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
         require(not hooks, f"net.{name}", "have no hooks of its gradient", "some", advice)
         advice = "Make the model outside of torch.device('meta'), or load its weights first."
         require(not parameter.is_meta, f"net.{name}", "hold values", "a tensor on the device meta", advice)
-        require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype)
+        advice = "Keep real and imaginary parts, and join them in forward by torch.view_as_complex."
+        advice = advice if parameter.is_complex() else ""
+        require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype, advice)
     trainable = any(parameter.requires_grad for parameter in net.parameters())
     require(trainable, "net", "have a trainable parameter", "none", "Is requires_grad off?")
 

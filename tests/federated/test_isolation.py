@@ -227,6 +227,62 @@ def test_a_loss_that_is_never_finite_is_refused(function):
     check_fits(ClientModule(OfInputs()), population)  # positive numbers are no error
 
 
+class Standardised(Small):
+    def mixed(self, x):
+        return (x - x.mean(dim=0)) / x.std(dim=0)
+
+
+class Doubling(Small):
+    def mixed(self, x):
+        return x.mul_(2)
+
+
+class GrowingTable(nn.Module):
+    """A table of positions that is made longer in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("table", torch.empty(0, 4), persistent=False)
+
+    def forward(self, x):
+        if len(self.table) < 2:
+            self.table.resize_(2, 4).copy_(torch.ones(2, 4))
+        return self.layer(x * self.table[1])
+
+
+class Annealed(Small):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def mixed(self, x):
+        self.steps += 1
+        return x / (1 + 0.1 * self.steps)
+
+
+def test_a_standard_deviation_of_the_batch_is_named_as_the_cause():
+    with pytest.raises(UserError, match=r"see one record at a time, got finite losses of several.*standard deviation"):
+        check_fits(ClientModule(Standardised()), people(torch.randn(8, 4), torch.arange(8) % 3, 3))
+
+
+@pytest.mark.parametrize("net", [Doubling(), GrowingTable()])
+def test_inputs_changed_in_place_and_tables_that_grow_are_no_error(net):
+    check_fits(ClientModule(net), people(torch.randn(8, 4), torch.arange(8) % 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("net", "state"),
+    [
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), r"net.parametrizations.weight.0._u"),
+        (Annealed(), "net.steps"),
+    ],
+)
+def test_what_does_not_advance_in_training_is_named(net, state):
+    with pytest.warns(UserWarning, match=rf"`{state}`.* keep their first values during training"):
+        clipped_sum_for(net, None, torch.empty(0, 4), torch.empty(0, dtype=torch.long))
+
+
 class Remembering(Small):
     """Keeps something of the records, in the way of its subclass, once it `remembers`."""
 

@@ -154,3 +154,12 @@ def test_layers_that_mix_records_are_replaced_if_asked_for():
     assert len(caught) == 1 and new[1] is new[2] and isinstance(new[3], nn.BatchNorm1d) and net[1] is shared
     with pytest.raises(UserError, match=r"`model\.fix: true`, or ClientModule"):
         check_net(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)))
+
+
+def test_torchscript_and_complex_parameters_are_refused_with_a_way_out():
+    with pytest.raises(UserError, match=r"`net.0` must be Python code, got 'TorchScript'. Pass the module that"):
+        check_net(nn.Sequential(torch.jit.script(nn.Linear(4, 2))))
+    net = nn.Linear(4, 2)
+    net.phase = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+    with pytest.raises(UserError, match=r"`net.phase` must be floating, got torch.complex64. Keep real and imaginary"):
+        check_net(net)

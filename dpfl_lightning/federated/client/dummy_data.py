@@ -369,6 +369,11 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
         if found:
             break
     else:
+        if finite(x, y):
+            raise UserError(
+                "`model` must see one record at a time, got finite losses of several records together and none of one. "
+                "Look for a standard deviation or another statistic over the first dimension, such as x.std(0)."
+            )
         raise UserError(
             "`model` must give finite losses and gradients, got none on random records, so nothing would be learned. "
             "Look for logarithms and roots of negative numbers, and for divisions by zero."
@@ -454,7 +459,7 @@ def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
     x, y = take((x, y), slice(1 if module.large else None))
     for one in (module, copied):
         with fixed_rng(module.device), tensors_restored(one.net):
-            losses.append(one.sample_loss(params, x, y))
+            losses.append(one.sample_loss(params, tree_map(torch.clone, x), y))  # a model may change its inputs
     if not torch.equal(*(one.nan_to_num() for one in losses)):
         raise UserError(
             "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look "
@@ -479,7 +484,8 @@ def _check_alone(module: ClientModule, x: Inputs, y: Tensor) -> None:
         if not isolated:
             raise UserError(
                 "`model` must see one record at a time, got losses that change with the other records of a batch. Look "
-                "for means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
+                "for means, sums and cumulative sums over the first dimension, decisions by .item() of the whole batch "
+                "and for layers that take records elsewhere (batch_first=False)."
             )
 
 
@@ -529,7 +535,7 @@ def _bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _losses(module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     with fixed_rng(module.device), tensors_restored(module.net):  # such as a count of passes
-        return module.sample_loss(module.named_trainable, x, y)
+        return module.sample_loss(module.named_trainable, tree_map(torch.clone, x), y)
 
 
 def _same_bits(module: ClientModule, x: Inputs, y: Tensor) -> bool:
@@ -564,7 +570,7 @@ def _isolated(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     def same(x: Inputs, tolerance: float) -> bool:
         with fixed_rng(module.device):
             before = generator_states(module.device)
-            module.sample_loss(module.named_trainable, x, y)
+            module.sample_loss(module.named_trainable, tree_map(torch.clone, x), y)
             draws = generator_states(module.device) != before
         alone = torch.cat([_losses(module, take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
 

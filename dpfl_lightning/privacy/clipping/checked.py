@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import UserError, require, shortened, warn_user
 from dpfl_lightning.kernels.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
@@ -420,6 +420,14 @@ def _changed_in_a_pass(
     others = [name for name, value in after.items() if before.get(name) != value]
     advice = "Counters and averages would tell how many records there were."
     require(not others, "model", "leave what it keeps as it is in a pass", ", ".join(others), advice)
+    buffers = dict(net.named_buffers())  # an attribute may be computed anew in each pass
+    if names := ", ".join(f"`net.{name}`" for name in dict.fromkeys(clipped_sum.restored) if name in buffers):
+        warn_user(
+            f"what a pass changes is restored after each record: {shortened(names)} keep their first values during "
+            "training. A count of steps does not advance, and estimates from weights, such as those of spectral_norm, "
+            "do not follow them. Use what keeps no state: weight_norm for spectral_norm, an optimizer with a schedule "
+            "for a count"
+        )
     return next(iter(clipped_sum.restored), "")
 
 

@@ -46,6 +46,8 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
                 if not _same(tensor, value, version):
                     if value is None:
                         raise RuntimeError(f"the model changes `{f'{part}.{name}'.lstrip('.')}` in a forward pass")
+                    if tensor.shape != value.shape:  # such as a table that grew
+                        tensor.resize_(value.shape)
                     tensor.copy_(value)
                     changed.append(f"{part}.{name}".lstrip("."))
                 elif space.get(name) is not tensor:
@@ -157,7 +159,7 @@ _LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", 
 
 def _bytes_of(tensor: Tensor) -> object:
     try:
-        flat = tensor.detach().to_dense().cpu().resolve_conj().reshape(-1)
-        return hash(flat.view(torch.uint8).numpy().tobytes())
+        flat = tensor.detach().to_dense().cpu().resolve_conj().reshape(-1).view(torch.uint8)
+        return hash(flat.clone().numpy().tobytes())  # a copy: what numpy holds cannot be resized by the model
     except (RuntimeError, TypeError, NotImplementedError):  # what is left of a transform, or has no plain memory
         return object()  # equals nothing
