@@ -83,7 +83,8 @@ def build_net(case: Case) -> nn.Module:
         if case.model == "transformer":
             return Transformer(case.words, NUM_CLASSES, *case.input_shape)
         if case.model in BERTS:
-            return AdaptedBert(case.words, NUM_CLASSES, *case.input_shape, *BERTS[case.model])
+            (places,), (layers, width) = case.input_shape, BERTS[case.model]
+            return AdaptedBert(case.words, NUM_CLASSES, places, layers, width)
         return models.build(case.model, case.input_shape, NUM_CLASSES)
 
 

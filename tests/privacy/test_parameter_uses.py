@@ -122,3 +122,23 @@ def test_a_use_has_the_gradients_of_the_loop(name):
     torch.testing.assert_close(
         ours, LoopClippedSum(net, cross_entropy_of(net))(params, x, y, each)[0], rtol=1e-4, atol=1e-5
     )
+
+
+class OwnAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Parameter(torch.randn(24, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        own = (self.project, None, None, None, False, 0.5, self.out, None)
+        y = F.multi_head_attention_forward(x, x, x, 8, 2, *own, self.training, need_weights=False)[0]
+        return y.mean(dim=0)
+
+
+def test_dropout_of_attention_is_not_drawn_again_for_its_gradients():
+    net, x, y = OwnAttention(), torch.randn(5, 4, 8), torch.arange(5)
+    clipped_sum, how = clipped_sum_for(net, None, x[:1], y[:1])
+    assert "draws a mask of dropout" in how and not how.startswith("fast")
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    assert clipped_sum(params, x, y, ClipRequest(1.0))[0].isfinite().all()

@@ -98,6 +98,8 @@ class Use:
     def by_vmap(self, dys: Sequence[Tensor]) -> list[Grads]:
         """Return each record's gradient of the own arguments, from those of the results, `[B, ...]`."""
         own, inputs = [self.leaves[i].detach() for i in self.own], self.inputs
+        if self.func is F.multi_head_attention_forward and tree_unflatten(self.leaves, self.structure)[0][10] > 0:
+            raise Unsupported("attention draws a mask of dropout, which a second pass does not repeat")
 
         def pull_back(dys: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
             leaves = [_of_one(leaf, form) for leaf, form in zip(self.leaves, self.forms, strict=True)]
