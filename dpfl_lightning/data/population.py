@@ -56,6 +56,7 @@ class Population:
         form: what a `training_step` gets as a batch.
         schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table
             columns, label, fill, dates and units.
+        persons: [n] int64 code of the person of each stored row, different for different clients; None if unknown.
     """
 
     x: Inputs
@@ -72,6 +73,7 @@ class Population:
     origin: Mapping[str, Any] = field(default_factory=dict)
     form: BatchForm = PAIR
     schema: Mapping[str, Any] = field(default_factory=dict)
+    persons: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.names:
@@ -158,7 +160,7 @@ class Population:
         """Return the same population on a device: records move once, and the rows of all clients together."""
         moved: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value.to(device)
-            for name in ("y", "test", "public")
+            for name in ("y", "test", "public", "persons")
         }
         moved["x"] = tree_map(lambda part: part.to(device), self.x)
         for name in ("train_of", "held_out_of"):
