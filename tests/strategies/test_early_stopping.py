@@ -5,13 +5,14 @@ import json
 import math
 
 import pytest
-from conftest import blobs
-from fakes import a_report, a_view
+from conftest import blobs, break_off
+from fakes import a_view
 from torch import nn
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.strategies import build
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -19,6 +20,13 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 def stopping(**options):
     (strategy,) = build({"early_stopping": options})
     return strategy
+
+
+def after(view, round, metric, value):
+    """The view after a round whose models have this score on the test set."""
+    score = Score(value if metric == "accuracy" else None, value if metric == "loss" else 1.0, {"auroc": value})
+    state = dataclasses.replace(view.state, round=round)
+    return dataclasses.replace(view, state=state, test_score=score)
 
 
 @pytest.mark.parametrize(
@@ -34,16 +42,26 @@ def stopping(**options):
 )
 @pytest.mark.filterwarnings("ignore:the test set does not define")
 def test_it_ends_after_evaluations_without_a_better_score(metric, values, ends_after, tmp_path):
-    strategy, view = stopping(metric=metric, patience=2), a_view(tmp_path)
-    ended = None
+    strategy, ended = stopping(metric=metric, patience=2), None
     for round, value in enumerate(values, 1):
-        given = {"test_metrics": {"auroc": value}} if metric == "auroc" else {f"test_{metric}": value}
-        strategy.on_round_end(view, a_report(view, round, **given))
+        view = after(a_view(tmp_path), round, metric, value)
         again = stopping(metric=metric, patience=2)
         again.load_state_dict(strategy.state_dict())
-        assert again.stop(view) == strategy.stop(view)
+        assert again.stop(view) == strategy.stop(view) == strategy.stop(view), "a round counts once"
         ended = ended or (round if strategy.stop(view) else None)
     assert ended == ends_after
+
+
+def test_an_interrupted_run_ends_in_the_same_round(make_loop):
+    parts = [SizeWeighted(), stopping(metric="accuracy", patience=1)]
+    unbroken = make_loop(parts=parts, rounds=30).run()
+    assert 1 < unbroken.rounds < 29
+    for at in range(2, unbroken.rounds + 1):
+        parts = [SizeWeighted(), stopping(metric="accuracy", patience=1)]
+        folder = break_off(make_loop(parts=parts, rounds=30), at).output_dir
+        parts = [SizeWeighted(), stopping(metric="accuracy", patience=1)]
+        resumed = make_loop(parts=parts, rounds=30, output_dir=folder).run(resume=True)
+        assert resumed.rounds == unbroken.rounds and resumed.reason == unbroken.reason
 
 
 @pytest.mark.parametrize("privacy", [PrivacyOptions(epsilon=4.0), PrivacyOptions(noise_multiplier=1.0)])
@@ -97,5 +115,5 @@ def test_a_metric_that_stays_undefined_warns_once_and_ends_nothing(tmp_path):
     strategy, view = stopping(metric="auroc", patience=1), a_view(tmp_path)
     with pytest.warns(UserNotice, match="the test set does not define auroc after round 1") as warned:
         for round in range(1, 5):
-            strategy.on_round_end(view, a_report(view, round, test_metrics={"auroc": None}))
-    assert len(warned) == 1 and strategy.stop(view) is None and strategy.state_dict()["best"] is None
+            assert strategy.stop(after(view, round, "auroc", None)) is None
+    assert len(warned) == 1 and strategy.state_dict()["best"] is None

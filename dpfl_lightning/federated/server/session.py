@@ -102,6 +102,7 @@ class RunSession:
     def view(self, state: ServerState) -> View:
         """What strategies see before round `state.round + 1`."""
         config, round = self.config, state.round + 1
+        scores = self.evaluated.get(state.round) if config.facts.test_set else None
         return View(
             round=round,
             state=state,
@@ -118,10 +119,15 @@ class RunSession:
             solve=functools.partial(solved, accountant=config.accountant),
             used=self.clients.used,
             optimizer=config.optimizer,
+            test_score=None if scores is None else scores.test,
         )
 
     def evaluate(self, state: ServerState) -> Evaluation:
         return self.clients.evaluate(self.final_models(state))
+
+    def _evaluate_round(self, state: ServerState) -> None:
+        if state.round % self.config.evaluate_every == 0 or state.round == self.config.rounds:
+            self.evaluated = {state.round: self.evaluate(state)}
 
     def final_models(self, state: ServerState) -> ClientModels:
         """The models of the hook `final_models`, called once a round (it may train), or the server's models."""
@@ -244,6 +250,8 @@ class RunSession:
                 what = "to repeat it" if last else "for the last round"
                 words += f", and without privacy.reserve_rounds nothing is left {what}"
             warn_user(words)
+        if round and not saved["ended"]:
+            self._evaluate_round(self.state)  # checkpoints are written before
         self._replan()
         self._estimate_time(first_round=round + 1)
 
@@ -336,8 +344,7 @@ class RunSession:
             self.totals.metrics = summary.round_metrics(config.strategies, view, plan, weights, sent)
             self.totals.records += round(sum(plan.expected_records))
             self._remember(after)
-            if plan.round % config.evaluate_every == 0 or plan.round == config.rounds:
-                self.evaluated = {plan.round: self.evaluate(after)}
+            self._evaluate_round(after)
             notify(config.watching, "on_round_end", view, self._report(plan, weights, seconds))
         if self.last_round < config.rounds:
             return f"{self.state.round} of the {config.rounds} planned rounds are done, as was asked"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, Query
@@ -36,6 +37,7 @@ class View:
         clip_norm: bound on the norm of one record's gradient, of each client.
         learning_rate: of each client in this round.
         optimizer: see `RoundPlan.optimizer`.
+        test_score: of the state's models on the public test set; None without one, or if they were not evaluated.
         ask: `ask(query)` charges the clients, and returns their noised answers.
         new_model: `new_model(seed)` returns the initial parameters `[P]` of the net for a public seed.
         solve: `solve(schedule)` returns the schedule with its free noise solved by the run's accountant.
@@ -57,6 +59,7 @@ class View:
     solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
     used: Callable[[int, str], int] = field(repr=False)
     optimizer: LocalOptimizer | None = PLAIN_SGD
+    test_score: Score | None = None
 
     def expected_guarantee(self) -> Guarantee:
         """The first client's guarantee, with the accountant of what is planned for the first client that releases.

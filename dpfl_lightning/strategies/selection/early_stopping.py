@@ -7,19 +7,15 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from dpfl_lightning.errors import nearest, require, warn_user
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, Score
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 
 
 @dataclass
-class EarlyStopping(Strategy, Callback):
+class EarlyStopping(Strategy):
     """Ends the run when a score on the public test set has not improved in `patience` evaluations.
-
-    The score of the round before an interruption is not known to the resumed run.
 
     Args:
         metric: loss, accuracy, or one of evaluation.metrics. An evaluation whose records do not define it counts for
@@ -38,7 +34,7 @@ class EarlyStopping(Strategy, Callback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._best: float | None = None
-        self._without_gain = 0
+        self._without_gain = self._seen = 0  # evaluations, and the last evaluated round
         self._warned = False
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
@@ -55,14 +51,19 @@ class EarlyStopping(Strategy, Callback):
         words = f"The run ends when {self.metric} on the test set has not improved in {self.patience} evaluations"
         return (f"{words}: its final score is chosen by the same records.",)
 
-    def on_round_end(self, view: View, report: RoundReport) -> None:
-        if report.test_loss is None:
-            return
-        scores = {"loss": report.test_loss, "accuracy": report.test_accuracy, **report.test_metrics}
-        value = scores.get(self.metric)
+    def stop(self, view: View) -> str | None:
+        if view.test_score is not None and view.state.round > self._seen:
+            self._seen = view.state.round
+            self._compare(view.test_score)
+        if self._without_gain < self.patience:
+            return None
+        return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self._name}.patience)"
+
+    def _compare(self, score: Score) -> None:
+        value = {"loss": score.loss, "accuracy": score.accuracy, **score.metrics}.get(self.metric)
         if value is None:
             if not self._warned:
-                words = f"the test set does not define {self.metric} after round {report.round}"
+                words = f"the test set does not define {self.metric} after round {self._seen}"
                 warn_user(f"{words}: such an evaluation does not count for strategies.{self._name}")
             self._warned = True
             return
@@ -70,13 +71,8 @@ class EarlyStopping(Strategy, Callback):
         gain = math.isfinite(value) and (self._best is None or sign * value > sign * self._best)
         self._best, self._without_gain = (value, 0) if gain else (self._best, self._without_gain + 1)
 
-    def stop(self, view: View) -> str | None:
-        if self._without_gain < self.patience:
-            return None
-        return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self._name}.patience)"
-
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "without_gain": self._without_gain}
+        return {"best": self._best, "without_gain": self._without_gain, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._without_gain = state["best"], state["without_gain"]
+        self._best, self._without_gain, self._seen = state["best"], state["without_gain"], state["seen"]
