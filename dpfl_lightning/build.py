@@ -85,8 +85,13 @@ def build_test_set(options: Options) -> Population | None:
         if (test := data.init_args.get("test")) is None:
             return None
         table = table_of(test, "test", **{name: data.init_args.get(name) or {} for name in OF_A_TABLE})
-        given = {**data.init_args, "df": {"test": table}, "test": table, "client": None}
-        return own_population(data.class_path, given, data.population_args, None)
+        person = data.init_args.get("person")  # the sites have theirs; a test set may do without
+        dropped = [*(data.init_args.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
+        given = {**data.init_args, "df": {"test": table}, "test": table, "drop": dropped}
+        population = own_population(
+            data.class_path, given | {"client": None, "person": None}, data.population_args, None
+        )
+        return dataclasses.replace(population, schema={**population.schema, "person": person})
     clients = dataclasses.replace(options.clients, count=None)
     return build_population(dataclasses.replace(options, data=data, clients=clients))
 

@@ -66,6 +66,8 @@ class DataOptions(Section, section="data"):
         folder: folder with the files of the data set; null uses the system's package or the cache.
         download: download missing files and verify their checksum.
         records_per_client: number of training records of each client; null distributes all records.
+        records_per_person: simulated persons: each client's records are grouped at random, this many a person; null
+            simulates none.
         held_out_per_client: records that each client sets aside for evaluation, in addition to its training records: a
             fraction in [0, 1) or a number of records; 0 evaluates each client on a share of the test set instead.
         test_per_client: number of test records that each client draws independently of the others; clients may
@@ -93,6 +95,7 @@ class DataOptions(Section, section="data"):
     folder: str | None = None
     download: bool = True
     records_per_client: Count | None = None
+    records_per_person: Count | None = None
     held_out_per_client: Annotated[float, Interval(ge=0, lt=1)] | Count = 0.0
     test_per_client: Count | None = None
     public_records: Annotated[int, Interval(ge=0, le=_MOST)] = 0

@@ -121,11 +121,11 @@ class Table:
 
 def _replacing(values: Mapping[Any, Any]) -> Any:
     """Return a function that replaces values; a number or a truth value that JSON has made a text is what it was."""
-    by_text = {_as_text(value): other for value, other in values.items()}
-    return lambda value: by_text.get(_as_text(value), value)
+    by_text = {as_text(value): other for value, other in values.items()}
+    return lambda value: by_text.get(as_text(value), value)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     if isinstance(value, bool | np.bool_):
         return str(value).lower()
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -167,6 +167,7 @@ class Columns:
         fill: value in place of a missing one. A column of numbers gets another one beside it: 1 where it was missing.
         dates: first day of columns of dates, which become days since this day.
         units: units of columns, in which all clients measure.
+        person: name of the column with each record's person, which is no input.
     """
 
     label: str | Sequence[str]
@@ -177,6 +178,7 @@ class Columns:
     fill: Mapping[str, Any] = field(default_factory=dict)
     dates: Mapping[str, str] = field(default_factory=dict)
     units: Mapping[str, str] = field(default_factory=dict)
+    person: str | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -189,11 +191,16 @@ class Columns:
         require(client not in self.labels, "label", "be another column than client", self.label)
         (first_name, first), *others = tables.items()
         require_columns(first.frame, self.labels, "label")
+        if self.person is not None:
+            require(isinstance(self.person, str), "person", "be the name of one column", self.person)
+            require_columns(first.frame, [self.person], "person")
+            apart = self.person not in (client, *self.labels)
+            require(apart, "person", "be another column than label and client", self.person)
         for key, names in (("features", self.features or ()), ("drop", self.drop if self.features is None else ())):
             listed = isinstance(names, Sequence) and not isinstance(names, str)
             require(listed, key, "be a list of columns", names)
             require_columns(first.frame, names, key)
-        unused = {client, *self.labels, *(() if self.features is not None else self.drop)}
+        unused = {client, self.person, *self.labels, *(() if self.features is not None else self.drop)}
         features = self.features
         if features is None:
             every = {name: set(table.frame.columns) - unused for name, table in tables.items()}
@@ -211,7 +218,7 @@ class Columns:
         features = list(self.features or ())
         require(len(features) >= 1, "features", "name at least one column", features)
         wrong = next((name for name in features if name in unused or features.count(name) > 1), None)
-        require(wrong is None, "features", "be different columns other than client and label", wrong)
+        require(wrong is None, "features", "be different columns other than client, person and label", wrong)
         for key in ("scale", "categories", "fill", "dates", "units"):
             given = getattr(self, key)
             require(isinstance(given, Mapping), key, "be a mapping from columns", given)
@@ -262,9 +269,10 @@ class Columns:
         return {
             "columns": list(self.features or ()),
             "label": self.labels,
-            "fill": {name: _as_text(value) for name, value in self.fill.items()},
+            "fill": {name: as_text(value) for name, value in self.fill.items()},
             "dates": {name: str(origin) for name, origin in self.dates.items()},
             "units": {name: str(unit) for name, unit in self.units.items()},
+            "person": self.person,
         }
 
     def records(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
@@ -393,5 +401,5 @@ def by_client(table: Table, client: str | None) -> dict[str, Table]:
 def require_columns(frame: DataFrame, names: Sequence[str], key: str) -> None:
     """Raise UserError unless a table has these columns."""
     unknown, known = next((name for name in names if name not in frame.columns), None), list(map(str, frame.columns))
-    must = f"name {'a column' if key == 'client' else 'columns'} of the table ({', '.join(known)})"
+    must = f"name {'a column' if key in ('client', 'person') else 'columns'} of the table ({', '.join(known)})"
     require(unknown is None, key, must, unknown, nearest(str(unknown), known))

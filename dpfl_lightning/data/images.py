@@ -25,6 +25,13 @@ class ImageFolder(TorchDataset):
         require(len(self.files) >= 1, str(folder), must, "none")
         self.size, self.mode = size, "RGB" if channels == 3 else "L"
 
+    def persons(self, end: str) -> list[str]:
+        """Return the person of each image: its file's name up to the first `end`. Raises UserError."""
+        require(isinstance(end, str) and end != "", "person", "be the sign after a person's id in names of files", end)
+        without = sum(path.stem.find(end) < 1 for path, _ in self.files)
+        require(without == 0, "person", "follow the id of a person in the name of each image", f"{without} without")
+        return [path.stem.partition(end)[0] for path, _ in self.files]
+
     def __len__(self) -> int:
         return len(self.files)
 

@@ -14,19 +14,19 @@ def is_datamodule(value: object) -> bool:
     return hasattr(value, "train_dataloader") and hasattr(value, "prepare_data")
 
 
-def datasets_of(datamodule: Any, client: Any) -> tuple[Any, Any]:
-    """Return the training sets of the clients (a list, or a mapping by name), and the test set or None."""
+def datasets_of(datamodule: Any, client: Any, person: Any = None) -> tuple[Any, Any, Any]:
+    """Return the clients' training sets (a list, or a mapping by name), the test set or None, and their persons."""
     datamodule.prepare_data()
     datamodule.setup("fit")
     loaders = datamodule.train_dataloader()
     loaders = getattr(loaders, "iterables", loaders)  # of a CombinedLoader
     if isinstance(loaders, DataLoader):
-        train: Any = _divided(loaders.dataset, client, datamodule)
+        train, person = _divided(loaders.dataset, client, person, datamodule)
     else:
         require(client is None, "client", "be left out if every client has a loader", client)
         named = loaders if isinstance(loaders, Mapping) else dict(enumerate(loaders))
         sets = {name: _dataset(loader, f"train_dataloader: {name}") for name, loader in named.items()}
-        train = sets if isinstance(loaders, Mapping) else list(sets.values())
+        train = sets if isinstance(loaders, Mapping) else list(sets.values())  # type: ignore[assignment]
     test = _test_set(datamodule)
     each = [loaders] if isinstance(loaders, DataLoader) else list(named.values())
     if unused := sorted({what for loader in each for what in _unused(loader)}):
@@ -34,7 +34,7 @@ def datasets_of(datamodule: Any, client: Any) -> tuple[Any, Any]:
             f"{', '.join(unused)} of the loaders are ignored: only their data sets are used, and batches are drawn by "
             "Poisson sampling with clients.batch_size"
         )
-    return train, test
+    return train, test, person
 
 
 def _unused(loader: DataLoader) -> list[str]:
@@ -51,19 +51,29 @@ def _unused(loader: DataLoader) -> list[str]:
     return [what for what, differs in found.items() if differs]
 
 
-def _divided(dataset: Any, client: Any, datamodule: Any) -> dict[str, Any]:
-    """Return the records of each client of one data set, by name."""
+def _divided(dataset: Any, client: Any, person: Any, datamodule: Any) -> tuple[dict[str, Any], Any]:
+    """Return the records of each client of one data set by name, and the ids of their persons."""
     advice = "Or return one loader for each client, as in {'berlin': DataLoader(...), 'rome': ...}."
     must = "give the client of each record if there is one loader: a list, or the name of an attribute of the data set"
     require(client is not None, "client", must, None, advice)
-    if isinstance(client, str):
-        place = next((one for one in (dataset, datamodule) if hasattr(one, client)), None)
-        require(place is not None, "client", "be an attribute of the training set or of the datamodule", client)
-        client = getattr(place, client)
-    names = np.array([str(name) for name in (client.tolist() if hasattr(client, "tolist") else client)])
-    must = f"give one client for each of the {len(dataset)} records"
-    require(len(names) == len(dataset), "client", must, len(names))
-    return {name: Subset(dataset, np.flatnonzero(names == name).tolist()) for name in sorted(set(names.tolist()))}
+    names = np.array([str(name) for name in _of_each("client", client, dataset, datamodule)])
+    rows_of = {name: np.flatnonzero(names == name).tolist() for name in sorted(set(names.tolist()))}
+    sets = {name: Subset(dataset, rows) for name, rows in rows_of.items()}
+    if person is None:
+        return sets, None
+    ids = _of_each("person", person, dataset, datamodule)
+    return sets, {name: [ids[row] for row in rows] for name, rows in rows_of.items()}
+
+
+def _of_each(key: str, given: Any, dataset: Any, datamodule: Any) -> list[Any]:
+    """Return the client or person of each record of one data set; `given` may name an attribute."""
+    if isinstance(given, str):
+        place = next((one for one in (dataset, datamodule) if hasattr(one, given)), None)
+        require(place is not None, key, "be an attribute of the training set or of the datamodule", given)
+        given = getattr(place, given)
+    values = given.tolist() if hasattr(given, "tolist") else list(given)
+    require(len(values) == len(dataset), key, f"give one {key} for each of the {len(dataset)} records", len(values))
+    return values
 
 
 def _test_set(datamodule: Any) -> Any:

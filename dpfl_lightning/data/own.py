@@ -8,7 +8,7 @@ from dpfl_lightning.data.modules import is_datamodule
 from dpfl_lightning.data.population import Population
 from dpfl_lightning.errors import UserError, require
 
-_OF_DATASETS = ("held_out", "seed", "num_classes", "classes", "lazy")
+_OF_DATASETS = ("held_out", "seed", "num_classes", "classes", "lazy", "persons")
 
 
 def own_population(
@@ -35,7 +35,7 @@ def _population(made: Any, arguments: Mapping[str, Any]) -> Population:
         require(not arguments, "data.population_args", "be left out if class_path makes a Population", dict(arguments))
         return made
     if is_datamodule(made):
-        _check_names(arguments, (*_OF_DATASETS, "client"))
+        _check_names(arguments, (*_OF_DATASETS[:-1], "client", "person"))
         return Population.from_datamodule(made, **arguments)
     if isinstance(made, Mapping | Sequence) and not isinstance(made, str):
         _check_names(arguments, _OF_DATASETS)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
+from dpfl_lightning.data import persons as people
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import Columns, by_client, table_of, tables_of
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
@@ -98,10 +99,12 @@ class Population:
     def checked(self) -> Population:
         """Return this population, with a caveat if clients share training records.
 
-        Raises UserError if a client has a row twice, the test set has a training record, or labels or rows are out of
-        range: guarantees are for one record, and scores are released without noise.
+        Raises UserError if a client has a row twice, the test set has a training record or person, or labels or rows
+        are out of range: guarantees are for one record or person, and scores are released without noise.
         """
         check_range("Population: y", self.y, self.num_classes)
+        if self.persons is not None:
+            people.check_persons(self.persons, len(self.y), self.train_of, self.held_out_of, self.test)
         shared = check_rows(len(self.y), self.train_of, self.held_out_of, self.test)
         new = shared and _SHARED not in self.caveats
         return dataclasses.replace(self, caveats=(*self.caveats, _SHARED)) if new else self
@@ -117,6 +120,12 @@ class Population:
     @functools.cached_property
     def num_held_out(self) -> tuple[int, ...]:
         return tuple(map(len, self.held_out_of))
+
+    @functools.cached_property
+    def num_persons(self) -> tuple[int, ...] | None:
+        """[N] number of persons in each client's training records; None if persons are unknown."""
+        persons = self.persons
+        return None if persons is None else tuple(len(persons[rows].unique()) for rows in self.train_of)
 
     @property
     def feature_names(self) -> tuple[str, ...] | None:
@@ -176,6 +185,7 @@ class Population:
         num_clients: int,
         partition: tuple[str, Mapping[str, Any]] = ("iid", {}),
         records_per_client: int | None = None,
+        records_per_person: int | None = None,
         held_out_per_client: int | float = 0,
         test_per_client: int | None = None,
         public_records: int = 0,
@@ -213,15 +223,21 @@ class Population:
         require(y.ndim == 1 or name in _ALIKE, "data.partition.name", must, name)
         labels = as_classes(y.numpy()) if y.ndim == 1 else np.zeros(len(y), dtype=np.int64)
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
-        parts = divide(name, labels[pool], num_clients, rng, **options)
-        train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
+        parts = [pool.start + part for part in divide(name, labels[pool], num_clients, rng, **options)]
+        persons, each = None, records_per_person or 1
+        if records_per_person is not None:
+            once = name != "overlapping"
+            require(once, "data.records_per_person", "be null if clients share records", records_per_person)
+            parts = [rng.permutation(part) for part in parts]
+            persons = people.in_groups(len(y), parts, each)
+        train, held_out = _cut(parts, held_out_per_client, rng, each)
         if not held_out_per_client:
             labels_of = [labels[rows] for rows in train]
             shares = _test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
             held_out = [test.start + share for share in shares]
         test_rows, caveats = torch.arange(test.start, test.stop), (_SHARED,) if name == "overlapping" else ()
         rows = _tensors(train), _tensors(held_out), test_rows
-        population = cls(x, y, *rows, dataset.num_classes, public, caveats, origin=dataset.origin)
+        population = cls(x, y, *rows, dataset.num_classes, public, caveats, origin=dataset.origin, persons=persons)
         population = population if client_groups is None else population._shifted(client_groups)
         if label_noise is None:
             return population
@@ -232,9 +248,16 @@ class Population:
     def _shifted(self, groups: Groups) -> Population:
         public = [] if self.public is None else [self.public]
         rows_of = [*self.train_of, *self.held_out_of, *public]
+        before = torch.cat(rows_of)
         x, y, rows_of = stored(self.x, self.y, rows_of, [*groups.of, *groups.of, *(0 for _ in public)], groups.shift)
+        persons = None
+        if self.persons is not None:
+            persons = people.with_nobody(self.persons[:0], len(y))
+            persons[torch.cat(rows_of)] = self.persons[before]
         train_of, held_out_of = rows_of[: self.num_clients], rows_of[self.num_clients : 2 * self.num_clients]
-        shifted = dataclasses.replace(self, x=x, y=y, train_of=train_of, held_out_of=held_out_of, test=None)
+        shifted = dataclasses.replace(
+            self, x=x, y=y, train_of=train_of, held_out_of=held_out_of, test=None, persons=persons
+        )
         return dataclasses.replace(shifted, public=rows_of[-1] if public else None, groups=groups.of)
 
     @classmethod
@@ -248,6 +271,8 @@ class Population:
         classes: Classes = None,
         lazy: bool = False,
         label: str | None = None,
+        persons: Any = None,
+        test_persons: Any = None,
     ) -> Population:
         """Create a population from your data, on the CPU. Raises a UserError that names the client if they do not fit.
 
@@ -266,6 +291,9 @@ class Population:
             lazy: read inputs whenever a batch is drawn, instead of keeping all in memory. All records are read once
                 now. A query to a client reads all its records at once.
             label: key of y in records that are dictionaries; None takes labels, label, targets, target or y.
+            persons: ids of the persons, one for each record: a list or mapping of them, as `clients`, or the name of an
+                attribute of each client's records. All records of a person are held out, or none. No id is kept.
+            test_persons: ids of the persons of the test set, none of whom may have training records.
 
         **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
         has to return each record independently of the others, which random transformations do not.
@@ -310,6 +338,10 @@ class Population:
             x, draws = LazyInputs(sources, x, torch.from_numpy(np.concatenate(digests))), np.concatenate(draws_of)
         elif held_out:
             draws = coins(take(x, slice(ends[-1])), y[: ends[-1]], seed)
+        ids = None
+        if persons is not None:
+            ids = people.ids_of_clients(persons, clients, list(map(len, ys[: len(clients)])), names)
+            draws = people.coins([one for part in ids for one in part], seed)
         is_held_out = draws < round(held_out * 2**64) if held_out else np.zeros(ends[-1], dtype=bool)
         train, held_out_rows = [], []
         for source, rows in zip(sources, np.split(np.arange(ends[-1]), ends[:-1]), strict=False):
@@ -320,7 +352,15 @@ class Population:
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         rows_of = _tensors(train), _tensors(held_out_rows), test_rows
         schema = {"classes": [] if classes is None else list(map(str, classes)), "held_out": held_out}
-        return cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form, schema=schema)
+        population = cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form, schema=schema)
+        if ids is None:
+            return population
+        if test is not None:
+            of_test = people.attribute(test, persons) if isinstance(persons, str) else test_persons
+            of_test = None if of_test is None else people.ids_of(of_test, len(ys[-1]), "test_persons")
+            people.check_test_persons(of_test, ids, is_held_out)
+        each = [people.codes(place, one) for place, one in enumerate(ids)]
+        return dataclasses.replace(population, persons=people.with_nobody(torch.cat(each), len(y)))
 
     @classmethod
     def from_dataframe(
@@ -328,6 +368,7 @@ class Population:
         df: Any,
         *,
         client: str | None = None,
+        person: str | None = None,
         label: str | Sequence[str],
         features: Sequence[str] | None = None,
         drop: Sequence[str] = (),
@@ -354,6 +395,8 @@ class Population:
                 client, as a folder with CLIENT.csv or a mapping {client: table}. A table may also be {file, read,
                 replace, rename}.
             client: name of the column with each record's client; None if all records of a table are of one client.
+            person: name of the column with the id of each record's person, which is no input; see `persons` of
+                `from_datasets`. If the test table has it, too, no person may be in both.
             label: name of the column with the labels: classes, or floating values (a regression); or of several
                 columns, of 0 and 1 (multilabel) or floating.
             features: names of the input columns, in the order of the inputs; None takes all others, by name.
@@ -380,7 +423,7 @@ class Population:
         """
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
         given = tables_of(df, **usual)
-        public: list[Any] = [one or {} for one in (scale, categories, fill, dates, units)]
+        public: list[Any] = [*(one or {} for one in (scale, categories, fill, dates, units)), person]
         columns = Columns(label, features, drop, *public)
         one = given.get("")
         must = "be left out if each client has a table"
@@ -390,13 +433,18 @@ class Population:
         parts = [columns.records(table) for table in tables.values()]
         named = one is None or client is not None
         records = dict(zip(tables, parts, strict=True)) if named else parts
-        tested = None if test is None else columns.records(table_of(test, "test", **usual))
+        test = None if test is None else table_of(test, "test", **usual)
+        tested = None if test is None else columns.records(test)
+        if person is not None:
+            ids = [people.ids_in(table, person) for table in tables.values()]
+            options["persons"] = dict(zip(tables, ids, strict=True)) if named else ids
+            options["test_persons"] = None if test is None or person not in test.frame else people.ids_in(test, person)
         population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
         schema = {**population.schema, **columns.schema()}
         return dataclasses.replace(population, features=columns.features_facts(), schema=schema)
 
     @classmethod
-    def from_datamodule(cls, datamodule: Any, *, client: Any = None, **options: Any) -> Population:
+    def from_datamodule(cls, datamodule: Any, *, client: Any = None, person: Any = None, **options: Any) -> Population:
         """Create a population from the data sets of a LightningDataModule.
 
         `prepare_data`, `setup("fit")` and `train_dataloader` are called. Of their loaders only the data sets are used:
@@ -409,10 +457,14 @@ class Population:
                 clients' names or a CombinedLoader; or one loader for all.
             client: for one loader: the client of each record, [n] names or numbers, or the name of an attribute of the
                 training set or of the datamodule that holds them.
+            person: the person of each record, [n] ids or the name of an attribute, as `client`; with several loaders
+                `persons` of `from_datasets`.
             options: held_out, seed, num_classes, classes, lazy, as in `from_datasets`.
         """
-        train, test = datasets_of(datamodule, client)
-        return cls.from_datasets(train, test, **options)
+        train, test, persons = datasets_of(datamodule, client, person)
+        if isinstance(person, str) and test is not None:
+            options.setdefault("test_persons", people.attribute(test, person))
+        return cls.from_datasets(train, test, persons=persons, **options)
 
     @classmethod
     def from_image_folder(
@@ -423,6 +475,7 @@ class Population:
         size: Sequence[int] | None = None,
         channels: int = 3,
         lazy: bool = True,
+        person: str | None = None,
         **options: Any,
     ) -> Population:
         """Create a population from images in PATH/CLIENT/CLASS/*.png (or jpg), and PATH/test/CLASS/*.png as test set.
@@ -433,9 +486,13 @@ class Population:
             size: (height, width) to which images are resized; None: all images have one size.
             channels: 3 (RGB) or 1 (grey). Inputs [channels, height, width] are in [0, 1].
             lazy: read images when a batch is drawn, instead of keeping all in memory.
+            person: the sign after the id of a person at the start of each file's name, as "_" in P17_2.png.
             options: held_out, seed, as in `from_datasets`.
         """
         clients, test, num_classes = image_folders(path, classes, size, channels)
+        if person is not None:
+            options["persons"] = {name: images.persons(person) for name, images in clients.items()}
+            options["test_persons"] = None if test is None else test.persons(person)
         return cls.from_datasets(clients, test, num_classes=num_classes, lazy=lazy, **options)
 
 
@@ -457,16 +514,20 @@ def _stored(
     return x, y, slice(0, private), slice(total, len(y)), public
 
 
-def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tuple[Parts, Parts]:
-    """Split each client's rows at random into training and held-out rows: a count, or a share of its records."""
+def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator, each: int) -> tuple[Parts, Parts]:
+    """Split each client's rows at random into training and held-out rows: a count, or a share of its records.
+
+    Rows of a simulated person, `each` that follow each other, stay together.
+    """
     train, held_out_rows = [], []
     for client, rows in enumerate(rows_of):
         count = int(held_out) if held_out >= 1 else round(held_out * len(rows))
         must = f"leave a training record of the {len(rows)} of client {client}"
-        require(count < len(rows), "data.held_out_per_client", must, held_out, "Hold out less, or have fewer clients.")
-        shuffled = rng.permutation(rows)
-        train.append(shuffled[count:])
-        held_out_rows.append(shuffled[:count])
+        parts = people.cut(rows, count, rng, each)
+        advice = "Hold out less, or have fewer clients."
+        require(count < len(rows) and len(parts[0]) > 0, "data.held_out_per_client", must, held_out, advice)
+        train.append(parts[0])
+        held_out_rows.append(parts[1])
     return train, held_out_rows
 
 

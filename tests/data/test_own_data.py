@@ -91,7 +91,7 @@ def test_several_columns_are_labels():
         ({}, {"scale": {"age": (50, 0)}}, "`scale: age` must be the public mean and standard deviation"),
         ({}, {"scale": {"bmi": (50, 1)}}, r"`scale` must be of columns of features \(age, sex\), got \['bmi'\]"),
         ({}, {"features": ["age", "outcome"]}, "`features` must be different columns other than cli.*got 'outcome'"),
-        ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client and .*got 'age'"),
+        ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client, .*got 'age'"),
         ({}, {"features": "age"}, "`features` must be a list of columns, got 'age'"),
         ({}, {"label": ["outcome"]}, "`client berlin: y` must be one label for each record if classes are named"),
         ({}, {"label": []}, r"`label` must be the name of a column, or a list of different names, got \[\]"),

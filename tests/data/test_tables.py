@@ -72,6 +72,7 @@ def test_the_same_records_are_read_however_they_are_written(files):
         "fill": {"crp": "10"},
         "dates": {"day": "2022-01-01"},
         "units": {},
+        "person": None,
     }
 
 

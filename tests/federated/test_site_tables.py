@@ -175,10 +175,12 @@ def test_facts_that_changed_after_the_plan_are_refused_by_the_node(aarhus, tmp_p
 
 
 def test_a_run_over_tables_is_scored_again_with_the_columns_of_the_sites(tmp_path):
-    order = {"features": ["sex", "day", "crp", "creatinine", "age"]}
-    made = [site_with(tmp_path, name, TABLE, {}, order) for name in ("aarhus", "bergen")]
-    TABLE.assign(ward="B2").to_csv(tmp_path / "test.csv", index=False)
-    given = {"test": str(tmp_path / "test.csv")}
+    order, table = {"features": ["sex", "day", "crp", "creatinine", "age"]}, TABLE.assign(patient=range(ROWS))
+    made = [site_with(tmp_path, name, table, {}, order | {"person": "patient"}) for name in ("aarhus", "bergen")]
+    table.assign(ward="B2").to_csv(tmp_path / "test.csv", index=False)
+    given = {"test": str(tmp_path / "test.csv"), "person": "patient"}
+    with pytest.raises(UserError, match=r"`test set` must .*got 'person ward instead of patient'"):
+        planned(tmp_path, [site for _, site in made], **given | {"person": "ward"})
     terms = planned(tmp_path, [site for _, site in made], **given)
     for state, _ in made:
         accept.accept(state, terms)

@@ -1,0 +1,130 @@
+"""The person of each record: ids stay with the client, and a run knows codes that hold no id."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpfl_lightning.data.frames import Table, as_text, require_columns
+from dpfl_lightning.errors import require, warn_user
+
+NOBODY = -1  # the code of records that are of no client, such as a test set
+_MISSING = ("", "nan", "None", "<NA>", "NaT")
+
+
+def ids_of(given: Any, count: int, where: str) -> list[str]:
+    """Return the id of each record's person as text: 7, 7.0 and " 7" are one. Raises UserError if one is missing."""
+    must, listed = f"name a person for each of the {count} records", not isinstance(given, str | Mapping)
+    require(listed and isinstance(given, Iterable), where, must, type(given).__name__)
+    ids = [as_text(one).strip() for one in (given.tolist() if hasattr(given, "tolist") else given)]
+    require(len(ids) == count, where, must, len(ids))
+    missing = sum(one in _MISSING for one in ids)
+    advice = "Leave these records out, or give each an id of its own."
+    require(missing == 0, where, must, f"{missing} without one", advice)
+    return ids
+
+
+def ids_in(table: Table, column: str) -> list[str]:
+    """Return the ids in a column of a table, as `ids_of`."""
+    require_columns(table.frame, [column], f"{table.key}: person")
+    return ids_of(table.frame[column], len(table.frame), f"{table.key}: {column}")
+
+
+def ids_of_clients(
+    persons: Any, clients: Sequence[Any] | Mapping[str, Any], counts: Sequence[int], names: Sequence[str]
+) -> list[list[str]]:
+    """Return each client's ids: of a list or mapping of them, or of an attribute of each client's records."""
+    whose = [f"client {name}: persons" for name in names or range(len(clients))]
+    if isinstance(persons, str):
+        given = [attribute(one, persons) for one in (clients.values() if isinstance(clients, Mapping) else clients)]
+        for where, one in zip(whose, given, strict=True):
+            require(one is not None, where, "be an attribute of the records", persons)
+    elif isinstance(persons, Mapping):
+        by_name = {str(name): one for name, one in persons.items()}
+        fits = sorted(by_name) == sorted(names)
+        require(fits, "persons", f"name the clients of the data ({', '.join(names)})", list(by_name))
+        given = [by_name[name] for name in names]
+    else:
+        fits = isinstance(persons, Sequence) and len(persons) == len(clients)
+        require(fits, "persons", f"be {len(clients)} lists, one for each client", type(persons).__name__)
+        given = list(persons)
+    return [ids_of(*one) for one in zip(given, counts, whose, strict=True)]
+
+
+def attribute(records: Any, name: str) -> Any:
+    """Return an attribute of a data set, or of that of a loader; None if it has none."""
+    return getattr(records.dataset if isinstance(records, DataLoader) else records, name, None)
+
+
+def codes(place: int, ids: Sequence[str]) -> Tensor:
+    """Return the code of each record's person [n], int64 >= 0: a digest of the client's place and the id."""
+    return torch.from_numpy((_digests(f"client {place}", ids) >> np.uint64(1)).astype(np.int64))
+
+
+def with_nobody(persons: Tensor, count: int) -> Tensor:
+    """Return codes [count]: the given ones, followed by those of rows of no client."""
+    return torch.cat([persons, persons.new_full((count - len(persons),), NOBODY)])
+
+
+def coins(ids: Sequence[str], seed: int) -> np.ndarray:
+    """Return one number in [0, 2^64) for each record `[n]`: a digest of its person and `seed`, and of nothing else.
+
+    A person at several clients is held out at all of them or at none.
+    """
+    return _digests(str(seed), ids)
+
+
+def _digests(key: str, ids: Sequence[str]) -> np.ndarray:
+    known, place = np.unique(np.array(ids, dtype=str), return_inverse=True)
+    hashed = hashlib.blake2b(key.encode()).digest()
+    each = b"".join(hashlib.blake2b(one.encode(), digest_size=8, key=hashed).digest() for one in known.tolist())
+    return np.frombuffer(each, ">u8").astype(np.uint64)[place]
+
+
+def check_test_persons(test_ids: Sequence[str] | None, ids: Sequence[Sequence[str]], is_held_out: np.ndarray) -> None:
+    """Raise UserError if a person of the test set has a training record; warn if its persons are not given."""
+    if test_ids is None:
+        warn_user("the test set does not name persons: that none of them has training records is not checked")
+        return
+    every = np.array([one for part in ids for one in part], dtype=str)
+    both = len(set(every[~is_held_out].tolist()) & set(test_ids))
+    advice = "Leave their records out of one of the two. If equal ids mean other people, give the test set no ids."
+    require(both == 0, "test", "have other persons than the training records", f"{both} of both", advice)
+
+
+def in_groups(count: int, rows_of: Sequence[np.ndarray], each: int) -> Tensor:
+    """Return codes [count] of simulated persons: `each` successive rows of a client are one; other rows are nobody."""
+    persons = with_nobody(torch.empty(0, dtype=torch.long), count)
+    for client, rows in enumerate(rows_of):
+        persons[torch.from_numpy(rows)] = codes(client, [str(place // each) for place in range(len(rows))])
+    return persons
+
+
+def cut(rows: np.ndarray, held_out: int, rng: np.random.Generator, each: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Split rows at random into training rows and at least `held_out` others; `each` successive rows stay together."""
+    group = np.arange(len(rows)) // each
+    place = np.argsort(rng.permutation(group[-1] + 1))[group]
+    order = np.argsort(place, kind="stable")
+    end = int(np.searchsorted(place[order], math.ceil(held_out / each)))
+    return rows[order[end:]], rows[order[:end]]
+
+
+def check_persons(
+    persons: Tensor, count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Tensor], test: Tensor | None
+) -> None:
+    """Raise UserError unless persons are whole numbers [count] and none has training and other records."""
+    fits = persons.dtype == torch.long and persons.shape == (count,)
+    require(fits, "Population.persons", f"have one code for each of the {count} rows", tuple(persons.shape))
+    on_test = persons[test] if test is not None else persons[:0]
+    for train, held_out in zip(train_of, held_out_of, strict=True):
+        others = torch.cat([persons[held_out], on_test])
+        apart = not bool(torch.isin(persons[train], others).any()) and bool((persons[train] >= 0).all())
+        must = "have each person on one side of a split, and one for each training record"
+        require(apart, "Population.persons", must, "persons of both, or none")
