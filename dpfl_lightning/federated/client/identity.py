@@ -38,7 +38,8 @@ _COLUMNS = {
     "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),
     "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
 }
-_SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
+_SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics", "unit")
+_SHARED = (*_SHARED, "rows_per_person")
 
 
 def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, Any]:
@@ -124,8 +125,9 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
     for client, rows in enumerate(population.train_of):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
         x = population.x
+        persons = [] if population.rows_per_person is None else [population.persons[rows]]
         inputs = [x.digests[rows.cpu()]] if isinstance(x, LazyInputs) else tree_leaves(take(x, rows))
-        for tensor in (*inputs, population.y[rows]):
+        for tensor in (*inputs, population.y[rows], *persons):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
         yield digest.digest()
