@@ -194,6 +194,11 @@ class PrivacyOptions(Section, section="privacy"):
     rows_per_person: Annotated[int, Interval(ge=1, le=1024)] | None = None
     diagnostics: bool = False
 
+    @property
+    def relation(self) -> str:
+        """The name of the relation between neighbouring data sets, by the unit; see `ADJACENCIES_OF_PERSONS`."""
+        return self.adjacency + "_of_persons" * (self.unit == "person")
+
 
 @dataclass(frozen=True)
 class EngineOptions(Section, section="engine"):

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
@@ -38,8 +38,7 @@ _COLUMNS = {
     "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),
     "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
 }
-_SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics", "unit")
-_SHARED = (*_SHARED, "rows_per_person")
+_SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
 
 
 def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, Any]:
@@ -61,6 +60,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
             "seed": plan.seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
+            **_changed(privacy, ("unit", "rows_per_person")),
             **({} if "strategies" in plan.options else {"strategies": strategies}),
             **{key: repr(value) for key, value, default in local_steps if value != default},
         }
@@ -162,6 +162,14 @@ def _settings(part: nn.Module) -> dict[str, Any]:
         given = {name: vars(part)[name] for name in _GIVEN if name in vars(part)}
         return {name: [described(one), described(getattr(one, "__self__", None))] for name, one in given.items()}
     return {name: described(vars(part)[name]) for name in sorted(vars(part).keys() - _OF_TORCH)}
+
+
+def _changed(privacy: PrivacyOptions | None, names: Sequence[str]) -> dict[str, Any]:
+    """Those of these options that differ from their defaults."""
+    usual = PrivacyOptions()
+    return {
+        f"privacy.{name}": one for name in names if (one := getattr(privacy or usual, name)) != getattr(usual, name)
+    }
 
 
 def _for_json(value: Any) -> Any:
