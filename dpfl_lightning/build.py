@@ -334,18 +334,16 @@ def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | No
 
 def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy], remote: Remote | None) -> None:
     """Raise UserError if a part of the run does not count persons."""
+    most, key = privacy.rows_per_person, "privacy.unit"
     advice = "Name the most rows of a person that are used, such as 4."
-    require(
-        privacy.rows_per_person is not None, "privacy.rows_per_person", "be a number with unit person", None, advice
-    )
+    require(most is not None, "privacy.rows_per_person", "be a number with unit person", most, advice)
     poisson = privacy.sampling == "poisson"
-    require(poisson, "privacy.unit", "be record with privacy.sampling shuffle", "person", "Use poisson.")
-    advice = "The nodes of sites count records."
-    require(remote is None, "privacy.unit", "be record with sites", "person", advice)
+    require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
+    require(remote is None, key, "be record with sites", "person", "The nodes of sites count records.")
     for strategy in strategies:
         name = type(strategy).__name__
         advice = "It releases what counts records, or their classes."
-        require(strategy.counts_persons, "privacy.unit", f"be record with {name}", "person", advice)
+        require(strategy.counts_persons, key, f"be record with {name}", "person", advice)
 
 
 def _notice(module: ClientModule, clients: ClientOptions) -> None:

@@ -125,7 +125,7 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
     for client, rows in enumerate(population.train_of):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
         x = population.x
-        persons = [] if population.rows_per_person is None else [population.persons[rows]]
+        persons = [] if population.persons is None else [population.persons[rows]]
         inputs = [x.digests[rows.cpu()]] if isinstance(x, LazyInputs) else tree_leaves(take(x, rows))
         for tensor in (*inputs, population.y[rows], *persons):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -167,9 +167,8 @@ def _settings(part: nn.Module) -> dict[str, Any]:
 def _changed(privacy: PrivacyOptions | None, names: Sequence[str]) -> dict[str, Any]:
     """Those of these options that differ from their defaults."""
     usual = PrivacyOptions()
-    return {
-        f"privacy.{name}": one for name in names if (one := getattr(privacy or usual, name)) != getattr(usual, name)
-    }
+    values = {name: getattr(privacy or usual, name) for name in names}
+    return {f"privacy.{name}": value for name, value in values.items() if value != getattr(usual, name)}
 
 
 def _for_json(value: Any) -> Any:
