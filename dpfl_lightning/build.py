@@ -39,7 +39,7 @@ from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.models.tasks import ClassWeightedLoss
-from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, EXACT_TIMES
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
@@ -270,6 +270,7 @@ class FederatedLoop(RunSession):
         folder = Path(output_dir or new_folder())
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         caveats = [one for strategy in registered for one in strategy.caveats]
+        caveats += [ENDS_BY_RESULTS] if any(strategy.ends_by_results for strategy in registered) else []
         config = RunConfig(
             facts=facts_of(
                 population,

@@ -97,7 +97,7 @@ _RUN = """\
 # A run, which the operator of the server decides.
 model: {name: logistic}  # --model.help lists the models
 evaluation: {metrics: [auroc]}
-clients: {batch_size: 64, learning_rate: 1.0}
+clients: {batch_size: 64, learning_rate: 0.25}
 privacy: {epsilon: 4, delta: 1.0e-4}  # delta is usually below 1 / records
 rounds: 20
 tracking: null
@@ -115,12 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser = CommandParser("init", about, "[FOLDER] [FLAGS]", ("", "my_project", "--from hospital.csv"))
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="new or existing folder (default .)")
-    text = "CSV or Parquet files, one for each client: how they are written and what their columns are is found out"
-    parser.add_argument("--from", metavar="FILE", nargs="+", default=[], dest="tables", help=text)
+    text = "CSV or Parquet files, one for each client, or their folder: how they are written is found out"
+    parser.add_argument("--from", metavar="FILE | FOLDER", nargs="+", default=[], dest="tables", help=text)
     flags = parser.parse_args(argv)
     folder = Path(flags.folder)
     require(folder.is_dir() or not folder.exists(), "FOLDER", "be a folder", str(folder))
-    files = _for_tables([Path(one) for one in flags.tables], folder) if flags.tables else _FILES
+    files, differences = _for_tables(_tables(flags.tables), folder) if flags.tables else (_FILES, [])
     existing = ", ".join(name for name in files if (folder / name).exists())
     advice = f"It contains {existing} already; choose another folder."
     require(not existing, "FOLDER", f"have no {' or '.join(files)}", str(folder), advice)
@@ -140,12 +140,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps.append(f"{invocation('node')} init NODE --config data.yaml --config site.yaml   # or be a site")
     written = " and ".join(str(folder / name) for name in files)
     print("\n  ".join([f"Wrote {written}. Next:", *steps]))
+    if differences:
+        print("\n  ".join(["These files differ (for your eyes: some are values of private rows):", *differences]))
     return 0
 
 
-def _for_tables(paths: Sequence[Path], folder: Path) -> dict[str, str]:
-    """Return the configurations for tables: what is shared, what stays at the site, and a run."""
-    from dpfl_lightning.data.look import likely_label, likely_person, look
+def _tables(given: Sequence[str]) -> list[Path]:
+    """Return the files, with those in a folder in its place."""
+    paths: list[Path] = []
+    for one in map(Path, given):
+        found = sorted(one.iterdir()) if one.is_dir() else []
+        inside = [path for path in found if path.suffix in (".csv", ".parquet")] if one.is_dir() else [one]
+        require(bool(inside), "--from", "be files, or a folder with CSV or Parquet files", str(one))
+        paths += inside
+    return paths
+
+
+def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the configurations for tables (what is shared, what stays at the site, a run), and how tables differ."""
+    from dpfl_lightning.data.look import differences, likely_label, likely_person, look
 
     looked = {path: look(path) for path in paths}
     columns = looked[paths[0]][1]
@@ -170,7 +183,8 @@ def _for_tables(paths: Sequence[Path], folder: Path) -> dict[str, str]:
         tables = [_pair("df", files[paths[0]]), _pair("read", looked[paths[0]][0])]
     facts = [line for path in paths for line in _facts(path, looked[path][1])]
     site = _SITE.format(tables="\n    ".join(tables), facts="\n".join(facts))
-    return {"data.yaml": shared, "site.yaml": site, "run.yaml": _RUN}
+    written = {"data.yaml": shared, "site.yaml": site, "run.yaml": _RUN}
+    return written, differences({path.name: looked[path] for path in paths}, label)
 
 
 def _unfilled(columns: Sequence["Column"], meaning: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
 from dpfl_lightning.privacy.sampling import SAMPLERS
@@ -80,7 +81,7 @@ def _as_dict(report: Composed) -> dict[str, Any]:
     """Return a dictionary for JSON; an infinite epsilon or budget is None."""
     rows = [dict(vars(account)) for account in report.accounts]
     for row in rows:
-        row |= {key: finite_or_none(row[key]) for key in ("epsilon", "epsilon_budget")}
+        row |= {key: finite_or_none(row[key]) for key in ("epsilon", "guaranteed", "epsilon_budget")}
     return {
         "verified": True,
         "ledgers": _ledgers(report),
@@ -121,12 +122,14 @@ def _export(report: Composed, path: Path) -> None:
 
 def _text(report: Composed, overrides: dict[str, Any]) -> str:
     """Return what was verified, a row for each client, and the weakest guarantee."""
+    by_results = any(account.guaranteed > account.epsilon for account in report.accounts)
     rows = [
         [
             account.client,
             ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
             account.steps,
             at_most(account.epsilon),
+            *([at_most(account.guaranteed)] if by_results else []),
             "none" if math.isinf(account.epsilon_budget) else at_most(account.epsilon_budget),
             at_most(account.delta),
         ]
@@ -142,8 +145,12 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
     lines.append(
         f"Accountant {header.accountant}, adjacency {header.adjacency}, sampling: {SAMPLERS[header.sampling].words}."
     )
-    lines.append(columns([["client", "releases", "steps", "epsilon", "budget", "delta"], *rows]))
+    epsilons = ["paid", "guaranteed"] if by_results else ["epsilon"]
+    lines.append(columns([["client", "releases", "steps", *epsilons, "budget", "delta"], *rows]))
     lines += [f"Above its budget: client {', '.join(over)}."] if over else []
+    if by_results:
+        paid = at_most(max(account.epsilon for account in report.accounts))
+        lines.append(f"Paid so far: epsilon at most {paid}, which is not the guarantee, as {ENDS_BY_RESULTS}.")
     return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}"])
 
 

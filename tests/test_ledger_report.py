@@ -139,7 +139,8 @@ def test_shuffled_batches_are_named(make_loop, report):
 def test_a_client_that_never_trained_has_spent_nothing(path, report):
     new_ledger(path, epsilon=(1.0, math.inf)).charge([Charge(1, 1, "train", TRAIN)])
     idle, trained = report(path)[1]["clients"]
-    assert idle == {"client": "0", "releases": {}, "steps": 0, "epsilon": 0.0, "epsilon_budget": 1.0, "delta": 1e-4}
+    epsilons = {"epsilon": 0.0, "guaranteed": 0.0, "epsilon_budget": 1.0}
+    assert idle == {"client": "0", "releases": {}, "steps": 0, **epsilons, "delta": 1e-4}
     assert (trained["epsilon"], trained["epsilon_budget"]) == (get_accountant("rdp").epsilon([TRAIN], 1e-4), None)
 
 

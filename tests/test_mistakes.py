@@ -37,7 +37,7 @@ TABLE = pandas.DataFrame(
     {
         "hospital": ["rome", "oslo"] * (ROWS // 2),
         "age": np.arange(ROWS) % 7,
-        "ill": [0, 1] * (ROWS // 2),
+        "ill": 1 - np.arange(ROWS) % 3 // 2,
         "admitted": pandas.date_range("2020-01-01", periods=ROWS).astype(str),
         "patient_id": [f"P{number:05d}" for number in range(ROWS)],
         "dose": ["1,5"] * ROWS,

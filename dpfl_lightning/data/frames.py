@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpfl_lightning.config.names import check_columns, check_names
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format")
+_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format", "skipfooter")
 MARKERS = ("?", "-", ".", "na", "n/a", "n.a.", "k.a.", "nan", "null", "none", "missing", "unknown")
 _OF_AN_IDENTIFIER = re.compile(r"(^|[_ .-])(id|nr|no|num|number|mrn|key|code)$|^(id|mrn)")
 OF_A_TABLE = ("read", "replace", "rename")
+MOST_FOOTERS = 3  # rows below a table that are recognised
+MARK_WORDS = {"thousands": "separators of thousands", "decimal": "decimal commas"}
 _MOST_SCALE = 100  # of a column, in units of the other columns
 
 
@@ -32,8 +36,8 @@ class Table:
 
     Args:
         source: a DataFrame, or the path of a CSV or Parquet file.
-        read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values, keep_default_na; and
-            date_format, for all columns or by column.
+        read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values, keep_default_na,
+            skipfooter (rows at the end that are no records); and date_format, for all columns or by column.
         replace: {column: {value: other}}, for example where a site writes 1 for yes.
         rename: {column: other name}, before `replace`.
     """
@@ -81,7 +85,9 @@ class Table:
             return pandas.read_parquet(path)
         options = {name: value for name, value in self.read.items() if name != "date_format"}
         try:
-            header = pandas.read_csv(path, **options, header=None, nrows=1, dtype=str).iloc[0].str.strip()
+            first = {name: value for name, value in options.items() if name != "skipfooter"}
+            header = pandas.read_csv(path, **first, header=None, nrows=1, dtype=str).iloc[0].str.strip()
+            options |= {"engine": "python"} if "skipfooter" in options else {}
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)  # it would leave numbers out
                 frame = pandas.read_csv(path, **options, index_col=False)
@@ -240,6 +246,11 @@ class Columns:
         require(twice is None, "features", "give inputs of different names", twice, "Rename the column.")
         for name, origin in self.dates.items():
             require(_is_day(origin), f"dates: {name}", "be a day YYYY-MM-DD", origin)
+        for name in self.fill.keys() - self.categories.keys():
+            value, is_date = self.fill[name], name in self.dates
+            fits = _is_day(value) if is_date else isinstance(value, int | float) and math.isfinite(value)
+            must = "be a day YYYY-MM-DD" if is_date else "be a number, true or false if the column has no categories"
+            require(fits, f"fill: {name}", must, value, "Name its categories if it is text." * (not is_date))
 
     @property
     def inputs(self) -> list[str]:
@@ -291,17 +302,30 @@ class Columns:
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
         _warn_of_copies(table)
+        self._warn_of_constants(table)
         return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
+
+    def _warn_of_constants(self, table: Table) -> None:
+        """Tell the owner of the records, and nobody else, which inputs are the same in every row."""
+        counts = {name: table.frame[name].nunique() for name in self.features or ()}
+        missing = [name for name, count in counts.items() if count == 0]
+        same = [name for name, count in counts.items() if count == 1 and not table.frame[name].isna().any()]
+        for names, fact in ((missing, "missing in every row"), (same, "the same in every row")):
+            if names and len(table.frame) > 1:
+                warn_user(f"{table.key}: {', '.join(names)} is {fact}: nothing can be learnt from it here; check it")
 
     def _inputs_of(self, name: str, table: Table) -> list[np.ndarray]:
         """Return the inputs of a column, [n] float32 each."""
         import pandas
 
-        here, column = f"{table.key}: {name}", table.frame[name]
+        here, column, value = f"{table.key}: {name}", table.frame[name], self.fill.get(name)
         if name in self.dates:
             column = table.days(name, self.dates[name])
+            value = None if value is None else _days(value, self.dates[name])
         gaps = column.isna()
-        column = column.where(~gaps, self.fill[name]).infer_objects() if name in self.fill else column
+        if name not in self.categories and pandas.api.types.infer_dtype(column, skipna=True) == "boolean":
+            column, value = column.astype(float), None if value is None else float(value)
+        column = column.where(~gaps, value).infer_objects() if name in self.fill else column
         advice = f"Fill them with a public value, fill: {{{name}: ...}}, or leave the column out."
         require(name in self.fill or not gaps.any(), here, "have no missing value", int(gaps.sum()), advice)
         if name in self.categories:
@@ -353,12 +377,46 @@ def _warn_of_copies(table: Table) -> None:
         warn_user(f"{table.key}: {copies} of {len(table.frame)} rows are copies of another row: {means}; remove them")
 
 
+def _days(day: Any, origin: Any) -> float:
+    return float((np.datetime64(str(day), "D") - np.datetime64(str(origin), "D")) / np.timedelta64(1, "D"))
+
+
+def require_filled(label: Any, classes: Any, by_column: Mapping[str, Any]) -> None:
+    """Raise UserError that names all values which are null, as `dpfl init` writes them."""
+    nulls = ["label"] if label is None else []
+    for key, given in by_column.items():
+        names = [str(name) for name, value in given.items() if value is None] if isinstance(given, Mapping) else []
+        nulls += [f"{key}: {', '.join(names)}"] if names else []
+    if nulls and classes is None:
+        nulls.append("classes, if labels are texts")
+    advice = f"Write public values, or leave the column or the line out: {'; '.join(nulls)}."
+    require(not nulls, "data.init_args", "have no null that is still to be filled in", f"{len(nulls)} keys", advice)
+
+
 def _is_day(text: Any) -> bool:
     try:
         np.datetime64(str(text), "D")
     except ValueError:
         return False
     return len(str(text)) == 10
+
+
+def number_marks(column: Series) -> dict[str, str]:
+    """Return the thousands and decimal of `read` for a column of texts that are all numbers; empty for others.
+
+    Without other signs, 1,234 is taken for a decimal number.
+    """
+    texts = column.dropna().astype(str).str.strip()
+    texts = texts[~texts.str.lower().isin(MARKERS)]
+    for thousands, decimal in (",.", ".,"):
+        group, part = f"[-+]?[1-9]\\d{{0,2}}([{thousands}]\\d{{3}})+", f"([{decimal}]\\d+)?"
+        fits = texts.str.fullmatch(f"{group}{part}|[-+]?\\d+{part}").all()
+        both = texts.str.contains(f"[{thousands}]").any() and texts.str.contains(f"[{decimal}]").any()
+        sure = both or texts.str.fullmatch(f"{group}[{thousands}]\\d{{3}}").any()
+        if fits and sure:
+            return {"thousands": thousands} | ({"decimal": ","} if decimal == "," else {})
+    is_decimal = texts.str.fullmatch(r"[-+]?\d+(,\d+)?([eE][-+]?\d+)?").all() and texts.str.contains(",").any()
+    return {"decimal": ","} if is_decimal else {}
 
 
 def _what_it_holds(column: Series) -> tuple[str, str]:
@@ -370,8 +428,13 @@ def _what_it_holds(column: Series) -> tuple[str, str]:
     if marked.any() and pandas.to_numeric(texts[~marked], errors="coerce").notna().all():
         marks = sorted(set(texts[marked]))
         return f"{', '.join(marks)} beside numbers", f"Write read: {{na_values: {marks}}}, and fill."
-    if texts.str.fullmatch(r"[-+]?\d+,\d+|[-+]?\d+").all() and texts.str.contains(",").any():
-        return "numbers with commas", "Write read: {decimal: ','}, or thousands."
+    if written := number_marks(column):
+        return f"numbers with {' and '.join(MARK_WORDS[name] for name in written)}", f"Write read: {inline(written)}."
+    numbers = pandas.to_numeric(column, errors="coerce").notna() | column.isna()
+    last = len(column) - 1 - int(np.flatnonzero(numbers.to_numpy())[-1]) if numbers.any() else 0
+    if 0 < last <= MOST_FOOTERS and numbers.iloc[: len(column) - last].all():
+        where = "the last row" if last == 1 else f"the last {last} rows"
+        return f"text in {where} alone", f"If this is a footer, such as a total, write read: {{skipfooter: {last}}}."
     if pandas.to_datetime(texts, errors="coerce", format="mixed").notna().all():
         advice = f"Write a public first day, as in dates: {{{column.name}: 2020-01-01}}, or leave the column out."
         return "dates", advice

@@ -22,13 +22,14 @@ Classes = Sequence[Any] | None  # names of the classes, in the order of their nu
 class Source:
     """The records of one client as a user gave them: arrays of a `BatchForm`, or a map-style Dataset of such records.
 
-    `where` is its name in messages. With `classes` the labels are names of classes.
+    `where` is its name in messages, and `label` that of y. With `classes` the labels are names of classes.
     """
 
     records: Any
     where: str
     classes: Classes = None
     form: BatchForm = PAIR
+    label: str = "y"
 
     @classmethod
     def of(cls, given: Any, where: str, classes: Classes = None, label: str | None = None) -> "Source":
@@ -40,7 +41,7 @@ class Source:
             advice = "Collect its records into tensors."
             require(has_length, where, "be a Dataset with a length and an index", type(given).__name__, advice)
             require(len(given) >= 1, where, "hold at least one record", 0)
-            return cls(given, where, classes, BatchForm.of(given[0], label, where))
+            return cls(given, where, classes, BatchForm.of(given[0], label, where), label or "y")
         form = BatchForm.of(given, label, where)
         given_x, given_y = form.separated(given)
         kind, advice = type(given_x).__name__, "Use Population.from_dataframe, or df.to_numpy()."
@@ -52,8 +53,8 @@ class Source:
             require(len(part) >= 1, f"{where}: x", "hold at least one record", tuple(part.shape))
         counts = {len(part) for part in tree_leaves(x)}
         require(len(counts) == 1, f"{where}: x", "hold tensors of one number of records", sorted(counts))
-        y = given_y if isinstance(given_y, Tensor) else _array(given_y, f"{where}: y")
-        return cls((x, y), where, classes, form)
+        y = given_y if isinstance(given_y, Tensor) else _array(given_y, f"{where}: {label or 'y'}")
+        return cls((x, y), where, classes, form, label or "y")
 
     def __len__(self) -> int:
         return len(tree_leaves(self.records[0])[0]) if isinstance(self.records, tuple) else len(self.records)
@@ -68,8 +69,9 @@ class Source:
             x, y = self._collected(range(len(self)) if rows is None else rows.tolist())
         x, y = tree_map(lambda part: _as_input(part, f"{self.where}: x"), x), self._labels(y)
         count = len(tree_leaves(x)[0])
-        require(y.shape[:1] == (count,), f"{self.where}: y", f"have the shape [{count}, ...]", tuple(y.shape))
-        for name, part in (*(("x", leaf) for leaf in tree_leaves(x)), ("y", y)):
+        must = f"have the shape [{count}, ...]"
+        require(y.shape[:1] == (count,), f"{self.where}: {self.label}", must, tuple(y.shape))
+        for name, part in (*(("x", leaf) for leaf in tree_leaves(x)), (self.label, y)):
             require(bool(part.isfinite().all()), f"{self.where}: {name}", "be finite", "NaN or infinity")
         return x, y
 
@@ -93,7 +95,7 @@ class Source:
         return tree_map(lambda *parts: torch.stack(parts), *inputs), torch.stack(labels) if of_tensors else labels
 
     def _labels(self, y: Any) -> Tensor:
-        where = f"{self.where}: y"
+        where = f"{self.where}: {self.label}"
         if self.classes is None:
             text = y.dtype.kind in "OUS" if isinstance(y, np.ndarray) else isinstance(y, list) and isinstance(y[0], str)
             advice = 'Name the classes, a public fact, as in classes=["benign", "malignant"].'
@@ -168,8 +170,11 @@ def _tensor(value: Any, where: str) -> Tensor:
         raise UserError(f"`{where}` must hold numbers, got {got}. {advice}") from error
 
 
-def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None) -> int:
-    """Check that every source (its name, x, y) fits the first one, and return num_classes, 1 for a regression."""
+def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None, label: str = "y") -> int:
+    """Check that every source (its name, x, y) fits the first one, and return num_classes, 1 for a regression.
+
+    `label` is the name of y in messages.
+    """
     first, first_x, first_y = pairs[0]
     regression = first_y.is_floating_point()
     shape, dtypes = record_shape(first_x), _dtypes(first_x)
@@ -177,9 +182,9 @@ def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | 
         must = f"have records of shape {shape}, as {first}"
         require(record_shape(x) == shape, f"{where}: x", must, record_shape(x))
         require(_dtypes(x) == dtypes, f"{where}: x", f"be {dtypes}, as {first}", _dtypes(x))
-        require(y.dtype == first_y.dtype, f"{where}: y", f"be {first_y.dtype}, as {first}", y.dtype)
+        require(y.dtype == first_y.dtype, f"{where}: {label}", f"be {first_y.dtype}, as {first}", y.dtype)
         must = f"have labels of shape {tuple(first_y.shape[1:])}, as {first}"
-        require(y.shape[1:] == first_y.shape[1:], f"{where}: y", must, tuple(y.shape[1:]))
+        require(y.shape[1:] == first_y.shape[1:], f"{where}: {label}", must, tuple(y.shape[1:]))
     if regression:
         advice = "Pass y.long() for classes."
         require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
@@ -189,7 +194,7 @@ def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | 
     require(whole, "num_classes", "be the number of classes (at least 1)", num_classes, advice)
     assert num_classes is not None  # for mypy
     for where, _, y in pairs:
-        check_range(f"{where}: y", y, num_classes)
+        check_range(f"{where}: {label}", y, num_classes)
     return num_classes
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.data.frames import MARKERS, Table, is_identifier
+from dpfl_lightning.config.yaml_text import inline
+from dpfl_lightning.data.frames import MARKERS, MOST_FOOTERS, Table, is_identifier, number_marks
 from dpfl_lightning.errors import require
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ _OF_A_PERSON = re.compile(
     r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
     r"[_ .-]?(id|nr|no|num|number|nummer|key|code)?|mrn|pid"
 )
+_OF_A_FOOTER = re.compile("(total|sum|summe|gesamt|insgesamt|mean|average|source|quelle|note|end of)\\b|#")
 _MOST_CATEGORIES = 20
 
 
@@ -33,12 +38,14 @@ class Column:
         kind: number, category, date, or other: identifiers and free text.
         facts: what its rows hold, in words. They are private.
         may_be_label: whether it has few values.
+        values: the values of a category, or of a label. They are private.
     """
 
     name: str
     kind: str
     facts: str
     may_be_label: bool = False
+    values: tuple[str, ...] = ()
 
 
 def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
@@ -50,10 +57,15 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
     frame = Table(str(path), str(path), read).frame
     texts = {name: column for name in frame if _is_text(column := frame[name])}
     marks = sorted({mark for column in texts.values() for mark in _marks(column)})
-    commas = any(_has_commas(column) for column in texts.values())
-    read |= {"decimal": ","} if commas else {}
     read |= {"na_values": marks} if marks else {}
-    if commas or marks:
+    if any("decimal" in found for found in map(number_marks, texts.values())):
+        read |= {"decimal": ","}
+    if read:
+        frame = Table(str(path), str(path), read).frame
+    grouped = [_grouped(frame[name], read) for name in frame]
+    thousands = [found["thousands"] for found in grouped if "thousands" in found]
+    if thousands:
+        read |= {"thousands": thousands[0]}
         frame = Table(str(path), str(path), read).frame
     forms = {name: found for name in frame if _is_text(frame[name]) and (found := _date_forms(frame[name]))}
     written = {str(name): found[0] for name, found in forms.items() if "ISO8601" not in found}
@@ -74,6 +86,32 @@ def likely_person(columns: list[Column]) -> str | None:
     return named[0] if len(named) == 1 else None
 
 
+def differences(looked: Mapping[str, tuple[Mapping[str, Any], Sequence[Column]]], label: str | None) -> list[str]:
+    """Return in words what differs between files, by their names: private, as it tells values of their rows."""
+    every = {name: {one.name: one for one in columns} for name, (_, columns) in looked.items()}
+    lines = []
+    for column in dict.fromkeys(one for columns in every.values() for one in columns):
+        there = {name: columns[column] for name, columns in every.items() if column in columns}
+        if len(there) < len(every):
+            lines.append(f"{column}: not in {', '.join(name for name in every if name not in there)}")
+        of_values = column == label or all(one.kind == "category" for one in there.values())
+        facts = {name: ", ".join(one.values) if of_values else one.kind for name, one in there.items()}
+        lines += _if_different(column, facts)
+    for key in dict.fromkeys(key for read, _ in looked.values() for key in read):
+        written = {name: inline(read[key]) if key in read else "default" for name, (read, _) in looked.items()}
+        lines += _if_different(f"read: {key}", written)
+    return lines
+
+
+def _if_different(what: str, of_file: Mapping[str, str]) -> list[str]:
+    """Return one line that groups files by what they hold, or nothing if all hold the same."""
+    files: dict[str, list[str]] = {}
+    for name, value in of_file.items():
+        files.setdefault(value, []).append(name)
+    groups = (f"{value} in {', '.join(names)}" for value, names in files.items())
+    return [f"{what}: {'; '.join(groups)}"] if len(files) > 1 else []
+
+
 def _how_written(path: Path) -> dict[str, Any]:
     require(path.is_file(), "--from", "be a CSV or Parquet file", str(path), "There is no such file.")
     content = path.read_bytes()
@@ -89,7 +127,18 @@ def _how_written(path: Path) -> dict[str, Any]:
     advice = "Names of columns leave the site: the values of a row must not. Write the names into the first line."
     is_row = any(re.fullmatch(r"[-+]?[\d.,:/-]*\d[\d.,:/-]*", cell.strip()) for cell in cells[sep])
     require(not is_row, "--from", f"have the names of its columns in the first line of {path.name}", "a number", advice)
-    return read if sep == "," else {"sep": sep, **read}
+    footers = _footers(csv.reader(io.StringIO(text, newline=""), delimiter=sep))
+    known = {**({} if sep == "," else {"sep": sep}), **({"skipfooter": footers} if footers else {})}
+    return {**known, **read}
+
+
+def _footers(rows: Iterator[list[str]]) -> int:
+    """Return how many of the last rows are no records: a total, or a comment in fewer cells than a row has."""
+    width = len(next(rows, []))
+    last = list(deque(rows, MOST_FOOTERS + 1))[::-1]
+    no_record = [len(row) < width or bool(_OF_A_FOOTER.match(row[0].strip().lower())) for row in last]
+    count = no_record.index(False) if False in no_record else 0
+    return count if any(last[:count]) else 0  # lines without anything are read as none
 
 
 def _is_text(column: Series) -> bool:
@@ -110,13 +159,15 @@ def _marks(column: Series) -> set[str]:
 
 
 def _numbers(values: Series) -> Series:
-    return values.str.fullmatch(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?")
+    return values.str.fullmatch(r"[-+]?(\d+|[1-9]\d{0,2}([.,]\d{3})+)([.,]\d+)?([eE][-+]?\d+)?")
 
 
-def _has_commas(column: Series) -> bool:
-    values = _values(column)
-    values = values[~values.str.lower().isin(MARKERS)]
-    return bool(len(values) and _numbers(values).all() and values.str.contains(",").any())
+def _grouped(column: Series, read: dict[str, Any]) -> dict[str, str]:
+    """Return `number_marks` of a text column; beside decimal commas, 1.234 is grouped, too."""
+    if not _is_text(column):
+        return {}
+    whole = _values(column).str.fullmatch(r"[-+]?[1-9]\d{0,2}(\.\d{3})*(,\d+)?")
+    return {"thousands": "."} if "decimal" in read and len(whole) and whole.all() else number_marks(column)
 
 
 def _date_forms(column: Series) -> list[str]:
@@ -146,12 +197,16 @@ def _described(column: Series, forms: list[str]) -> Column:
         if identifier and is_identifier(column):
             return Column(name, "other", "another whole number in nearly every row, as an identifier has")
         if several and whole:
-            return Column(name, "number", _counted(values) + after, may_be_label=True)
+            return Column(name, "number", _counted(values) + after, may_be_label=True, values=_different(values))
         spread = f"{values.min():g} to {values.max():g}, mean {values.mean():.3g}, deviation {values.std():.3g}"
         return Column(name, "number", spread + after)
     if identifier or values.nunique() > _MOST_CATEGORIES:
         return Column(name, "other", f"{values.nunique()} different texts, as identifiers or free text have{after}")
-    return Column(name, "category", _counted(values) + after, several)
+    return Column(name, "category", _counted(values) + after, several, _different(values))
+
+
+def _different(values: Series) -> tuple[str, ...]:
+    return tuple(sorted(" ".join(str(value).split()) for value in values.unique()))
 
 
 def _counted(values: Series) -> str:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data import persons as people
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.frames import Columns, by_client, table_of, tables_of
+from dpfl_lightning.data.frames import Columns, by_client, require_filled, table_of, tables_of
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
@@ -290,7 +290,8 @@ class Population:
             classes: names of the classes if labels are names, in the order of their numbers; public, as `num_classes`.
             lazy: read inputs whenever a batch is drawn, instead of keeping all in memory. All records are read once
                 now. A query to a client reads all its records at once.
-            label: key of y in records that are dictionaries; None takes labels, label, targets, target or y.
+            label: key of y in records that are dictionaries; None takes labels, label, targets, target or y. Of other
+                records, the name of y in messages.
             persons: ids of the persons, one for each record: a list or mapping of them, as `clients`, or the name of an
                 attribute of each client's records. All records of a person are held out, or none. No id is kept.
             test_persons: ids of the persons of the test set, none of whom may have training records.
@@ -326,7 +327,7 @@ class Population:
         else:
             xs, ys = zip(*(source.read() for source in sources), strict=True)
         pairs = [(source.where, x, y) for source, x, y in zip(sources, xs, ys, strict=True)]
-        num_classes = check_alike(pairs, num_classes)
+        num_classes = check_alike(pairs, num_classes, sources[0].label)
         parts = [part for x in xs for part in tree_leaves(x) if part.is_floating_point() and part.numel()]
         if any(float(part.square().mean()) > _LARGE**2 for part in parts):
             warn_user(
@@ -349,6 +350,11 @@ class Population:
             held_out_rows.append(rows[is_held_out[rows]])
             must = f"leave a training record of the {len(rows)} of {source.where}"
             require(len(train[-1]) > 0, "held_out", must, held_out, "Hold out less, or change the seed.")
+        alike = [whose[client] for client, rows in enumerate(train) if _is_constant(y[rows])]
+        if alike:  # a private fact, for the owner of the records: the server is not told
+            more = f" and {len(alike) - 8} more" if len(alike) > 8 else ""
+            told = "all training records have the same label, so that nothing can be learnt there"
+            warn_user(f"{', '.join(alike[:8])}{more}: {told}")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         rows_of = _tensors(train), _tensors(held_out_rows), test_rows
         schema = {"classes": [] if classes is None else list(map(str, classes)), "held_out": held_out}
@@ -406,7 +412,7 @@ class Population:
             fill: public value in place of a missing one, {"age": 50}, with a column beside it that is 1 in its place.
             dates: public first day of columns of dates, {"admitted": "2020-01-01"}, which become days since then.
             units: public units of columns, {"creatinine": "mg/dl"}; sites with another one are refused.
-            read: sep, decimal, thousands, encoding, na_values and keep_default_na of CSV files, as in
+            read: sep, decimal, thousands, encoding, na_values, keep_default_na and skipfooter of CSV files, as in
                 `pandas.read_csv`, and date_format, for all columns or by column. Columns without a name are left out.
             replace: {column: {value: other}}, where a table writes something else for a class or category.
             rename: {column: other name}, where a table calls a column something else; before `replace`.
@@ -421,9 +427,11 @@ class Population:
         ... ).feature_names
         ('age (scaled)',)
         """
+        by_column = {"scale": scale, "categories": categories, "fill": fill, "dates": dates, "units": units}
+        require_filled(label, classes, by_column)
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
         given = tables_of(df, **usual)
-        public: list[Any] = [*(one or {} for one in (scale, categories, fill, dates, units)), person]
+        public: list[Any] = [*(one or {} for one in by_column.values()), person]
         columns = Columns(label, features, drop, *public)
         one = given.get("")
         must = "be left out if each client has a table"
@@ -439,6 +447,7 @@ class Population:
             ids = [people.ids_in(table, person) for table in tables.values()]
             options["persons"] = dict(zip(tables, ids, strict=True)) if named else ids
             options["test_persons"] = None if test is None or person not in test.frame else people.ids_in(test, person)
+        options["label"] = ", ".join(columns.labels)
         population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
         schema = {**population.schema, **columns.schema()}
         return dataclasses.replace(population, features=columns.features_facts(), schema=schema)
@@ -494,6 +503,11 @@ class Population:
             options["persons"] = {name: images.persons(person) for name, images in clients.items()}
             options["test_persons"] = None if test is None else test.persons(person)
         return cls.from_datasets(clients, test, num_classes=num_classes, lazy=lazy, **options)
+
+
+def _is_constant(y: Tensor) -> bool:
+    """Whether several records have one class."""
+    return y.ndim == 1 and len(y) > 1 and not y.is_floating_point() and bool((y == y[0]).all())
 
 
 def _stored(

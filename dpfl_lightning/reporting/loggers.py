@@ -24,6 +24,7 @@ class Loggers(Callback):
 
     def __init__(self, loggers: Sequence[Logger], per_client: bool = False) -> None:
         self._loggers, self._per_client = list(loggers), per_client
+        self._logged: dict[str, tuple[int, float]] = {}  # curve -> its last round and value
 
     def on_fit_start(self, view: View) -> None:
         if self._loggers and not view.run.exact_times:
@@ -41,14 +42,19 @@ class Loggers(Callback):
         self._log([curves.of_round(report, view.facts)])
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
+        if result.finished:  # the last round now has the result and the guaranteed epsilon
+            self._log(history.read(view.run.output_dir / history.FILE)[-1:])
         self._each("finalize", "success" if result.finished else "failed")
 
     def _log(self, rounds: Sequence[history.Round]) -> None:
         for one in rounds:
             values = curves.with_clients(one) if self._per_client else one.values
             values = curves.with_headline(values, one.values)
-            known = {name: value for name, value in values.items() if value is not None}
-            self._each("log_metrics", known, one.round)
+            known = {name: (one.round, value) for name, value in values.items() if value is not None}
+            new = {name: value for name, (_, value) in known.items() if self._logged.get(name) != known[name]}
+            if new:
+                self._each("log_metrics", new, one.round)
+            self._logged |= known
 
     def _each(self, method: str, *args: object) -> None:
         for logger in list(self._loggers):

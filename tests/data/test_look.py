@@ -73,13 +73,9 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
 
 #: what is filled in, one after the other -> the refusal before
 FILLED = {
-    "categories": ({"sex": ["F", "M"]}, "`categories: sex` must be a list of different values"),
-    "scale": (
-        {"age": [50, 20], "größe": [1.7, 0.1], "crp": [12, 5], "day": [30, 20]},
-        "`scale: day` must be the public mean",
-    ),
-    "dates": ({"day": "2022-01-01"}, "`dates: day` must be a day YYYY-MM-DD"),
     "fill": ({"crp": 12}, r"`df: crp` must have no missing value, got 30. Fill them with a public value"),
+    "dates": ({"day": "2022-01-01"}, "`df: day` must hold numbers, got 'dates'"),
+    "categories": ({"sex": ["F", "M"]}, "`df: sex` must hold numbers"),
     "classes": (["no", "never", "yes"], r"Name the classes, a public fact"),
 }
 
@@ -99,12 +95,22 @@ def test_a_column_of_persons_is_proposed_by_its_name_alone(names, found):
     assert likely_person([Column(name, "number", "") for name in names]) == found
 
 
-def test_what_is_not_filled_in_is_refused_by_name(tmp_path, monkeypatch):
+def test_everything_that_is_not_filled_in_is_named_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")
     main(["init", "--from", "cork.csv"])
     options, _ = load([word for name in ("data", "site", "run") for word in ("--config", f"{name}.yaml")])
-    given = dict(options.data.init_args)
+    named = "scale: day, age, größe, crp; categories: sex; dates: day; classes, if labels are texts"
+    with pytest.raises(UserError, match=f"`data.init_args` must have no null .*: {named}"):
+        Population.from_dataframe(**{**options.data.init_args})
+
+
+def test_what_is_wrong_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")
+    main(["init", "--from", "cork.csv"])
+    options, _ = load([word for name in ("data", "site", "run") for word in ("--config", f"{name}.yaml")])
+    given = dict(options.data.init_args) | {"scale": {}, "categories": {}, "dates": {}}
     for name, (value, words) in FILLED.items():
         with pytest.raises(UserError, match=words):
             Population.from_dataframe(**given)
@@ -126,9 +132,28 @@ def test_several_files_are_clients_of_a_simulation(tmp_path, monkeypatch):
     }
 
 
+def test_what_differs_between_files_is_told_to_their_owner_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raw").mkdir()
+    TABLE.to_csv("raw/cork.csv", index=False, sep=";")
+    other = TABLE.assign(sex=TABLE.sex.map({"F": "female", "M": "male"}), died=(TABLE.died == "yes").astype(int))
+    other.rename(columns={"age": "Alter"}).to_csv("raw/oslo.csv", index=False)
+    assert main(["init", "mine", "--from", "raw"]) == 0
+    said = capsys.readouterr().out
+    assert [line.strip() for line in said.partition("These files differ")[2].splitlines()[1:]] == [
+        "age: not in oslo.csv",
+        "sex: F, M in cork.csv; female, male in oslo.csv",
+        "died: never, no, yes in cork.csv; 0, 1 in oslo.csv",
+        "Alter: not in cork.csv",
+        "read: sep: ; in cork.csv; default in oslo.csv",
+    ]
+    assert "female" not in (tmp_path / "mine" / "data.yaml").read_text()
+
+
 def test_a_value_of_two_lines_stays_in_its_comment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    TABLE.assign(sex=["F\nseed: 7", "M"] * (ROWS // 2)).to_csv("cork.csv", index=False)
+    TABLE.assign(sex=["M", "F\nseed: 7"] * (ROWS // 2)).to_csv("cork.csv", index=False)
+    assert "skipfooter" not in look(tmp_path / "cork.csv")[0]
     main(["init", "--from", "cork.csv"])
     assert set(yaml.safe_load((tmp_path / "site.yaml").read_text())) == {"data", "privacy"}
 
@@ -149,3 +174,34 @@ def test_two_forms_of_dates_are_named_by_column(tmp_path):
     rows = "".join(f"{day:02}.03.2024,2024-04-{day:02},{day % 2}\n" for day in range(1, 29))
     (tmp_path / "one.csv").write_text("born,seen,ill\n" + rows)
     assert look(tmp_path / "one.csv")[0] == {"date_format": {"born": "%d.%m.%Y"}}
+
+
+@pytest.mark.parametrize(
+    ("cells", "written", "found"),
+    [
+        (["1,250.5", "2,000.0", "12.0"], {}, {"thousands": ","}),
+        (["1,250", "2,000,000", "12"], {}, {"thousands": ","}),
+        (["1.250,5", "2.000,0", "12,0"], {"sep": ";"}, {"sep": ";", "decimal": ",", "thousands": "."}),
+        (["1.250", "2.000", "0,5"], {"sep": ";"}, {"sep": ";", "decimal": ",", "thousands": "."}),
+        (["1,250", "2,000", "0,125"], {"sep": ";"}, {"sep": ";", "decimal": ","}),
+        (["1250.5", "2000.0", "12.0"], {}, {}),
+    ],
+)
+def test_separators_of_thousands_are_found(cells, written, found, tmp_path):
+    path = tmp_path / "one.csv"
+    pandas.DataFrame({"leucocytes": cells * 10, "ill": [0, 1] * 15}).to_csv(path, index=False, **written)
+    read, (column, _) = look(path)
+    assert read == found and column.kind == "number"
+
+
+@pytest.mark.parametrize("footer", ["Total,,1500\n", "# exported on Monday\n", "Sum,9,9\n\nSource: our laboratory\n"])
+def test_a_footer_is_no_record(footer, tmp_path):
+    rows = "".join(f"P{row},{30 + row % 20},{row % 2}\n" for row in range(30))
+    (tmp_path / "one.csv").write_text(f"patient,age,ill\n{rows}{footer}")
+    read, columns = look(tmp_path / "one.csv")
+    assert read == {"skipfooter": footer.count("\n")}
+    assert columns[1].facts.startswith("30 to 49") and likely_label(columns) == "ill"
+    people = Population.from_dataframe(
+        str(tmp_path / "one.csv"), label="ill", drop=["patient"], scale={"age": [50, 20]}, read=read, num_classes=2
+    )
+    assert people.num_records[0] + people.num_held_out[0] == 30

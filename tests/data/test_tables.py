@@ -106,7 +106,15 @@ REFUSED = {
         r"`client b` must have the columns of client a, got .*no columns \['age'\] and also \['sodium'\]",
     ),
     "no day": ({"dates": {"day": "soon"}}, "`dates: day` must be a day"),
-    "a scale that is not typed": ({"scale": {"age": None}}, "`scale: age` must be the public mean"),
+    "a scale that is not typed": ({"scale": {"age": None}}, "must have no null .*: scale: age"),
+    "thousands": ({"df": {"a": TABLE.assign(crp=["1,250.5", "20"] * 20)}}, "of thousands'.*{thousands: ','}"),
+    "a footer": (
+        {"df": {"a": TABLE.assign(crp=[*[1.5] * (ROWS - 1), "secret"])}},
+        r"got 'text in the last row alone'.*skipfooter: 1",
+    ),
+    "fill of dates": ({"fill": {"crp": 1, "day": 5}}, "`fill: day` must be a day YYYY-MM-DD, got 5"),
+    "fill of texts": ({"fill": {"crp": "none"}}, "`fill: crp` must be a number, true or false"),
+    "labels": ({"classes": ["no"]}, r"`client a: died` must hold the given classes only, \['no'\], got 'yes'"),
     "fill of no category": ({"fill": {"sex": "D", "crp": 1}}, "`fill: sex` must be one of the categories"),
     "an unknown option": ({"read": {"seperator": ";"}}, "`read` must have keys of sep"),
     "client of several tables": ({"client": "id", "df": {"a": TABLE}}, "`client` must be left out"),
@@ -124,6 +132,26 @@ def test_what_does_not_fit_is_named_with_the_way_out(case, files):
 
 def _file(files, name):
     return files[name]["file"]
+
+
+def test_gaps_of_dates_and_truth_values_are_filled():
+    gap = np.arange(ROWS) == 3
+    table = TABLE.assign(day=TABLE.day.mask(gap), smokes=pandas.Series([True, False] * 20, dtype=object).mask(gap))
+    fill = {"crp": 10, "day": "2022-01-11", "smokes": True}
+    people = Population.from_dataframe(table, **{**CHOICES, "fill": fill})
+    row = dict(zip(people.feature_names, people.x[3].tolist(), strict=True))
+    assert row["day (scaled)"] == -0.5 and row["day missing"] == row["smokes missing"] == row["smokes"] == 1
+    assert people.x[:2, people.feature_names.index("smokes")].tolist() == [1, 0]
+
+
+def test_columns_and_labels_that_teach_nothing_are_warned_of():
+    table = TABLE.assign(crp=np.nan, sex="F", died="no")
+    with pytest.warns(UserNotice) as warned:
+        Population.from_dataframe({"a": table}, **CHOICES)
+    words = [str(one.message) for one in warned]
+    assert any("client a: crp is missing in every row" in one for one in words)
+    assert any("client a: sex is the same in every row" in one for one in words)
+    assert any("client a: all training records have the same label" in one for one in words)
 
 
 def test_large_inputs_are_warned_of():

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pandas
 import pytest
+import sites
 import torch
 from sites import a_request, asked, charges, configured, nodes_of, over, planned, site, state_of
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.node import main
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.runtime.spoken import WORDS, digits_of, words_of
 from dpfl_lightning.sites import wire
@@ -245,15 +248,60 @@ def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, caps
     assert "`--clients.count` must be 1 or left out" in capsys.readouterr().err
 
 
+class Own(SelectModel):
+    """A query of a user's own, which is not registered."""
+
+
+class Curious(Strategy):
+    """A strategy whose module has a query of its own, which it asks of the first client once."""
+
+    def plan_run(self, schedule, view):
+        one = Planned("select", SelectionEvent(0.1), 1)
+        return schedule.replan(lambda i, client: dataclasses.replace(client, planned=(*client.planned, one)))
+
+    def plan_round(self, plan, view):
+        if view.round == 1:
+            models = view.state.models[0].expand(2, -1)
+            self._answers = view.ask(Own(mechanism_of={0: ExponentialMechanism(0.1)}, models=models, loss_bound=2.0))
+        return plan
+
+    def metrics(self, view):
+        return {"answers": float(len(self._answers))}
+
+
+class OwnModel(torch.nn.Module):
+    """A model of a user's own, beside the query that it brings to the sites."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+OWN_MODEL = f"{__name__}.OwnModel"
+
+
 def test_a_question_that_nodes_cannot_read_is_refused_when_the_run_is_planned(tmp_path):
     options = configured(tmp_path, strategies={f"{__name__}.Curious": {}})
     with pytest.raises(UserError, match=r"ask questions that nodes can read, got 'Own'.*wire.register"):
         terms_of(planning_loop(options, [site(client) for client in range(3)]), [])
 
 
-class Own(SelectModel):
-    """A query that is not registered."""
-
-
-class Curious(Strategy):
-    """A strategy whose module has a query of its own."""
+def test_a_question_of_the_class_path_that_sites_allow_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setitem(wire.MESSAGES, "Own", Own)  # as `wire.register(Own)` in the module of the model
+    given = {"strategies": {f"{__name__}.Curious": {}}, "model": {"class_path": OWN_MODEL}}
+    with pytest.raises(UserError, match=r"ask questions that nodes can answer, got 'Own'.*rows_of"):
+        planned(tmp_path, **given)
+    monkeypatch.setattr(answers, "_ROWS", dict(answers._ROWS))
+    answers.rows_of(Own)(answers._ROWS[SelectModel])
+    options, terms = configured(tmp_path / "run", **given), planned(tmp_path, **given)
+    words = f"`PLAN` must name a model of dpfl_lightning, got '{OWN_MODEL}'. To allow a class that you have read, give"
+    with pytest.raises(UserError, match=f"{words} model.class_path to `dpfl node init`"):
+        accept(state_of(tmp_path / "other", 0), terms)
+    usual = sites.settings_for
+    monkeypatch.setattr(sites, "settings_for", lambda *args: dataclasses.replace(usual(*args), model=OWN_MODEL))
+    nodes = nodes_of(tmp_path, terms, key=None)
+    loop = over(nodes, terms, options)
+    assert loop.run().metrics["answers"] == 1.0

@@ -1,18 +1,25 @@
 """Early stopping: when a run ends, what its guarantee then states, and runs without public records."""
 
+import csv
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 from conftest import blobs, break_off
 from fakes import a_view
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import Score
+from dpfl_lightning.ledger import main as ledger
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
+from dpfl_lightning.reporting.loggers import Loggers
+from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.strategies import build
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
@@ -65,8 +72,10 @@ def test_an_interrupted_run_ends_in_the_same_round(make_loop):
 
 
 @pytest.mark.parametrize("privacy", [PrivacyOptions(epsilon=4.0), PrivacyOptions(noise_multiplier=1.0)])
-def test_the_guarantee_of_a_run_that_ended_early_is_that_of_the_whole_plan(privacy, make_loop):
-    loop = make_loop(parts=[SizeWeighted(), stopping(metric="accuracy", patience=1)], rounds=30, privacy=privacy)
+def test_the_guarantee_of_a_run_that_ended_early_is_that_of_the_whole_plan(privacy, make_loop, tmp_path, capsys):
+    logger = CSVLogger(tmp_path / "logs")
+    parts = [SizeWeighted(), stopping(metric="accuracy", patience=1), Loggers([logger])]
+    loop = make_loop(parts=parts, rounds=30, privacy=privacy)
     result = loop.run()
     assert result.rounds < 30 and "accuracy has not improved in 1 evaluations" in result.reason
     whole = make_loop(parts=[SizeWeighted()], rounds=30, privacy=privacy).run()
@@ -78,6 +87,17 @@ def test_the_guarantee_of_a_run_that_ended_early_is_that_of_the_whole_plan(priva
     assert rows[-1]["values"]["train_epsilon_max"] == max(spent), "curves end in what is guaranteed"
     assert list(rows[-1]["clients"]["train_epsilon"].values()) == spent
     assert rows[-2]["values"]["train_epsilon_max"] < max(spent)
+    logged = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    assert float(logged[-1]["train_epsilon_max"]) == pytest.approx(max(spent)), "so do those of loggers"
+    page = (loop.output_dir / "guarantee.html").read_text()
+    assert f"<strong>&epsilon; &le; {at_most(max(spent))}</strong>" in page and ENDS_BY_RESULTS in page
+    assert ledger([str(loop.output_dir)]) == 0
+    text = capsys.readouterr().out
+    assert f"Largest epsilon: {result.guarantee.words()[:30]}" in text and "Paid so far: epsilon at most" in text
+    assert ledger([str(loop.output_dir), "--json"]) == 0
+    clients = json.loads(capsys.readouterr().out)["clients"]
+    assert [one["guaranteed"] for one in clients] == spent
+    assert all(one["epsilon"] < one["guaranteed"] for one in clients), "what was paid is not the guarantee"
 
 
 def test_what_cannot_decide_is_refused_before_anything_is_spent(make_loop):

@@ -62,6 +62,11 @@ def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
     return functools.partial(_register, kind, _PLAIN_ANSWERS)
 
 
+def is_answerable(kind: type[Query]) -> bool:
+    """Whether a function is registered that answers queries of a type."""
+    return kind in _ROWS or kind in _PLAIN_ANSWERS
+
+
 def check_answerable(query: ChargedQuery) -> None:
     """Raise TypeError unless a function is registered for the type of the query itself.
 

@@ -25,7 +25,8 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.models.learning_rates import CONSTANT
 from dpfl_lightning.models.optimizers import PLAIN_SGD
-from dpfl_lightning.privacy.accounting.planned import once_each
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
+from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
@@ -82,6 +83,8 @@ def identity(
     `data_key`, which stays with the client.
     """
     lines = once_each(lambda client: [repr(line) for line in client.planned], plan.schedule.clients)
+    different, places = numbered(plan.schedule.clients)
+    events = [[event.as_dict() for event in client.events()] for client in different]
     return {
         **configuration(plan, privacy),
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
@@ -90,6 +93,7 @@ def identity(
         "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
         "names": list(population.names),
+        **({"planned": {"events": events, "of": places}} if ENDS_BY_RESULTS in plan.caveats else {}),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
 

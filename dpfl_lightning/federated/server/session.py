@@ -113,7 +113,7 @@ class RunSession:
             clip_norm=config.clip_norm,
             learning_rate=config.learning_rates(round),
             seed=config.seed,
-            guarantees=self.clients.guarantees,
+            guarantees=self._stated,
             ask=self._ask,
             new_model=self._new_model,
             solve=functools.partial(solved, accountant=config.accountant),
@@ -301,7 +301,7 @@ class RunSession:
         notify(self.config.watching, "on_fit_end", self.view(self.state), result)
         return result
 
-    def _stated(self) -> Sequence[Guarantee]:
+    def _stated(self) -> tuple[Guarantee, ...]:
         """The clients' guarantees; those of the whole plan if when to end follows from releases."""
         guarantees = self.clients.guarantees()
         if not any(strategy.ends_by_results for strategy in self.config.strategies):

@@ -25,6 +25,9 @@ SIMULATED_NOISE = "simulated: it follows from privacy.noise_key"
 FRESH_NOISE = "AES-256 in counter mode, keyed afresh by the operating system for every release"
 GPU_NOISE = f"the GPU's generator (Philox), seeded for every release by {FRESH_NOISE}"
 
+#: caveat of every guarantee of a run whose end follows from its results
+ENDS_BY_RESULTS = "the run may end by its results, so what is guaranteed is the epsilon of all that was planned"
+
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
 FILTER = "as a privacy filter: the whole budget is what holds"
 

@@ -64,6 +64,15 @@ class Header:
     identity: Mapping[str, Any] = field(default_factory=dict)
     run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
+    @property
+    def planned(self) -> tuple[tuple[Release, ...], ...]:
+        """What is planned for each client; empty unless the end of the run may follow from its results."""
+        given = self.identity.get("planned")
+        if given is None:
+            return ()
+        different = [tuple(map(_release_of, events)) for events in given["events"]]
+        return tuple(different[place] for place in given["of"])
+
     def name_of(self, client: int) -> str:
         """Return the name of a client for reports; its number if the run gave it none."""
         names = self.identity.get("names")
@@ -328,7 +337,10 @@ def _header(fields: dict[str, Any]) -> Header:
     delta, epsilon = tuple(map(_real, each[0])), tuple(math.inf if one is None else _real(one) for one in each[1])
     if not (len(delta) == len(epsilon) == count and max(delta) < 1 and min(*delta, *epsilon) >= 0):
         raise ValueError(count)
-    return Header(**texts, delta=delta, epsilon=epsilon, caveats=tuple(caveats), identity=identity)
+    header = Header(**texts, delta=delta, epsilon=epsilon, caveats=tuple(caveats), identity=identity)
+    if len(header.planned) not in (0, count):
+        raise ValueError(count)
+    return header
 
 
 def _real(value: Any) -> float:
@@ -340,14 +352,11 @@ def _real(value: Any) -> float:
 def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         charge = _charge_of(parsed(line))
-        fields = {**vars(charge), **vars(charge.event)}
-        counts = [fields[key] for key in ("client", "round", "number", "steps", "count") if key in fields]
-        numbers = [fields[key] for key in ("sample_rate", "noise_multiplier", "epsilon") if key in fields]
+        counts = charge.client, charge.round, charge.number
         if (
-            all(type(value) is int and 0 <= value < 2**63 for value in counts)
+            all(map(_is_count, counts))
             and type(charge.purpose) is str
             and charge.purpose.isprintable()
-            and all(type(value) in (int, float) for value in numbers)
             and charge.client < clients
         ):
             return charge
@@ -357,10 +366,22 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
 def _charge_of(fields: dict[str, Any]) -> Charge:
     for name in ("chain", "salt"):
         fields.pop(name, None)
-    event = event_of(fields.pop("event"))
+    return Charge(event=_release_of(fields.pop("event")), **fields)
+
+
+def _release_of(fields: dict[str, Any]) -> Release:
+    event = event_of(fields)
     if not isinstance(event, Release):
         raise TypeError(event)
-    return Charge(**fields, event=event)
+    counts = [fields[key] for key in ("steps", "count") if key in fields]
+    numbers = [fields[key] for key in ("sample_rate", "noise_multiplier", "epsilon") if key in fields]
+    if not (all(map(_is_count, counts)) and all(type(value) in (int, float) for value in numbers)):
+        raise ValueError(fields)
+    return event
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:

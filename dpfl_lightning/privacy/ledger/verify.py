@@ -10,7 +10,7 @@ from pathlib import Path
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Release, noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 
@@ -19,29 +19,35 @@ ANYBODY = "any client"
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Releases of one client by purpose, and their noised steps; inf means no guarantee, or no budget."""
+    """Releases of one client by purpose, and their noised steps; inf means no guarantee, or no budget.
+
+    `guaranteed` is above `epsilon`, which was paid, if the end of the run follows from its results: the epsilon of all
+    that was planned.
+    """
 
     client: str
     releases: dict[str, int]
     steps: int
     epsilon: float
+    guaranteed: float
     epsilon_budget: float
     delta: float
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedLedger:
-    """A verified ledger with the events and the releases by purpose of each client."""
+    """A verified ledger with the events and the releases by purpose of each client, and `Header.planned`."""
 
     path: Path
     verified: Verified
     events: tuple[tuple[Release, ...], ...]
     releases: tuple[Counter[str], ...]
+    planned: tuple[tuple[Release, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Composed:
-    """Ledgers, their combined header, and each client's account, events, epsilon with its method, and guarantee.
+    """Ledgers, their combined header, and each client's account, events, and guaranteed epsilon with its method.
 
     `matched` says how clients of several ledgers were recognised: "name" or "nothing", see `read`.
     """
@@ -56,7 +62,7 @@ class Composed:
     @property
     def weakest(self) -> Guarantee:
         """The guarantee with the largest epsilon."""
-        return self._promise(max(range(len(self.accounts)), key=lambda row: self.accounts[row].epsilon))
+        return self._promise(max(range(len(self.accounts)), key=lambda row: self.accounts[row].guaranteed))
 
     def guarantees(self) -> list[Guarantee]:
         """Return the guarantee of each account."""
@@ -71,10 +77,11 @@ class Composed:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A client before its epsilon is known; its budget is that of its only ledger."""
+    """A client before its epsilon is known; its budget is that of its only ledger. `guaranteed` are events, too."""
 
     client: str
     events: tuple[Release, ...]
+    guaranteed: tuple[Release, ...]
     releases: Counter[str]
     delta: float
     budget: float
@@ -85,7 +92,8 @@ class _Row:
 
     def __add__(self, other: "_Row") -> "_Row":
         releases, delta = self.releases + other.releases, max(self.delta, other.delta)
-        return _Row(self.client, self.events + other.events, releases, delta, math.inf)
+        events, guaranteed = self.events + other.events, self.guaranteed + other.guaranteed
+        return _Row(self.client, events, guaranteed, releases, delta, math.inf)
 
 
 def ledger_of(folder: str | Path) -> Path:
@@ -120,19 +128,26 @@ def read(
     if delta is not None:
         rows = [dataclasses.replace(row, delta=delta) for row in rows]
     try:
-        bounds = _bounds(rows, get_accountant(header.accountant, header.adjacency))
+        bounds = _bounds(
+            [*((row.events, row.delta) for row in rows), *((row.guaranteed, row.delta) for row in rows)],
+            get_accountant(header.accountant, header.adjacency),
+        )
     except UserError as error:
         if accountant is not None or delta is not None or len(paths) > 1:
             raise
         raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
-    known = list(zip(rows, bounds, strict=True))
+    paid, planned = bounds[: len(rows)], bounds[len(rows) :]
+    known = [
+        (row, spent[0], (whole[0], f"{whole[1]}, {FILTER}") if whole[0] > spent[0] else spent)
+        for row, spent, whole in zip(rows, paid, planned, strict=True)
+    ]
     if matched == "nothing":
-        known = [max(known, key=lambda pair: pair[1][0])]
+        known = [max(known, key=lambda one: one[2][0])]
     accounts = tuple(
-        Account(row.client, dict(row.releases), row.steps, epsilon, row.budget, row.delta)
-        for row, (epsilon, _) in known
+        Account(row.client, dict(row.releases), row.steps, epsilon, bound[0], row.budget, row.delta)
+        for row, epsilon, bound in known
     )
-    events, stated = tuple(row.events for row, _ in known), tuple(bound for _, bound in known)
+    events, stated = tuple(row.events for row, _, _ in known), tuple(bound for _, _, bound in known)
     return Composed(ledgers, header, matched, accounts, events, stated)
 
 
@@ -151,9 +166,8 @@ def _verified(path: Path) -> VerifiedLedger:
         require(file.is_file() or not file.exists(), str(file), must, "a folder or a device", advice)
     verified = verify(path, take)
     clients = range(len(verified.header.delta))
-    return VerifiedLedger(
-        path, verified, tuple(tuple(events[one]) for one in clients), tuple(releases[one] for one in clients)
-    )
+    paid, counts = tuple(tuple(events[one]) for one in clients), tuple(releases[one] for one in clients)
+    return VerifiedLedger(path, verified, paid, counts, verified.header.planned)
 
 
 def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool, most: int) -> tuple[str, list[_Row]]:
@@ -165,7 +179,7 @@ def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool, most: int) ->
     same = one_population and len({tuple(row.client for row in rows) for rows in each}) == 1
     if same or all(identity.get("names") for identity in identities):
         return "name", _joined(each)
-    different = [list({(row.events, row.delta): row for row in rows}.values()) for rows in each]
+    different = [list({(row.events, row.guaranteed, row.delta): row for row in rows}.values()) for rows in each]
     count, advice = math.prod(map(len, different)), "Give the clients names in their data."
     require(count <= most, "RUN", "be runs whose clients have names", f"{count} combinations", advice)
     rows = [sum(rest, start=first) for first, *rest in itertools.product(*different)]
@@ -174,7 +188,7 @@ def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool, most: int) ->
 
 def _rows_of(ledger: VerifiedLedger) -> list[_Row]:
     header = ledger.verified.header
-    columns = (ledger.events, ledger.releases, header.delta, header.epsilon)
+    columns = (ledger.events, ledger.planned or ledger.events, ledger.releases, header.delta, header.epsilon)
     return [_Row(header.name_of(client), *values) for client, values in enumerate(zip(*columns, strict=True))]
 
 
@@ -186,8 +200,8 @@ def _joined(each: Sequence[Sequence[_Row]]) -> list[_Row]:
     return list(known.values())
 
 
-def _bounds(rows: Sequence[_Row], accountant: Accountant) -> list[tuple[float, str]]:
-    keys = [(row.events, row.delta) for row in rows]
+def _bounds(keys: Sequence[tuple[tuple[Release, ...], float]], accountant: Accountant) -> list[tuple[float, str]]:
+    """Return epsilon and method of each (events, delta)."""
     different, size = list(dict.fromkeys(keys)), accountant.chunk_size
     queries = [(list(events), delta) for events, delta in different]
     chunks = [accountant.estimates(queries[start : start + size]) for start in range(0, len(queries), size)]

@@ -17,6 +17,7 @@ from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set, of_t
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.federated.client.answers import is_answerable
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
@@ -165,6 +166,9 @@ def check_deployable(loop: FederatedLoop) -> None:
             readable = not own or wire.MESSAGES.get(kind.__name__) is kind
             advice = "Call `dpfl_lightning.sites.wire.register` in the module of the model that the sites allow."
             require(readable, name, "ask questions that nodes can read", getattr(kind, "__name__", None), advice)
+            advice = "Register its function by `dpfl_lightning.federated.client.answers.rows_of` in the same module."
+            answerable = not own or is_answerable(kind)
+            require(answerable, name, "ask questions that nodes can answer", getattr(kind, "__name__", None), advice)
     for schedule in loop.schedule.clients:
         plain = [line for line in schedule.planned if not line.event.private and line.count]
         if plain:
