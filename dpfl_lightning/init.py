@@ -80,7 +80,7 @@ data:
     held_out: {held_out}  # 0 at sites, whose models are scored on the server's test table; 0.2 in a simulation
 """
 
-_PERSON = "names the person of a row, to judge by its name: confirm it, or write null if each row is another person"
+_PERSON = "names a row's person, to judge by its name: confirm it, or write null if each row is another person"
 _NO_PERSON = "the column that names the person of a row, if a person may have several rows"
 
 _SITE = """\
