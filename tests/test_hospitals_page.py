@@ -30,4 +30,4 @@ def test_three_hospitals_with_csv_files(tmp_path):
     result = tmp_path / "runs" / "hospitals" / "result.json"
     assert result.is_file() and "error" not in done.stderr, done.stdout + done.stderr
     assert json.loads(result.read_text())["test_metrics"]["auroc"] > 0.6
-    assert "read: {sep: ;, decimal: ',', na_values: ['?']}" in (tmp_path / "found.yaml").read_text()
+    assert "read: {sep: ;, na_values: ['?'], decimal: ','}" in (tmp_path / "found.yaml").read_text()
