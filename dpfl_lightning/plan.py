@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     besides = loop.config.caveats, loop.clients.unprotected
-    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides)
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.most_records)
     notes = loop.describe()
     names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     persons = loop.population.num_persons

@@ -82,6 +82,22 @@ def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("most", "says"),
+    [
+        (None, "privacy.unit person protects persons"),
+        (4, "for all records of a person with several, at the same delta"),
+    ],
+)
+def test_an_epsilon_of_records_says_what_holds_for_persons(make_loop, capsys, most, says):
+    loop = run_of(make_loop, privacy=per_person(unit="record", rows_per_person=most))
+    loop.run()
+    folder = loop.config.output_dir
+    assert all(says in (folder / file).read_text() for file in ("result.json", "guarantees.json", "guarantee.html"))
+    assert ledger([str(folder)]) == 0
+    assert says in capsys.readouterr().out
+
+
 def test_rows_of_a_person_follow_from_this_person_and_the_secret():
     one, more = (population.by_person(4).chosen(b"secret") for population in (people(), people(extra=9)))
     known = {int(one.persons[rows[0]]): one.x[rows[rows >= 0]] for units in one.units for rows in units}

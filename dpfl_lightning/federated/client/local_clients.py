@@ -31,7 +31,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
@@ -71,7 +71,10 @@ class LocalClients:
         self.simulated = privacy is not None and privacy.noise_key is not None
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
+        self.most_records = None if privacy is None else privacy.rows_per_person
+        silent = population.persons is not None and population.rows_per_person is None and self.most_records is None
+        several = (SEVERAL_RECORDS,) if silent and privacy is not None else ()
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *several, *population.caveats)
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._accepted: tuple[RoundPlan, list[int]] | None = None
         self._everyone = range(population.num_clients)
@@ -131,7 +134,15 @@ class LocalClients:
         checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
         simulated = self.simulated or self.privacy is None
-        terms = (accountant, self.sampling, simulated, plan.caveats, self.unprotected, self.population.name_of)
+        terms = (
+            accountant,
+            self.sampling,
+            simulated,
+            plan.caveats,
+            self.unprotected,
+            self.population.name_of,
+            self.most_records,
+        )
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
