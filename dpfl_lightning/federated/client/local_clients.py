@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import warn_user
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
 from dpfl_lightning.federated.client.draws import fixed_rng
@@ -24,7 +24,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -99,6 +99,8 @@ class LocalClients:
         check_budgets(plan.schedule, plan.settings, self.population.name_of)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
         self._streams = self.streams(plan)
+        if self.population.rows_per_person is not None:
+            self.population = self.population.chosen(self._streams.simulation or self.folder.data_key(ended))
         with naming_layers(self.module.net):
             self.engine.setup(self.module, self.population, self._streams, self.sampling)
             with fixed_rng(self.device):
@@ -115,7 +117,7 @@ class LocalClients:
         sealed = identity(plan, self.privacy, self.module, self.population, data_key)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")
-        accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.adjacency)
+        accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.relation)
         header = Header(
             accountant=accountant.name,
             adjacency=accountant.adjacency,
@@ -164,6 +166,9 @@ class LocalClients:
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         check_net(self.module.net)  # a callback may have changed the mode of a BatchNorm
+        by_class = self.population.rows_per_person is not None and isinstance(plan.job, ClassGradients)
+        advice = "Rows of a person may have several classes."
+        require(not by_class, "privacy.unit", "be record with gradients of classes", "person", advice)
         plan, numbers = self.budgets.charge_round(plan)
         self._accepted, self._counts_before = (plan, numbers), self.engine.counts.clone()
         return plan
@@ -178,7 +183,7 @@ class LocalClients:
         return updates
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
-        check_answerable(query)
+        check_answerable(query, of_persons=self.population.rows_per_person is not None)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
         with self._secret_draws(query.purpose, round):

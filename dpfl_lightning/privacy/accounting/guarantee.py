@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, Accountant, finite_or_none
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS, Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, Release
 from dpfl_lightning.runtime.text import at_most, counted
 
@@ -148,7 +148,8 @@ def guarantee(
         delta=delta,
         sampling=sampling_words(events, sampling),
         accountant=method,
-        adjacency=ADJACENCIES[accountant.adjacency],
+        unit=accountant.unit,
+        adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[accountant.adjacency],
         covers=releases_text if bounded else (),
         not_covered=(*unprotected, *(() if bounded else releases_text), *NOT_COVERED, *caveats),
         caveats=caveats,
