@@ -18,6 +18,14 @@ def _delta(row: str, column: str, scale: str) -> float:
     return DELTA / (K * math.exp((K - 1) * _epsilon(row, column, scale))) if row == "bound" else DELTA
 
 
+#: of 0.5 and 2 the better one of each cell with seed 9, which is not among the seeds of the table
+_SLOW = {("bound", "fashion_2"), ("person", "fashion_2"), ("person", "fashion_8"), ("person", "hospitals_8")}
+
+
+def _learning_rate(row: str, column: str, scale: str) -> float:
+    return 0.5 if (row, column) in _SLOW else 2.0
+
+
 _PERSON = {"privacy.unit": "person", "privacy.rows_per_person": K, "clients.batch_size": 64}
 _FASHION = {
     "data": {"name": "fashion_mnist", "records_per_client": 2400, "records_per_person": K},
@@ -50,7 +58,7 @@ TABLES = [
         options={
             "rounds": 10,
             "clients.batch_size": 256,
-            "clients.learning_rate": 0.5,
+            "clients.learning_rate": _learning_rate,
             "privacy.epsilon": _epsilon,
             "privacy.delta": _delta,
             "evaluation.every": 10,
@@ -59,6 +67,11 @@ TABLES = [
         scales={"small": "10 rounds of one epoch"},
         seeds={"small": [0, 1, 2]},
         minutes={"small": 0.2},
+        notes=[
+            "Batches of 256 records, or of 64 persons: the same rate and steps. Epsilon 2 or 8 and delta 1e-4 are of a person; "
+            "the group bound gives a record a quarter of this epsilon, and delta / (4 exp(3 epsilon / 4)). The record's row "
+            "has epsilon and delta for one record and protects no person. The learning rate is the better one of 0.5 and 2 in a run with another seed."
+        ],
         ours="person",
         rivals=["bound"],
     )
