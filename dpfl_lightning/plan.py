@@ -100,7 +100,17 @@ def schedule_text(client_plan: ClientPlan) -> str:
 def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequence[int] | None) -> str:
     """Return a table of all clients and the guarantee with the largest epsilon."""
     one_delta = len({client_plan.guarantee.delta for client_plan in planned}) == 1  # it is stated below the table
-    head = ["client", "records", "batch", "rate", "steps", "noise", "budget", "epsilon", *["delta"] * (not one_delta)]
+    head = [
+        "client",
+        f"{planned[0].guarantee.unit}s",
+        "batch",
+        "rate",
+        "steps",
+        "noise",
+        "budget",
+        "epsilon",
+        *["delta"] * (not one_delta),
+    ]
     rows = [
         [
             name,

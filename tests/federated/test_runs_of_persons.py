@@ -16,7 +16,9 @@ from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.ledger import main as ledger
+from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.clipping.inputs import Block
+from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
@@ -66,9 +68,11 @@ def test_every_engine_trains_on_persons_as_the_reference(make_loop, engine, batc
 
 
 def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
-    loop = run_of(make_loop)
+    loop = run_of(make_loop, parts=[Progress()])
     assert loop.config.facts.num_records == loop.population.num_persons
     loop.run()
+    shown = capsys.readouterr().out
+    assert "persons" in shown and "records  batch" not in shown and "per person" in shown
     folder = loop.config.output_dir
     words = "differential privacy per person (add or remove one person of one client)"
     for file in ("result.json", "guarantees.json", "guarantee.html"):
@@ -128,6 +132,13 @@ def test_queries_for_losses_ask_persons(make_loop, monkeypatch):
     loop = run_of(make_loop, parts=[Ifca(num_clusters=2)], new_net=lambda seed: module().net)
     loop.run()
     assert {*asked} == {*loop.population.num_persons}
+
+
+def test_the_plan_of_a_configuration_counts_persons(capsys):
+    unit = ["--privacy.unit", "person", "--privacy.rows_per_person", "4", "--data.records_per_person", "4"]
+    assert plan(["--config", "digits", "--clients.batch_size", "8", *unit]) == 0
+    shown = capsys.readouterr().out
+    assert "persons" in shown and "per person (add or remove one person of one client)" in shown
 
 
 @pytest.mark.parametrize(

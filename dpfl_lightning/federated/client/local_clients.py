@@ -44,6 +44,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     truth = None if population.groups is None else {"groups": population.groups}
     shape = population.num_records, population.num_classes, population.input_shape
     extra |= {
+        "unit": "record" if population.rows_per_person is None else "person",
         "test_set": population.test is not None,
         "features": population.features,
         "origin": population.origin,

@@ -61,7 +61,7 @@ class Accountant(ABC):
     faster: "Accountant | None" = None  # a faster accountant, whose noise is a first guess
 
     def __init__(self, adjacency: str = "add_remove") -> None:
-        require_one_of(ADJACENCIES | ADJACENCIES_OF_PERSONS, "adjacency", adjacency)
+        require_one_of(ADJACENCIES, "adjacency", relation_of(adjacency))
         self.adjacency, self._relation = adjacency, relation_of(adjacency)
         self.sensitivity = SENSITIVITY[self._relation]
 
