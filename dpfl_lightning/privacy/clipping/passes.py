@@ -182,7 +182,7 @@ class FixedPasses:
 
     def _windows(self, size: int) -> list[list[int]]:
         """Return rows of examples, the padding first: few records may keep their bits by chance."""
-        count = max(1, min(self.crowd, _COMPARED) // size)
+        count = max(1, min(self.crowd, _COMPARED, len(self.examples[1])) // size)
         return [[0, *range(first, first + size - 1)] for first in range(1, 1 + count * (size - 1), max(size - 1, 1))]
 
     def _of_records(self, rows_of: Rows) -> Callable[[int], object]:
