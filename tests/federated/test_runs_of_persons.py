@@ -160,8 +160,10 @@ def test_the_plan_of_a_configuration_counts_persons(capsys):
 
 @pytest.mark.parametrize("name", sorted({*names_of("strategies")} - {"early_stopping", "oracle_clusters"}))
 def test_every_strategy_counts_persons_or_is_refused_by_name(make_loop, name):
-    (strategy,) = strategies.build({name: {"warmup_rounds": 2} if name == "two_stage_selection" else {}})
+    in_stages = name == "two_stage_selection"
+    (strategy,) = strategies.build({name: {"warmup_rounds": 2} if in_stages else {}})
     options = {"parts": [strategy], "new_net": lambda seed: module().net}
+    options["clients"] = dataclasses.replace(CLIENTS, batch_size=None if in_stages else CLIENTS.batch_size)
     if not strategy.counts_persons:
         with pytest.raises(UserError, match=f"`privacy.unit` must be record with {type(strategy).__name__}"):
             run_of(make_loop, **options)
