@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from pytest import MonkeyPatch
 
+from dpfl_lightning.auditing import harness
+from dpfl_lightning.data.persons import chosen_rows
 from dpfl_lightning.federated.client import local_clients
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.federated.client.engines import fast as fast_engine
@@ -22,10 +24,11 @@ from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import passes
 from dpfl_lightning.privacy.clipping import reference as clipping
-from dpfl_lightning.privacy.clipping.inputs import take
+from dpfl_lightning.privacy.clipping.inputs import Block, joined, take
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
+ROWS = 4  # most rows of a person
 Mutate = Callable[[MonkeyPatch], None]
 SUMS = (clipping.VmapClippedSum, fast_clipping.FastClippedSum)
 
@@ -218,6 +221,80 @@ def passes_over_views(patch: MonkeyPatch) -> None:
     _sum_by(patch, lambda count: _slices(count, 1), copied=False)
 
 
+def rows_clipped_singly(patch: MonkeyPatch) -> None:
+    """Every row of a person is clipped, and the sum has all of them."""
+
+    def singly(x: Block) -> tuple[torch.Tensor, Block]:
+        person, row = x.weights.nonzero(as_tuple=True)
+        return person, _only(x, person, row)
+
+    _sum_of(patch, singly)
+
+
+def persons_counted_by_rows(patch: MonkeyPatch) -> None:
+    """A person's gradient is clipped once, but the sum has it as often as the person has rows."""
+
+    def by_rows(x: Block) -> tuple[torch.Tensor, Block]:
+        person = x.weights.nonzero(as_tuple=True)[0]
+        return person, take(x, person)
+
+    _sum_of(patch, by_rows)
+
+
+def rows_drawn(patch: MonkeyPatch) -> None:
+    """Every row is drawn for itself, as if it were a person."""
+    draw = sampling.Poisson.draws
+
+    def drawn(self, index):
+        person, row = self._drawn[index] // ROWS, self._drawn[index] % ROWS
+        x, y = self.population.records(self.client, person)
+        some = x.weights[torch.arange(len(row)), row] > 0
+        return _only(x, torch.arange(len(row))[some], row[some]), y[some]
+
+    patch.setattr(sampling.Poisson, "draws", lambda self, persons, *args: draw(self, ROWS * persons, *args))
+    patch.setattr(engine.DrawnBatches, "__getitem__", drawn)
+
+
+def persons_of_drawn_rows(patch: MonkeyPatch) -> None:
+    """Rows are drawn at the rate that the accountant assumes for persons; whoever has one of them is in the batch."""
+    draw = sampling.Poisson.draws
+
+    def draws(self, persons, *args):
+        return (np.unique(rows // ROWS) for rows in draw(self, ROWS * persons, *args))
+
+    patch.setattr(sampling.Poisson, "draws", draws)
+
+
+def rows_split_over_steps(patch: MonkeyPatch) -> None:
+    """Of a drawn person each row is in a batch of its own, one after the other."""
+
+    def split(self, index):
+        parts = []
+        for row, drawn in enumerate(self._drawn[max(0, index - ROWS + 1) : index + 1][::-1]):
+            x, y = self.population.records(self.client, drawn)
+            some = torch.nonzero(x.weights[:, row])[:, 0]
+            parts.append((_only(x, some, torch.full_like(some, row)), y[some]))
+        xs, ys = zip(*parts, strict=True)
+        return joined(xs), torch.cat(ys)
+
+    patch.setattr(engine.DrawnBatches, "__getitem__", split)
+
+
+def two_persons_of_many_rows(patch: MonkeyPatch) -> None:
+    """The rows of a person above the limit are those of another one."""
+
+    def chosen(rows, codes, most, key):
+        places = torch.stack([(codes[:place] == code).sum() for place, code in enumerate(codes)])
+        return chosen_rows(rows, codes + 1_000_000 * (places // most), most, key)
+
+    patch.setattr(harness, "chosen_rows", chosen)
+
+
+def divisor_of_the_rows(patch: MonkeyPatch) -> None:
+    """The noised sum is divided by the number of rows that were drawn."""
+    _divide_by_the_batch(patch, noise_too=True)
+
+
 #: those that every audit must catch, by any engine, and by which checks
 MUTANTS: dict[str, tuple[Mutate, set[str]]] = {
     "half the noise": (half_the_noise, {"noise"}),
@@ -252,6 +329,18 @@ OF_RULES: dict[str, tuple[Mutate, set[str]]] = {
 }
 
 
+#: others, of persons with up to `ROWS` rows
+OF_PERSONS: dict[str, tuple[Mutate, set[str]]] = {
+    "rows clipped singly": (rows_clipped_singly, {"sensitivity", "canary"}),
+    "rows drawn": (rows_drawn, {"sensitivity", "sampling", "canary"}),
+    "persons of drawn rows": (persons_of_drawn_rows, {"sampling"}),
+    "rows split over steps": (rows_split_over_steps, {"sampling"}),
+    "a person too many rows is two": (two_persons_of_many_rows, {"sensitivity", "canary"}),
+    "a person counted by rows": (persons_counted_by_rows, {"sensitivity", "canary"}),
+    "divisor of the drawn rows": (divisor_of_the_rows, {"sensitivity"}),
+}
+
+
 class _Drawn(threading.local):
     """The last sum of this thread: its place in memory, bytes a row, and records of each row."""
 
@@ -277,7 +366,8 @@ def _remembering(call, drawn):
         sums, norms = call(self, params, x, y, request)
         group = torch.zeros(len(y), dtype=torch.long) if request.group is None else request.group
         drawn.place, drawn.row_bytes = sums.data_ptr(), sums[0].nbytes
-        drawn.sizes = torch.bincount(group, minlength=request.num_groups)
+        rows = (x.weights > 0).sum(dim=1) if isinstance(x, Block) else torch.ones(len(y))
+        drawn.sizes = torch.bincount(group, rows, minlength=request.num_groups)
         return sums, norms
 
     return summed
@@ -297,6 +387,27 @@ def _last_of_first_pass_twice(call):
 
 def _slices(count, size):
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _only(x: Block, persons: torch.Tensor, rows: torch.Tensor) -> Block:
+    """Return these persons, each with this one row."""
+    return Block(take(x.x, persons), torch.nn.functional.one_hot(rows, ROWS).to(x.weights.dtype))
+
+
+def _sum_of(patch: MonkeyPatch, units: Callable[[Block], tuple[torch.Tensor, Block]]) -> None:
+    """Let sums of persons be over other units, each of a person that the batch holds."""
+
+    def over_units(call):
+        def summed(self, params, x, y, request):
+            person, x = units(x)
+            group = None if request.group is None else request.group[person]
+            sums, _ = call(self, params, x, y[person], dataclasses.replace(request, group=group))
+            return sums, torch.zeros(len(y))
+
+        return summed
+
+    for kind in SUMS:
+        patch.setattr(kind, "__call__", over_units(kind.__call__))
 
 
 class _SumOfPasses:

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from dpfl_lightning.auditing.bounds import threshold_epsilon
 from dpfl_lightning.auditing.company import differences, hostile
 from dpfl_lightning.auditing.exact import moved, with_one_more
-from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, made_up
+from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, has_classes, made_up
 from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
@@ -35,7 +36,8 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.privacy.clipping.inputs import Block, Inputs
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, Params
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
@@ -69,7 +71,7 @@ def grid(
     if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would hide the grid
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
-    if like.y.dim() == 1 and not like.y.is_floating_point():
+    if has_classes(like):
         jobs.append((ClassGradients(like.num_classes), 1))
     off_grid, numbers = 0, 0
     for (job, steps), together in itertools.product(jobs, (False, True)):
@@ -86,7 +88,7 @@ def grid(
     claim = subject.accountant.epsilon([subject.planned.event(1)], delta)
     return Finding(
         check="grid",
-        what=f"{engine}: numbers off the public grid; bits of {count} releases with a record, {count} without",
+        what=f"{engine}: numbers off the public grid; bits of {count} releases with a {subject.unit}, {count} without",
         measured=f"{off_grid} of {numbers}; epsilon >= {at_least(bound)}",
         claimed=f"0; epsilon {at_most(claim)}",
         refuted=off_grid > 0 or bound > claim,
@@ -161,7 +163,7 @@ def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Pop
     watched = {"huge": 0, "constant": 1, "broken": 2, "gigantic": 3, "ordinary": 7}
     datasets, pairs = with_one_more({"ordinary": ordinary, "hostile": torch.arange(30, CROWD)}, watched)
     harness = Harness(build_engine(engine), module, like, (x, y), datasets, Streams())
-    what = f"{engine}: one record among {len(ordinary)} or more"
+    what = f"{engine}: one {subject.unit} among {len(ordinary)} or more"
     return _most_moved("isolation", what, harness, subject, pairs, [subject.planned.clip_norm], [None], 1e-5)
 
 
@@ -173,16 +175,20 @@ def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Po
     """
     scaled = copy.deepcopy(module)
     original_loss = scaled.sample_loss
-    scaled.sample_loss = lambda params, x, y: TINY * original_loss(params, x, y)  # type: ignore[method-assign]
+
+    def tiny_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
+        return original_loss(params, x, y) * (1.0 if isinstance(x, Block) else TINY)  # a block's is that of its rows
+
+    scaled.sample_loss = tiny_loss  # type: ignore[method-assign]
     x, y = made_up(like, 12, seed, scaled.flat.device, scaled.flat.dtype, scales=(1.0,))
     draw = np.random.default_rng(seed)
     for number, scale in enumerate((1e16, 1e17, 1e18, 1e19) * 3):
-        row = x[number].view(-1)
-        row.zero_()[int(draw.integers(len(row)))] = scale
+        rows = x[number].view(-1, math.prod(like.input_shape))
+        rows.zero_()[:, int(draw.integers(rows.shape[1]))] = scale
     datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
     harness = Harness(build_engine(engine, 1), scaled, like, (x, y), datasets, Streams())
     pairs, starts = [(NOBODY, name) for name in datasets], [scaled.flat, torch.zeros_like(scaled.flat)]
-    what = f"{engine}: one record of huge features and tiny loss"
+    what = f"{engine}: one {subject.unit} of huge features and tiny loss"
     return _most_moved("tiny norms", what, harness, subject, pairs, [1e-5, 1e-8], starts, 1e-3)
 
 
@@ -205,12 +211,13 @@ def company(subject: AuditTarget, engine: str, module: ClientModule, like: Popul
     sums, changed = harness.engine.clipped_sum, 0
     for number, (large, size) in enumerate(MODELS):
         params, watched = hostile(module.named_trainable, seed + number, large), min(WATCHED, harness.at_once)
-        batch, others = (x[:size], y[:size]), (x[-9:], y[-9:])
+        batch, others = harness.batch(torch.arange(size)), harness.batch(torch.arange(len(y))[-9:])
         changed += sum(one.records for one in differences(sums, params, batch, others, request, seed, watched))
 
     def one_more(number: int) -> float:
         params, size = hostile(module.named_trainable, seed + number), SIZES[number % len(SIZES)]
-        smaller, larger = (sums(params, x[:count], y[:count], request)[0].clone() for count in (size, size + 1))
+        batches = (harness.batch(torch.arange(count)) for count in (size, size + 1))
+        smaller, larger = (sums(params, *batch, request)[0].clone() for batch in batches)
         return float(torch.linalg.vector_norm(larger - smaller, ord=request.order))
 
     worst, most = max(range(SEARCHED), key=one_more), 0.0
@@ -223,7 +230,7 @@ def company(subject: AuditTarget, engine: str, module: ClientModule, like: Popul
     most = max(most, 1 + float(apart) / _RATE)  # what a client releases may not depend on another one
     return Finding(
         check="company",
-        what=f"{engine}: records with other bits in other company; one record more moves a release by",
+        what=f"{engine}: {subject.unit}s with other bits in other company; one {subject.unit} more moves a release by",
         measured=f"{changed}; {most:.6f} x clip norm",
         claimed="0; at most 1",
         refuted=changed > 0 or not most <= 1 + 1e-3,
@@ -265,6 +272,8 @@ def _most_moved(
 class _Asks(Strategy):
     """Asks every client for its mean loss twice, and client 1 for an answer without a mechanism."""
 
+    counts_persons = True
+
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         def replanned(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
             lines = [Planned("loss", GaussianEvent(1.0, 1.0, 1), 2)]
@@ -298,12 +307,17 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
         warnings.simplefilter("ignore", UserNotice)
         cpu, dtype = torch.device("cpu"), loop.population.empty_batch[0].dtype
         pairs = [made_up(loop.population, 8, loop.config.seed + client, cpu, dtype) for client in range(2)]
+        protects: dict[str, Any] = {}
+        if most := loop.population.rows_per_person:
+            pairs = [(x.flatten(0, 1), y.flatten(0, 1)) for x, y in pairs]
+            protects = {"unit": "person", "rows_per_person": most}
+        persons = [np.repeat(np.arange(8), most)] * 2 if most else None
         result = FederatedLoop(
-            Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes),
+            Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes, persons=persons),
             copy.deepcopy(loop.module),
             rounds=1,
             clients=ClientOptions(count=2, batch_size=None),
-            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0),
+            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0, **protects),
             strategies=[strategy],
             engine=build_engine(loop.clients.engine.name),
             output_dir=Path(folder) / "run",

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import rate_interval
-from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, OneNoise, Scene, made_up, most_opposed
+from dpfl_lightning.auditing.harness import (
+    NOBODY,
+    POOL,
+    Harness,
+    OneNoise,
+    Scene,
+    candidates,
+    has_classes,
+    made_up,
+    most_opposed,
+)
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import build_engine
@@ -38,17 +48,21 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
     x, y = made_up(like, POOL, seed, module.flat.device, torch.float64)
     records = torch.cat([x, torch.full_like(x[:1], math.nan)]), torch.cat([y, y[:1]])  # the last record is broken
     choosing = Harness(build_engine("serial"), module, like, records, {}, Streams())
-    canary, other = most_opposed(choosing.gradients(torch.arange(POOL), subject.planned))
+    pool = candidates(like)
+    canary, other = (int(pool[one]) for one in most_opposed(choosing.gradients(pool, subject.planned)))
     draw = np.random.default_rng(seed)
     crowds = {f"{size} records": torch.from_numpy(draw.integers(POOL, size=size)) for size in SIZES}
     crowds["5 opposed records"] = torch.tensor([other] * 5)
-    datasets, pairs = with_one_more(crowds, {"a canary": canary, "a broken record": POOL})
+    watched = {"a canary": canary, "a broken record": POOL}
+    if like.rows_per_person is not None:
+        watched |= {"a canary of different rows": POOL - 1}
+    datasets, pairs = with_one_more(crowds, watched)
     harness = Harness(build_engine(engine), module, like, records, datasets, OneNoise(secrets.token_bytes(32)))
     noisy_mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     noiseless = dataclasses.replace(noisy_mechanism, noise_multiplier=0.0)
     unit = subject.planned.expected_batch_size / subject.planned.clip_norm  # learning rate for releases in clip norms
     jobs: list[Job] = [LocalTraining()]
-    if like.y.dim() == 1 and not like.y.is_floating_point():
+    if has_classes(like):
         matrices = tuple(name for name, p in module.named_trainable.items() if p.dim() >= 2)
         jobs += [ClassGradients(like.num_classes), ClassGradients(like.num_classes, parameters=matrices)]
     ratios = {
@@ -59,7 +73,7 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
     claimed = {"without noise": 1.0, "with noise": on_grid}
     return Finding(
         check="sensitivity",
-        what=f"{engine}: one record moves a release by",
+        what=f"{engine}: one {subject.unit} moves a release by",
         measured=f"{max(ratios.values()):.6f} x clip norm",
         claimed=f"1; {on_grid:.6f} on the grid",
         refuted=not all(ratios[label] <= most + TOLERANCE for label, most in claimed.items()),
@@ -113,13 +127,12 @@ def moved(
 def sampling(subject: AuditTarget, scene: Scene, steps: int = 200) -> Finding:
     """Check that no step holds a record twice, and that the sampling rate is at most the accountant's."""
     claimed, records = subject.planned.sample_rate, subject.settings.num_records
-    rows_of_steps = scene.drawing.draws("everybody", subject.mechanism, steps)
+    rows_of_steps, hits = scene.drawing.draws("everybody", subject.mechanism, steps)
     duplicates = sum(len(rows) - len(np.unique(rows)) for rows in rows_of_steps)
-    hits = sum(map(len, rows_of_steps))
     low, high = (float(end) for end in rate_interval(hits, steps * records, scene.significance))
     return Finding(
         check="sampling",
-        what=f"records twice in a step; rate in {steps} steps",
+        what=f"{subject.unit}s twice in a step; rate in {steps} steps",
         measured=f"{duplicates}; {low:.4g} to {high:.4g}",
         claimed=f"0; at most {claimed:.4g}",
         refuted=duplicates > 0 or low > claimed,

@@ -5,6 +5,7 @@ The output of an audit is shown, so it must not depend on private records.
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.persons import chosen_rows
 from dpfl_lightning.federated.client.dummy_data import dummy_labels
 from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -25,6 +27,7 @@ from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 POOL = 32  # dummy records from which the canary is chosen
 NOBODY = "nobody"  # a data set whose Poisson samples are all empty
+_ALL = "all records"
 _NEVER = 1e-12  # its sampling rate
 SCALES = (1.0, 1.0, 10.0, 1000.0)  # large inputs give gradients that must be clipped
 _NUMBERS = 1 << 25  # numbers of gradients or releases that are held at once
@@ -33,15 +36,35 @@ _NUMBERS = 1 << 25  # numbers of gradients or releases that are held at once
 def made_up(
     like: Population, count: int, seed: int, device: torch.device, dtype: torch.dtype, scales: Sequence[float] = SCALES
 ) -> Batch:
-    """Draw normal inputs `[count, *X]`, cycling through the scales, and random labels `[count]`."""
+    """Draw normal inputs `[count, *X]`, cycling through the scales, and random labels `[count]`.
+
+    If `like` counts persons, they are `[count, R, *X]` and `[count, R]`, and every second person has R equal rows.
+    """
     generator = torch.Generator().manual_seed(seed)
-    scale = torch.tensor(scales)[torch.arange(count) % len(scales)].view(-1, *[1] * len(like.input_shape))
-    x = scale * torch.randn(count, *like.input_shape, generator=generator)
+    rows = like.rows_per_person
+    units = (count,) if rows is None else (count, rows)
+    scale = torch.tensor(scales)[torch.arange(count) % len(scales)].view(-1, *[1] * (len(units) - 1))
+    x = torch.randn(*units, *like.input_shape, generator=generator)
+    x *= scale.view(*scale.shape, *[1] * len(like.input_shape))
+    y = dummy_labels(like, math.prod(units), generator).unflatten(0, units)
     if like.y.is_floating_point():
-        y = scale.view(-1, *[1] * (like.y.dim() - 1)) * dummy_labels(like, count, generator)
-    else:
-        y = dummy_labels(like, count, generator)
+        y *= scale.view(*scale.shape, *[1] * (like.y.dim() - 1))
+    if rows is not None:
+        x[::2], y[::2] = x[::2, :1], y[::2, :1]
     return x.to(device, dtype), y.to(device, dtype if like.y.is_floating_point() else like.y.dtype)
+
+
+def has_classes(like: Population) -> bool:
+    """Return whether clients may release class gradients."""
+    return like.rows_per_person is None and like.y.dim() == 1 and not like.y.is_floating_point()
+
+
+def candidates(like: Population) -> Tensor:
+    """Return the numbers of a pool of `POOL` of which the canary is one: of persons, those with equal rows.
+
+    Their rows have one gradient, so that a build that adds up what it clips adds up in one direction.
+    """
+    return torch.arange(0, POOL, 1 if like.rows_per_person is None else 2)
 
 
 def most_opposed(gradients: Tensor) -> tuple[int, int]:
@@ -73,6 +96,7 @@ class Harness:
 
     The parameters of `module` are the default start of releases. `like` defines shape, classes and dtype of the records
     (its records are not read); `datasets` are rows `[b]`, b >= 1, of `records` (x, y), each held by `copies` clients.
+    Where `like` counts persons, `records` are persons as in `made_up`, and `datasets` are numbers of persons.
     """
 
     def __init__(
@@ -88,14 +112,21 @@ class Harness:
     ) -> None:
         self.at_once, self.start = max(1, _NUMBERS // module.num_params), module.flat
         copies = min(copies, self.at_once)
-        datasets = {NOBODY: torch.zeros(1, dtype=torch.long), **datasets}
+        datasets = {NOBODY: torch.zeros(1, dtype=torch.long), **datasets, _ALL: torch.arange(len(records[1]))}
         self._first = {name: number * copies for number, name in enumerate(datasets)}
         self._attempt, self.engine, self.copies = 0, engine, copies
+        units, rows_of = None, [rows for rows in datasets.values() for _ in range(copies)]
+        if most := like.rows_per_person:
+            records = records[0].flatten(0, 1), records[1].flatten(0, 1)
+            units = [rows.to(module.device) for one in datasets.values() for rows in [_rows_of(one, most)] * copies]
+            rows_of = [rows[rows >= 0] for rows in units]
         self.population = dataclasses.replace(
             like,
             x=records[0],
             y=records[1],
-            train_of=[rows.to(module.device) for rows in datasets.values() for _ in range(copies)],
+            train_of=[rows.to(module.device) for rows in rows_of],
+            units=units,
+            persons=None,
             held_out_of=[torch.zeros(0, dtype=torch.long, device=module.device)] * (copies * len(datasets)),
             test=None,
             public=None,
@@ -104,12 +135,16 @@ class Harness:
         )
         engine.setup(module, self.population, streams, sampling)
 
+    def batch(self, rows: Tensor) -> Batch:
+        """Return these records, or a block of these persons."""
+        return self.population.records(self._first[_ALL], rows)
+
     def gradients(self, rows: Tensor, mechanism: Mechanism, start: Tensor | None = None) -> Tensor:
         """Return each record's gradient at `start` `[P]`, clipped by the mechanism: `[len(rows), P]`."""
         start = self.start if start is None else start
         params, parts = self.engine.module.unflatten(start), []
         for some in rows.to(start.device).split(min(32, self.at_once)):
-            groups, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
+            (x, y), groups = self.batch(some), torch.arange(len(some)).to(start.device)
             expected = mechanism.expected_batch_size
             request = ClipRequest(mechanism.clip_norm, mechanism.clip_order, groups, len(some), expected=expected)
             parts.append(self.engine.clipped_sum(params, x, y, request)[0])
@@ -148,11 +183,12 @@ class Harness:
             releases[successful] = updates.deltas
         return releases
 
-    def draws(self, name: str, mechanism: Mechanism, steps: int) -> list[np.ndarray]:
-        """Return the rows that the engine draws for each of `steps` steps of one client."""
+    def draws(self, name: str, mechanism: Mechanism, steps: int) -> tuple[list[np.ndarray], int]:
+        """Return the rows that the engine draws for each step of one client, and how many all its batches hold."""
         self._attempt += 1
         plan = self._plan([name], mechanism, steps, 1.0, False, LocalTraining(), 1)
-        return list(self.engine.local_task(plan, 0, self.start.expand(1, -1), self._attempt)[2].draws)
+        batches = self.engine.local_task(plan, 0, self.start.expand(1, -1), self._attempt)[2]
+        return list(batches.draws), sum(len(y) for _, y in batches)
 
     def _plan(
         self,
@@ -178,6 +214,17 @@ class Harness:
             learning_rate_of=(learning_rate,) * count,
             job=job,
         )
+
+
+def _rows_of(persons: Tensor, most: int) -> Tensor:
+    """Return the rows `[len(persons), most]` that training uses of a client's persons, as of a run.
+
+    Of persons with equal rows there is one row too many, and of others one is missing.
+    """
+    rows = [torch.arange(most) + most * int(person) for person in persons]
+    rows = [torch.cat([own, own[:1]]) if own[0] // most % 2 == 0 else own[: max(1, most - 1)] for own in rows]
+    codes = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in rows]))
+    return chosen_rows(torch.cat(rows), codes, most, key=b"")
 
 
 @dataclass(frozen=True)

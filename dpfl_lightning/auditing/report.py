@@ -60,7 +60,9 @@ def text(found: Mapping[str, Any]) -> str:
             "bound at or below its claim proves nothing; one above it would have refuted the build."
         )
     parts += [f"Not audited: {words}." for words in found["not_audited"]]
-    parts.append("\n".join(f"{check}: {MEANING[check]}." for check in checks))
+    meaning = "\n".join(f"{check}: {MEANING[check]}." for check in checks)
+    of_persons = any(client["claim"]["unit"] == "person" for client in found["clients"])
+    parts.append(meaning.replace("record", "person") if of_persons else meaning)
     return "\n\n".join(filter(None, parts))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dpfl_lightning.auditing import attacks, exact, noisy, one_run
-from dpfl_lightning.auditing.harness import POOL, Harness, Scene, made_up, most_opposed
+from dpfl_lightning.auditing.harness import POOL, Harness, Scene, candidates, made_up, most_opposed
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget, subjects
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
@@ -42,8 +42,6 @@ def audit(
     """
     privacy = loop.config.privacy
     require(privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
-    unit = "record" if privacy is None else privacy.unit
-    require(unit == "record", "privacy.unit", "be record to audit", unit, "An audit adds and removes single records.")
     x = loop.population.empty_batch[0]
     must = "be one floating tensor a record to audit, because an audit scales its artificial records"
     require(isinstance(x, torch.Tensor) and x.is_floating_point(), "data", must, loop.population.input_shape)
@@ -140,7 +138,8 @@ def _scene(loop: FederatedLoop, subject: AuditTarget, significance: float, most:
     included = np.random.default_rng(seed).random(count) < 0.5
     canaries, others, mask = POOL + torch.arange(count), POOL + count + torch.arange(count), torch.from_numpy(included)
     choosing_harness = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
-    canary, other = most_opposed(choosing_harness.gradients(torch.arange(POOL), subject.planned))
+    pool = candidates(loop.population)
+    canary, other = (int(pool[one]) for one in most_opposed(choosing_harness.gradients(pool, subject.planned)))
     datasets = {
         "two": torch.arange(2),
         "eight": torch.arange(8),

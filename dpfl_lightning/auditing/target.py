@@ -47,6 +47,7 @@ class AuditTarget:
     accountant: Accountant
     replace_one: bool
     sampling: str
+    unit: str  # record or person
 
     @property
     def claims(self) -> bool:
@@ -90,8 +91,9 @@ class AuditTarget:
             "expected_batch_size": self.planned.expected_batch_size,
             "steps": sum(release.all_steps for release in self.releases),
             "accountant": self.accountant.name,
-            "adjacency": "replace one record" if self.replace_one else "add or remove one record",
+            "adjacency": f"{'replace' if self.replace_one else 'add or remove'} one {self.unit}",
             "sampling": self.sampling,
+            "unit": self.unit,
         }
 
 
@@ -138,4 +140,5 @@ def _subject(loop: FederatedLoop, view: View, client: int, client_schedule: Clie
         accountant=loop.config.accountant,
         replace_one=loop.config.privacy is not None and loop.config.privacy.adjacency == "replace_one",
         sampling=loop.clients.sampling,
+        unit="record" if loop.population.rows_per_person is None else "person",
     )

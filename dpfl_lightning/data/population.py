@@ -120,6 +120,8 @@ class Population:
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
     def num_records(self) -> tuple[int, ...]:
         """What training counts of each client: its training records, or with `rows_per_person` their persons."""
+        if self.units is not None:
+            return tuple(map(len, self.units))
         if self.rows_per_person is not None and self.num_persons is not None:
             return self.num_persons
         return tuple(map(len, self.train_of))

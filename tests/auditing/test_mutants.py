@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import mutants
+import numpy as np
 import pytest
 from conftest import blobs, small_loop
 
@@ -12,6 +13,7 @@ from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine, build_loop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
 from dpfl_lightning.federated.server.view import View
 
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
@@ -70,6 +72,43 @@ def test_a_broken_build_is_refuted(engine, name, monkeypatch):
     caught = {finding["check"] for finding in found["clients"][0]["findings"] if finding["refuted"]}
     assert expected <= caught, found["clients"][0]["findings"]
     assert {f"client 0: {check}" for check in expected} <= set(found["refuted"])
+
+
+def of_persons(monkeypatch) -> FederatedLoop:
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
+    monkeypatch.setattr(exact, "SIZES", (0, 5))
+    rng = np.random.default_rng(0)
+    y = rng.integers(3, size=300)
+    x = (np.eye(6)[y] + rng.normal(size=(300, 6))).astype(np.float32)
+    return small_loop(
+        Population.from_datasets([(x, y)], held_out=0.0, num_classes=3, persons=[rng.integers(100, size=300)]),
+        rounds=2,
+        clients=ClientOptions(count=1, batch_size=20, learning_rate=0.3),
+        privacy=PrivacyOptions(epsilon=8.0, delta=1e-3, unit="person", rows_per_person=mutants.ROWS),
+    )
+
+
+@pytest.mark.parametrize("name", mutants.OF_PERSONS)
+def test_a_build_that_does_not_protect_persons_is_refuted(name, monkeypatch):
+    """The canary is a person.
+
+    Rows chosen anew in every step are no mutant: a step still has one clipped gradient of a person, by coins that do
+    not depend on others.
+    """
+    mutate, expected = mutants.OF_PERSONS[name]
+    mutate(monkeypatch)
+    found = audit(of_persons(monkeypatch), [0], CONFIDENCE, most_releases=60, only=expected)
+    assert {f"client 0: {check}" for check in expected} <= set(found["refuted"]), found["clients"][0]["findings"]
+
+
+def test_a_build_that_protects_persons_is_not_refuted(monkeypatch):
+    found = audit(of_persons(monkeypatch), [0], CONFIDENCE, most_releases=30)
+    assert found["refuted"] == [] and not found["not_audited"]
+    by_check = {one["check"]: one for one in found["clients"][0]["findings"]}
+    assert [*by_check] == CHECKS and "one person moves a release" in by_check["sensitivity"]["what"]
+    most = [by_check[name]["figures"]["most"] for name in ("isolation", "tiny norms", "company")]
+    assert min(*most, by_check["sensitivity"]["figures"]["most_without_noise"]) > 0.99, "nothing was clipped"
+    assert by_check["canary"]["figures"]["canary_over_clip"] == pytest.approx(1, abs=1e-3)
 
 
 OTHERS = [{"adjacency": "replace_one"}, {"sampling": "shuffle"}, {"epsilon": None, "noise_multiplier": 0.6}]
