@@ -257,7 +257,12 @@ class FederatedLoop(RunSession):
         watching = [one for one in callbacks if not isinstance(one, Strategy)]
         registered, watching = register(_with_base(deciding), watching)
         ranks = Ranks(device)
-        population, module = population.checked().to(ranks.fabric.device), module.to(ranks.fabric.device)
+        population = population.checked()
+        if privacy is not None and privacy.unit == "person":
+            _check_persons(privacy, registered, remote)
+            assert privacy.rows_per_person is not None  # for mypy
+            population = population.by_person(privacy.rows_per_person)
+        population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
         require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
@@ -325,6 +330,20 @@ def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | No
     if remote is not None:
         return remote(*sides)
     return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
+
+
+def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy], remote: Remote | None) -> None:
+    """Raise UserError if a part of the run does not count persons."""
+    most, key = privacy.rows_per_person, "privacy.unit"
+    advice = "Name the most rows of a person that are used, such as 4."
+    require(most is not None, "privacy.rows_per_person", "be a number with unit person", most, advice)
+    poisson = privacy.sampling == "poisson"
+    require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
+    require(remote is None, key, "be record with sites", "person", "The nodes of sites count records.")
+    for strategy in strategies:
+        name = type(strategy).__name__
+        advice = "It releases what counts records, or their classes."
+        require(strategy.counts_persons, key, f"be record with {name}", "person", advice)
 
 
 def _notice(module: ClientModule, clients: ClientOptions) -> None:

@@ -70,6 +70,7 @@ data:
   init_args:
     label: {label}  # the outcome; site.yaml shows what columns hold
     classes: null  # in the order of their numbers and in quotes, as in ["no", "yes"]; for numbers leave this line out
+    person: {person}  # {about_person}
     drop: {drop}  # look like identifiers or free text; columns that are in no list are numbers as they are
     scale:{scale}
     categories:{categories}
@@ -78,6 +79,9 @@ data:
     units: {{}}  # of columns, as in {{{column}: mg/l}}: a site with another one is refused
     held_out: {held_out}  # 0 at sites, whose models are scored on the server's test table; 0.2 in a simulation
 """
+
+_PERSON = "names a row's person, to judge by its name: confirm it, or write null if each row is another person"
+_NO_PERSON = "the column that names the person of a row, if a person may have several rows"
 
 _SITE = """\
 # It stays at this site: what the rows hold is private. Compare it with data.yaml, and do not copy it there.
@@ -154,16 +158,18 @@ def _tables(given: Sequence[str]) -> list[Path]:
 
 def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the configurations for tables (what is shared, what stays at the site, a run), and how tables differ."""
-    from dpfl_lightning.data.look import differences, likely_label, look
+    from dpfl_lightning.data.look import differences, likely_label, likely_person, look
 
     looked = {path: look(path) for path in paths}
     columns = looked[paths[0]][1]
-    label = likely_label(columns)
-    inputs = [one for one in columns if one.name != label]
+    label, person = likely_label(columns), likely_person(columns)
+    inputs = [one for one in columns if one.name not in (label, person)]
     numbers = [one for one in inputs if one.kind in ("number", "date")]
     example = next((one.name for one in inputs if one.kind == "number"), "COLUMN")
     shared = _DATA.format(
         label=inline(label, unicode=True),
+        person=inline(person, unicode=True),
+        about_person=_NO_PERSON if person is None else _PERSON,
         drop=inline([one.name for one in inputs if one.kind == "other"], unicode=True),
         scale=_unfilled(numbers, "public mean and standard deviation, as in [60, 15]; of dates in days"),
         categories=_unfilled([one for one in inputs if one.kind == "category"], "public values, as in [a, b]"),

@@ -50,9 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     besides = loop.config.caveats, loop.clients.unprotected
-    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides)
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.most_records)
     notes = loop.describe()
     names = [loop.config.facts.name_of(client) for client in range(len(planned))]
+    persons = loop.population.num_persons
     if flags.json:
         rows = [
             {
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 **client_plan.as_dict(),
                 "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
                 "num_records": client_plan.num_records,
+                **({} if persons is None else {"num_persons": persons[client]}),
                 "batch_size": client_plan.batch_size,
             }
             for client, client_plan in enumerate(planned)
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         if exported is not None:
             notes = [*notes, f"The hash of {flags.export}, which sites compare, is {in_both_forms(exported)}."]
-        print(shown("\n".join([_run_text(planned, names), f"Task: {loop.info.task}", *notes])))
+        print(shown("\n".join([_run_text(planned, names, persons), f"Task: {loop.info.task}", *notes])))
     return 0
 
 
@@ -95,10 +97,20 @@ def schedule_text(client_plan: ClientPlan) -> str:
     return f"{columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
 
 
-def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
+def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequence[int] | None) -> str:
     """Return a table of all clients and the guarantee with the largest epsilon."""
     one_delta = len({client_plan.guarantee.delta for client_plan in planned}) == 1  # it is stated below the table
-    head = ["client", "records", "batch", "rate", "steps", "noise", "budget", "epsilon", *["delta"] * (not one_delta)]
+    head = [
+        "client",
+        f"{planned[0].guarantee.unit}s",
+        "batch",
+        "rate",
+        "steps",
+        "noise",
+        "budget",
+        "epsilon",
+        *["delta"] * (not one_delta),
+    ]
     rows = [
         [
             name,
@@ -114,6 +126,10 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str]) -> str:
         ]
         for name, client_plan in zip(names, planned, strict=True)
     ]
+    if persons is not None:
+        head.insert(2, "persons")
+        for row, count in zip(rows, persons, strict=True):
+            row.insert(2, count)
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."
     parts = [columns([[*head, "releases"], *rows]), about, f"Largest epsilon: {weakest.guarantee}"]

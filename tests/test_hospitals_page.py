@@ -38,4 +38,4 @@ def test_three_hospitals_with_csv_files(tmp_path):
     reference = re.search(r"AUROC (0\.\d+)$", done.stdout.strip())
     assert reference and float(reference[1]) > 0.71
     assert "died_30d: no, yes in aarhus.csv" in done.stdout and "0, 1 in essen.csv" in done.stdout
-    assert "read: {sep: ;, decimal: ',', na_values: ['?']}" in (tmp_path / "found.yaml").read_text()
+    assert "read: {sep: ;, na_values: ['?'], decimal: ','}" in (tmp_path / "found.yaml").read_text()

@@ -198,6 +198,15 @@ def test_a_mistake_is_one_sentence(capsys, words, message):
     assert output.out == ""
 
 
+def test_a_plan_counts_persons_if_they_are_known(capsys):
+    words = ["--config", "digits", "--privacy.accountant", "rdp", "--data.records_per_person", "4"]
+    assert plan_command([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["clients"]
+    assert all(row["num_persons"] == math.ceil(row["num_records"] / 4) for row in rows)
+    assert plan_command(words) == 0
+    assert "client  records  persons  batch" in capsys.readouterr().out
+
+
 def test_a_plan_names_the_caveats_of_the_run(capsys):
     conf = Path(__file__).parents[1] / "conf" / "digits.yaml"
     assert plan_command(["--config", str(conf), "--strategies", "{robust_hdp: {estimator: oracle}}"]) == 0

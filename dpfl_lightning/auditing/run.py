@@ -40,7 +40,10 @@ def audit(
     Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
     (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
-    require(loop.config.privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
+    privacy = loop.config.privacy
+    require(privacy is not None, "privacy", "be a mechanism to audit", None, "It would claim no epsilon.")
+    unit = "record" if privacy is None else privacy.unit
+    require(unit == "record", "privacy.unit", "be record to audit", unit, "An audit adds and removes single records.")
     x = loop.population.empty_batch[0]
     must = "be one floating tensor a record to audit, because an audit scales its artificial records"
     require(isinstance(x, torch.Tensor) and x.is_floating_point(), "data", must, loop.population.input_shape)

@@ -171,6 +171,11 @@ class PrivacyOptions(Section, section="privacy"):
         noise_key: 32 hexadecimal digits that make a reproducible SIMULATION: the same configuration gives the same
             bits. It protects nobody, because anyone who knows the digits can remove the noise. null draws fresh noise
             from the operating system for every release.
+        unit: what epsilon protects, and what batch_size, delta and steps count: record is a row of the data; person has
+            all rows with the same id, of which up to rows_per_person are used, and needs data that name persons.
+        rows_per_person: with unit person, the number of rows that a person has in training at most; which ones is
+            secret and stays the same for a run. With unit record, a public maximum up to which the guarantee also says
+            what holds for persons with several rows. null with unit record says nothing about persons.
         diagnostics: report in every round which fraction of each client's gradients was clipped and how many were not
             finite. Both are released without noise, so such a run has no guarantee, and its report states this.
     """
@@ -185,7 +190,14 @@ class PrivacyOptions(Section, section="privacy"):
     sampling: Literal["poisson", "shuffle"] = "poisson"
     reserve_rounds: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     noise_key: Annotated[str, _NOISE_KEY] | None = None
+    unit: Literal["record", "person"] = "record"
+    rows_per_person: Annotated[int, Interval(ge=1, le=1024)] | None = None
     diagnostics: bool = False
+
+    @property
+    def relation(self) -> str:
+        """The name of the relation between neighbouring data sets, by the unit; see `ADJACENCIES_OF_PERSONS`."""
+        return self.adjacency + "_of_persons" * (self.unit == "person")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%Y/%m/%d", "%d/%m/%Y %H:%M", "%d.%m.%Y %H:%M")
 _OF_A_LABEL = re.compile("label|target|outcome|class|died|dead|death|mortal|survi|diagnos|readmi|event|^ill$|^y$")
+_OF_A_PERSON = re.compile(
+    r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
+    r"[_ .-]?(id|nr|no|num|number|nummer|key|code)?|mrn|pid"
+)
 _OF_A_FOOTER = re.compile("(total|sum|summe|gesamt|insgesamt|mean|average|source|quelle|note|end of)\\b|#")
 _MOST_CATEGORIES = 20
 
@@ -73,6 +77,12 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
 def likely_label(columns: list[Column]) -> str | None:
     """Return the only column whose name is one of an outcome and which has few values, or None."""
     named = [one.name for one in columns if one.may_be_label and _OF_A_LABEL.search(one.name.lower())]
+    return named[0] if len(named) == 1 else None
+
+
+def likely_person(columns: list[Column]) -> str | None:
+    """Return the only column whose name is one of a person's identifier, or None."""
+    named = [one.name for one in columns if _OF_A_PERSON.fullmatch(one.name.lower())]
     return named[0] if len(named) == 1 else None
 
 
@@ -175,6 +185,9 @@ def _described(column: Series, forms: list[str]) -> Column:
     name, gaps = str(column.name), int(column.isna().sum())
     values, after = column.dropna(), f", {gaps} missing" if gaps else ""
     several = 2 <= values.nunique() <= 10
+    if _OF_A_PERSON.fullmatch(name.lower()) and len(values):
+        most = values.value_counts().max()
+        return Column(name, "other", f"{values.nunique()} persons with at most {most} rows each{after}")
     if forms:
         other = f"; {' or '.join(forms[1:])} fits, too: check it" if len(forms) > 1 else ""
         return Column(name, "date", f"dates written {forms[0]}{other}{after}")

@@ -128,3 +128,31 @@ def check_persons(
         apart = not bool(torch.isin(persons[train], others).any()) and bool((persons[train] >= 0).all())
         must = "have each person on one side of a split, and one for each training record"
         require(apart, "Population.persons", must, "persons of both, or none")
+
+
+def chosen_rows(rows: Tensor, persons: Tensor, most: int, key: bytes) -> Tensor:
+    """Return at most so many of the `rows` `[n]` of each of a client's persons, by their codes `persons` `[n]`.
+
+    The result is `[number of persons, most]` in the order of the codes, filled up with -1. Of a person with more rows
+    those are chosen whose places among its rows have the smallest digests with the secret `key`.
+
+    **Guarantees** The rows of a person depend on its code, its rows and the key alone.
+
+    >>> chosen_rows(torch.tensor([10, 11, 12, 13]), torch.tensor([7, 5, 7, 7]), most=2, key=b"secret")
+    tensor([[11, -1],
+            [10, 13]])
+    """
+    codes, person = np.unique(persons.numpy(), return_inverse=True)
+    order = np.argsort(person, kind="stable")
+    counts = np.bincount(person, minlength=len(codes))
+    found = np.full((len(codes), most), -1, dtype=np.int64)
+    for number, own in enumerate(np.split(rows.numpy()[order], counts.cumsum()[:-1]) if len(codes) else ()):
+        if len(own) > most:
+            digests = [_place_digest(int(codes[number]), place, key) for place in range(len(own))]
+            own = own[np.sort(np.argsort(digests)[:most])]
+        found[number, : len(own)] = own
+    return torch.from_numpy(found)
+
+
+def _place_digest(code: int, place: int, key: bytes) -> bytes:
+    return hashlib.blake2b(f"{code},{place}".encode(), key=key, digest_size=16).digest()

@@ -26,7 +26,7 @@ from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require, warn_user
-from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, joined, record_shape, take
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
 
 # In these partitions clients have the same distribution: any random part of a test set matches their records.
 _ALIKE = ("iid", "sizes", "overlapping")
@@ -58,6 +58,8 @@ class Population:
         schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table
             columns, label, fill, dates and units.
         persons: [n] int64 code of the person of each stored row, different for different clients; None if unknown.
+        rows_per_person: most rows of a person that training uses, if it counts persons (`by_person`), else None.
+        units: [N] rows of each client's persons `[persons, rows_per_person]`, -1 where there is none; see `chosen`.
     """
 
     x: Inputs
@@ -75,6 +77,8 @@ class Population:
     form: BatchForm = PAIR
     schema: Mapping[str, Any] = field(default_factory=dict)
     persons: Tensor | None = None
+    rows_per_person: int | None = None
+    units: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.names:
@@ -115,6 +119,9 @@ class Population:
 
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
     def num_records(self) -> tuple[int, ...]:
+        """What training counts of each client: its training records, or with `rows_per_person` their persons."""
+        if self.rows_per_person is not None and self.num_persons is not None:
+            return self.num_persons
         return tuple(map(len, self.train_of))
 
     @functools.cached_property
@@ -146,8 +153,30 @@ class Population:
         """Return the name of a client for reports; its number if it has none."""
         return self.names[client] if self.names else str(client)
 
+    def by_person(self, rows_per_person: int) -> Population:
+        """Return the population in which training counts persons. Raises UserError if no persons are known."""
+        advice = "Name the column or the ids of the persons (person=...), or set privacy.unit to record."
+        require(self.persons is not None, "privacy.unit", "be record for data without persons", "person", advice)
+        return dataclasses.replace(self, rows_per_person=rows_per_person)
+
+    def chosen(self, key: bytes) -> Population:
+        """Return the population with the rows of each person that training uses, chosen by the secret `key`."""
+        if self.rows_per_person is None or self.persons is None:
+            return self
+        most, codes = self.rows_per_person, self.persons.cpu()
+        units = [people.chosen_rows(rows, codes[rows], most, key) for rows in (one.cpu() for one in self.train_of)]
+        return dataclasses.replace(self, units=[rows.to(self.y.device) for rows in units])
+
     def records(self, client: int, rows: Tensor) -> tuple[Inputs, Tensor]:
-        """Return training records of a client: `rows` [b] index its training rows; x [b, *X] and y [b]."""
+        """Return training records of a client: `rows` [b] index its training rows; x [b, *X] and y [b].
+
+        If training counts persons, they index these: x is a `Block`, and y [b, rows_per_person].
+        """
+        if self.rows_per_person is not None:
+            assert self.units is not None, "`chosen` was not called"
+            numbers = self.units[client][rows.to(self.y.device)]
+            numbers, present = numbers.where(numbers >= 0, numbers[:, :1]), numbers >= 0
+            return Block.of(take(self.x, numbers.flatten()), present), self.y[numbers]
         return self._rows(self.train_of[client][rows.to(self.y.device)])
 
     def held_out(self, client: int) -> tuple[Inputs, Tensor]:
@@ -175,6 +204,7 @@ class Population:
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
             moved[name] = list(torch.cat(rows).to(device).split([len(client_rows) for client_rows in rows]))
+        moved["units"] = None if self.units is None else [rows.to(device) for rows in self.units]
         return dataclasses.replace(self, **moved)
 
     @classmethod

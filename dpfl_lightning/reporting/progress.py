@@ -44,7 +44,7 @@ _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no rou
 #: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
 #: silent: only why a run stopped
 Detail = Literal["full", "short", "quiet", "silent"]
-_PLANNED = ("records", "delta")  # columns of clients that the plan has shown
+_PLANNED = ("records", "persons", "delta")  # columns of clients that the plan has shown
 
 
 class Progress(Callback):
@@ -246,7 +246,7 @@ def _plan_columns(view: View) -> dict[str, Column]:
     batches = [schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)]
     columns = {
         "client": Column([view.facts.name_of(client) for client in range(len(records))]),
-        "records": Column(records, "{:,}".format),
+        f"{view.facts.unit}s": Column(records, "{:,}".format),
         "batch size": Column(batches, "{:,}".format),
         "steps a round": Column([schedule.main.steps for schedule in schedules], "{:,}".format),
     }

@@ -16,6 +16,7 @@ PAPERS = (
     "accountants",
     "leaderboard",
     "robustness",
+    "persons",
     "example",
 )
 

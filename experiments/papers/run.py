@@ -142,7 +142,7 @@ def _reason(cell: Cell, runner: RunnerOptions) -> str:
         data = options_of(cell, runner).data
     except NotYet as error:
         return str(error)
-    if not _lacks(data.name, data.folder, data.download):
+    if data.name is None or not _lacks(data.name, data.folder, data.download):
         return ""
     advice = "with its files in a folder, add --data.folder FOLDER."
     return f"the data set {data.name} is neither on this machine nor can it be fetched; {advice}"

@@ -10,7 +10,7 @@ import yaml
 from dpfl_lightning import Population
 from dpfl_lightning.__main__ import main
 from dpfl_lightning.config.load import load
-from dpfl_lightning.data.look import likely_label, look
+from dpfl_lightning.data.look import Column, likely_label, likely_person, look
 from dpfl_lightning.errors import UserError
 
 ROWS = 60
@@ -55,9 +55,11 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
     assert "edit data.yaml" in said and "site.yaml stays here" in said
     shared, own = ((tmp_path / "mine" / f"{name}.yaml").read_text() for name in ("data", "site"))
     given = yaml.safe_load(shared)["data"]["init_args"]
-    assert given["label"] == "died" and given["drop"] == ["patient"] and given["classes"] is None
+    assert given["label"] == "died" and given["person"] == "patient" and given["drop"] == []
+    assert given["classes"] is None and "by its name: confirm it" in shared
     assert given["scale"] == dict.fromkeys(["day", "age", "größe", "crp"]) and given["dates"] == {"day": None}
     assert given["categories"] == {"sex": None} and given["fill"] == given["units"] == {}
+    assert "patient: 60 persons with at most 1 rows each" in own
     assert not re.search(r"never|\bF\b|12\.5|\b30\b", shared), "no value of a row, and no count"
     assert "#   sex: F 30, M 30" in own and "never" in own
     assert (tmp_path / "mine" / "site.yaml").stat().st_mode & 0o077 == 0
@@ -76,6 +78,21 @@ FILLED = {
     "categories": ({"sex": ["F", "M"]}, "`df: sex` must hold numbers"),
     "classes": (["no", "never", "yes"], r"Name the classes, a public fact"),
 }
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["patient_age", "Patient ID", "visit_id"], "Patient ID"),
+        (["subject_id", "hadm_id"], "subject_id"),
+        (["MRN"], "MRN"),
+        (["Patientennummer", "personal"], "Patientennummer"),
+        (["person_id", "patient_nr"], None),
+        (["case_id", "id"], None),
+    ],
+)
+def test_a_column_of_persons_is_proposed_by_its_name_alone(names, found):
+    assert likely_person([Column(name, "number", "") for name in names]) == found
 
 
 def test_everything_that_is_not_filled_in_is_named_at_once(tmp_path, monkeypatch):

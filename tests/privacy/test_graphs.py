@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from dpfl_lightning import models
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping import graphs
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.inputs import Block, take
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 
@@ -34,6 +36,19 @@ def test_recorded_passes_give_the_same_sums(sums, groups, records, monkeypatch):
         torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(actual[1], expected[1], rtol=1e-12, atol=0)
     assert len(recorded) == (records > 0)
+
+
+def test_recorded_passes_of_persons_give_the_same_sums(monkeypatch):
+    module = ClientModule(models.build("cnn_small", (1, 28, 28), 10))
+    x = Block.of(torch.randn(150 * 3, 1, 28, 28), torch.arange(3) < torch.arange(150)[:, None] % 3 + 1)
+    y = torch.randint(10, (150, 3))
+    checked = clipped_sum_for(module.net, module.sample_loss, take(x, slice(1)), y[:1])[0]
+    params, request = {name: p.detach() for name, p in module.net.named_parameters()}, ClipRequest(0.5)
+    monkeypatch.setattr(graphs, "record", lambda compute: compute)
+    expected = checked.choose()(params, x, y, request)
+    actual = graphs.GraphedSum(checked.choose(), checked.passes.examples)(params, x, y, request)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-12, atol=0)
 
 
 def test_a_pass_that_cannot_be_recorded_is_computed(sums, monkeypatch):

@@ -225,8 +225,19 @@ def test_the_check_of_a_further_size_draws_nothing():
     net = nn.Sequential(nn.Linear(32, 32), Drawing(), nn.Linear(32, 2))
     clipped_sum, _ = clipped_sum_for(net, None, torch.empty(0, 32), torch.empty(0).long())
     before = torch.get_rng_state()
-    assert clipped_sum.choose(3.0).size == 8 and clipped_sum.passes.draws
+    assert clipped_sum.choose(3.0).size < clipped_sum.choose().size and clipped_sum.passes.draws
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_record_in_thirty_whose_bits_depend_on_its_place_is_seen():
+    x = torch.zeros(97, 3)
+    x[30] = 1.0
+
+    def rows_of(x, y, count):
+        return [x[:count] * torch.arange(1.0, count + 1)[:, None]]
+
+    passes = FixedPasses((x, torch.zeros(97, dtype=torch.long)), [4])
+    assert passes.size("moved", rows_of) == 1 and passes.size("as it is", lambda x, y, count: [x[:count]]) == 4
 
 
 class Drawing(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
@@ -23,7 +24,7 @@ from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.checked import moved_parameters
-from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
     Params,
@@ -67,11 +68,19 @@ def is_answerable(kind: type[Query]) -> bool:
     return kind in _ROWS or kind in _PLAIN_ANSWERS
 
 
-def check_answerable(query: ChargedQuery) -> None:
+#: queries whose rows are losses, of which a person has one
+_OF_LOSSES = (SelectModel, MeanLoss, LowestLoss)
+
+
+def check_answerable(query: ChargedQuery, of_persons: bool = False) -> None:
     """Raise TypeError unless a function is registered for the type of the query itself.
 
-    A subclass of a registered type is refused: its attributes could run other code beside the records.
+    A subclass of a registered type is refused: its attributes could run other code beside the records. `of_persons`
+    raises UserError for a query that is about records.
     """
+    kind, advice = type(query.question), "It sums what it computes of records."
+    must = f"be record with the query {kind.__name__}"
+    require(not of_persons or kind in _OF_LOSSES, "privacy.unit", must, "person", advice)
     for mechanism in query.mechanism_of.values():
         _computation(query, mechanism)
 
@@ -168,7 +177,8 @@ def _evidence(
 
     def forward(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
         one = take(x, None), y[None]
-        return module.sample_loss(params, *one)[0], module.output(params, one[0])[0]
+        rows = one[0].rows if isinstance(x, Block) else one[0]
+        return module.sample_loss(params, *one)[0], module.output(params, rows).flatten()
 
     x = passes.enter(x)
     return [part[:count] for part in (rows_of(x, y), *vmap(forward, randomness="different")(x, y))]

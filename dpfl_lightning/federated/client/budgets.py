@@ -45,6 +45,7 @@ class Budgets:
         sampling: how batches are drawn, by name.
         simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
             bit, and is not charged twice.
+        most_records: see `guarantee`.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
 
     **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
@@ -63,8 +64,9 @@ class Budgets:
         caveats: Sequence[str],
         unprotected: Sequence[str],
         name_of: NameOf = str,
+        most_records: int | None = None,
     ) -> None:
-        self.name_of = name_of
+        self.name_of, self._most_records = name_of, most_records
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
@@ -233,7 +235,7 @@ class Budgets:
         for (place, _), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
             planned = [line.event for line in schedules[place].planned]  # also before the first release
             words, stated = sampling_words(planned, drawn), self._filtered(schedules[place], bound)
-            promises.append(guarantee(events, delta, self.accountant, sampling=words, bound=stated))
+            promises.append(guarantee(events, delta, self.accountant, words, (), stated, self._most_records))
         return tuple(promises[kind] for kind in kind_of)
 
     def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:

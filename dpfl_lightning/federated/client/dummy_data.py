@@ -27,7 +27,7 @@ from dpfl_lightning.models import check_net
 from dpfl_lightning.models.model import taken_by
 from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.checked import moved_parameters
-from dpfl_lightning.privacy.clipping.inputs import Inputs, floating_to, take
+from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, floating_to, take
 from dpfl_lightning.privacy.clipping.isolation import (
     CROWD,
     SMALL_CROWD,
@@ -83,6 +83,16 @@ def dummy_batch(
     return x, dummy_labels(population, records, generator).to(device)
 
 
+def dummy_units(population: Population, units: int, device: torch.device) -> Batch:
+    """Return what a step of training draws, on random data: records, or blocks of rows of persons."""
+    rows = population.rows_per_person
+    if rows is None:
+        return dummy_batch(population, units, device)
+    x, y = dummy_batch(population, units * rows, device)
+    present = torch.ones(units, rows, dtype=torch.bool, device=device)
+    return Block.of(x, present), y.unflatten(0, (units, rows))
+
+
 def dummy_labels(population: Population, records: int, generator: torch.Generator) -> Tensor:
     """Return random labels `[records, ...]` on the CPU; 0 and 1, which every task knows, if a record has several."""
     shape, dtype = (records, *population.y.shape[1:]), population.y.dtype
@@ -129,7 +139,7 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
 @torch.no_grad()
 def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
     """An estimate of the time of one record in one step, from three steps on random data, of a large model from one."""
-    x, y = dummy_batch(population, 4 if module.large else batch_size, module.device)
+    x, y = dummy_units(population, 4 if module.large else batch_size, module.device)
     params, times = module.unflatten(module.flat), []
     for _ in range(1 if module.large else 3):
         begun = time.perf_counter()

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
@@ -60,6 +60,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
             "seed": plan.seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
+            **_changed(privacy, ("unit", "rows_per_person")),
             **({} if "strategies" in plan.options else {"strategies": strategies}),
             **{key: repr(value) for key, value, default in local_steps if value != default},
         }
@@ -124,8 +125,9 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
     for client, rows in enumerate(population.train_of):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
         x = population.x
+        persons = [] if population.persons is None else [population.persons[rows]]
         inputs = [x.digests[rows.cpu()]] if isinstance(x, LazyInputs) else tree_leaves(take(x, rows))
-        for tensor in (*inputs, population.y[rows]):
+        for tensor in (*inputs, population.y[rows], *persons):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
         yield digest.digest()
@@ -160,6 +162,13 @@ def _settings(part: nn.Module) -> dict[str, Any]:
         given = {name: vars(part)[name] for name in _GIVEN if name in vars(part)}
         return {name: [described(one), described(getattr(one, "__self__", None))] for name, one in given.items()}
     return {name: described(vars(part)[name]) for name in sorted(vars(part).keys() - _OF_TORCH)}
+
+
+def _changed(privacy: PrivacyOptions | None, names: Sequence[str]) -> dict[str, Any]:
+    """Those of these options that differ from their defaults."""
+    usual = PrivacyOptions()
+    values = {name: getattr(privacy or usual, name) for name in names}
+    return {f"privacy.{name}": value for name, value in values.items() if value != getattr(usual, name)}
 
 
 def _for_json(value: Any) -> Any:

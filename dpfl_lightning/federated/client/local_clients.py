@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import warn_user
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
 from dpfl_lightning.federated.client.draws import fixed_rng
@@ -24,14 +24,14 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
@@ -44,6 +44,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     truth = None if population.groups is None else {"groups": population.groups}
     shape = population.num_records, population.num_classes, population.input_shape
     extra |= {
+        "unit": "record" if population.rows_per_person is None else "person",
         "test_set": population.test is not None,
         "features": population.features,
         "origin": population.origin,
@@ -70,7 +71,10 @@ class LocalClients:
         self.simulated = privacy is not None and privacy.noise_key is not None
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
+        self.most_records = None if privacy is None else privacy.rows_per_person
+        silent = population.persons is not None and population.rows_per_person is None and self.most_records is None
+        several = (SEVERAL_RECORDS,) if silent and privacy is not None else ()
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *several, *population.caveats)
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._accepted: tuple[RoundPlan, list[int]] | None = None
         self._everyone = range(population.num_clients)
@@ -99,6 +103,8 @@ class LocalClients:
         check_budgets(plan.schedule, plan.settings, self.population.name_of)
         self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
         self._streams = self.streams(plan)
+        if self.population.rows_per_person is not None:
+            self.population = self.population.chosen(self._streams.simulation or self.folder.data_key(ended))
         with naming_layers(self.module.net):
             self.engine.setup(self.module, self.population, self._streams, self.sampling)
             with fixed_rng(self.device):
@@ -115,7 +121,7 @@ class LocalClients:
         sealed = identity(plan, self.privacy, self.module, self.population, data_key)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")
-        accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.adjacency)
+        accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.relation)
         header = Header(
             accountant=accountant.name,
             adjacency=accountant.adjacency,
@@ -128,7 +134,15 @@ class LocalClients:
         checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
         simulated = self.simulated or self.privacy is None
-        terms = (accountant, self.sampling, simulated, plan.caveats, self.unprotected, self.population.name_of)
+        terms = (
+            accountant,
+            self.sampling,
+            simulated,
+            plan.caveats,
+            self.unprotected,
+            self.population.name_of,
+            self.most_records,
+        )
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
@@ -164,6 +178,9 @@ class LocalClients:
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         check_net(self.module.net)  # a callback may have changed the mode of a BatchNorm
+        by_class = self.population.rows_per_person is not None and isinstance(plan.job, ClassGradients)
+        advice = "Rows of a person may have several classes."
+        require(not by_class, "privacy.unit", "be record with gradients of classes", "person", advice)
         plan, numbers = self.budgets.charge_round(plan)
         self._accepted, self._counts_before = (plan, numbers), self.engine.counts.clone()
         return plan
@@ -178,7 +195,7 @@ class LocalClients:
         return updates
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
-        check_answerable(query)
+        check_answerable(query, of_persons=self.population.rows_per_person is not None)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
         with self._secret_draws(query.purpose, round):

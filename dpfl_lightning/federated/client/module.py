@@ -25,7 +25,7 @@ from dpfl_lightning.models import fixed
 from dpfl_lightning.models.model import Model, forward_chunk
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.models.tasks import CUSTOM, Task
-from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, take
+from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, take
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
@@ -214,6 +214,9 @@ class ClientModule(Model, L.LightningModule):
             return torch.cat([self.adapted.sample_loss(params, take(x, some), labels) for some, labels in parts])
 
     def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
+        if isinstance(x, Block):  # of each person the mean loss of its rows
+            losses = self.sample_loss(params, x.rows, y.flatten(0, 1))
+            return (losses.unflatten(0, x.weights.shape) * x.weights).sum(dim=1)
         if self.adapted is not None and self.adapted.whole:
             return self.adapted.sample_loss(params, x, y)
         return super().sample_loss(params, x, y)

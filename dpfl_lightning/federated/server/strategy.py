@@ -37,6 +37,7 @@ class Strategy:
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
+        counts_persons: whether it works with `privacy.unit: person`; False if clients release classes of records.
         needs_noise_std: whether it reads `ClientUpdates.noise_std`, which is not known for every optimiser of clients.
         selects: whether it limits how often each client trains. One strategy of a run may.
         pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
@@ -52,6 +53,7 @@ class Strategy:
     trains_on_server: bool = False
     needs_training: bool = False
     needs_noise_std: bool = False
+    counts_persons: bool = True
     selects: bool = False
     pulls: bool = False
     refuses_pull: bool = False

@@ -1,5 +1,6 @@
 """Distribution of the clients' work over ranks: which rank trains which clients, and how the results are joined."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -53,8 +54,8 @@ class RankedEngine:
     `OMP_NUM_THREADS` is equal.)
 
     **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
-    noise), start models, released updates, noised answers, personal parameters, counts of gradients, outputs of
-    evaluation.
+    noise), which rows of persons are used, start models, released updates, noised answers, personal parameters, counts
+    of gradients, outputs of evaluation.
     """
 
     def __init__(self, inner: Engine, ranks: Ranks) -> None:
@@ -70,7 +71,7 @@ class RankedEngine:
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.take(module, population)
-        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
+        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), population.units)
         everyone = [(rank,) for rank in range(self.ranks.size)]
         (workers, identity), *others = self._on_all("_set_up", everyone, *work)
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
@@ -161,9 +162,18 @@ class RankedEngine:
             return error if self.ranks.rank == 0 else self.ranks.portable(error)
 
     def _set_up(
-        self, _: Any, streams: Streams, sampling: str, net: dict[str, Tensor], threads: int
+        self,
+        _: Any,
+        streams: Streams,
+        sampling: str,
+        net: dict[str, Tensor],
+        threads: int,
+        units: list[Tensor] | None,
     ) -> tuple[int | None, dict[str, str]]:
         self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
+        if units is not None:  # chosen by the key of rank 0
+            units = [rows.to(self.module.device) for rows in units]
+            self.population = dataclasses.replace(self.population, units=units)
         self.inner.setup(self.module, self.population, streams, sampling)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
         return self.inner.workers, equal_ranks(self.inner, self.population, self.module)

@@ -77,14 +77,18 @@ def client_plans(
     sampling: str | None = None,
     caveats: Sequence[str] = (),
     unprotected: Sequence[str] = (),
+    most_records: int | None = None,
 ) -> list[ClientPlan]:
     """Return the plans of solved schedules, one for each client, with its (num_records, batch_size) in `sizes`.
 
     `sampling` describes it if it does not follow from the sample rates. `caveats` describe what no guarantee covers,
-    `unprotected` what the run releases without noise.
+    `unprotected` what the run releases without noise; for `most_records` see `guarantee`.
     """
     extra_events: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
-    promises = [guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases) for s in schedules]
+    promises = [
+        guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases, most_records=most_records)
+        for s in schedules
+    ]
     lines = [(line.events(), schedule.delta) for schedule in schedules for line in schedule.planned]
     alone = iter(accountant.search(lines).tolist())
     return [

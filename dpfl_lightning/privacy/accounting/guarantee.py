@@ -7,14 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, Accountant, finite_or_none
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS, Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, Release
+from dpfl_lightning.privacy.accounting.group_privacy import group_words
 from dpfl_lightning.runtime.text import at_most, counted
 
 #: caveat of every guarantee of a simulation
 SIMULATED = (
     "a simulation: its noise follows from privacy.noise_key, so nobody is protected, and epsilon is that of the "
     "simulated mechanism"
+)
+
+#: caveat of a run that protects records, though its data name persons
+SEVERAL_RECORDS = (
+    "epsilon is for one record, and a person may have several: privacy.unit person protects persons, and "
+    "privacy.rows_per_person states what holds for them"
 )
 
 #: caveat of every guarantee of a run that reports exact times
@@ -132,23 +139,30 @@ def guarantee(
     sampling: str | None = None,
     releases: Sequence[int] = (),
     bound: tuple[float, str] | None = None,
+    most_records: int | None = None,
 ) -> Guarantee:
     """Return the guarantee of everything that one client releases; each `Caveat` and `NonPrivateEvent` is listed once.
 
     `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
     are the numbers of releases of the first events; 1 for the others, as in a ledger. `bound` is what the accountant
-    returned, if known.
+    returned, if known. `most_records` is the public maximum of a person's records up to which is said what holds for
+    persons, if epsilon is about records.
     """
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
     unprotected = leaks_of(events)
+    if most_records is not None and most_records > 1 and accountant.unit == "record" and math.isfinite(epsilon):
+        nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
+        of_persons = nothing if FILTER in method else group_words(events, delta, accountant, most_records)
+        caveats = (*caveats, of_persons)
     releases_text, bounded = _released(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
         sampling=sampling_words(events, sampling),
         accountant=method,
-        adjacency=ADJACENCIES[accountant.adjacency],
+        unit=accountant.unit,
+        adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[accountant.adjacency],
         covers=releases_text if bounded else (),
         not_covered=(*unprotected, *(() if bounded else releases_text), *NOT_COVERED, *caveats),
         caveats=caveats,

@@ -19,8 +19,8 @@ from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, Consta
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.graphs import GraphedSum
+from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
-from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import (
     SMALL_CROWD,
     crowd_of,
@@ -489,27 +489,30 @@ def random_example(
     """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns.
 
     Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`.
+    The rows of a person are of one kind.
     """
     gen = torch.Generator().manual_seed(1)
-    device = next(net.parameters()).device
+    device, each, in_blocks = next(net.parameters()).device, rows_each(x), isinstance(x, Block)
     tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
 
     def like(example: Tensor, high: int) -> Tensor:
         shape = (records, *example.shape[1:])
         floating = example.is_floating_point()
-        low = least if len(shape) == 1 else 0
+        low = least if len(shape) == 1 + in_blocks else 0
         drawn = torch.randn(shape, generator=gen) if floating else torch.randint(low, high, shape, generator=gen)
-        if drawn.dim() > 1:
-            end = drawn.shape[1] // 2
-            drawn[3::_KINDS] = 1
-            drawn[4::_KINDS, end:] = 0
+        rows = drawn.flatten(0, 1) if in_blocks else drawn
+        if rows.dim() > 1:
+            end, kind = rows.shape[1] // 2, torch.arange(len(rows)) // each % _KINDS
+            rows[kind == 3] = 1
+            rows[kind == 4, end:] = 0
             if floating:
-                drawn[5::_KINDS] *= 100
+                rows[kind == 5] *= 100
             else:
-                drawn[5::_KINDS, end:] = high - 1
+                rows[kind == 5, end:] = high - 1
         return drawn.to(device, (dtype if floating else None) or example.dtype)
 
-    return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), like(y[:, None], 2)[:, 0]
+    labels = like(y[..., None], 2)[..., 0] if in_blocks else like(y[:, None], 2)[:, 0]
+    return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), labels
 
 
 def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> FixedPasses:
@@ -531,7 +534,7 @@ def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -
 
 def _least_alone(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> int:
     """Return 1 if the model takes no 0 where a record has one whole number, such as a length, and otherwise 0."""
-    if any(part.dim() == 1 and not part.is_floating_point() for part in tree_leaves(x)):
+    if any(part.dim() == 1 + isinstance(x, Block) and not part.is_floating_point() for part in tree_leaves(x)):
         _, some_x, some_y = random_example(net, x, y)
         try:
             with torch.no_grad(), tensors_restored(net):

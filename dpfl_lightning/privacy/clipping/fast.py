@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels import dense_conv, pooling, sparse_conv
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
+from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
-from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.layer_rules import (
     ByName,
     Inputs,
@@ -33,6 +34,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     conv2d_rule,
     has_special_backward,
     rule_of,
+    rule_of_persons,
 )
 from dpfl_lightning.privacy.clipping.parameter_uses import Plan, Uses, plan_of
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
@@ -213,6 +215,8 @@ class FastClippedSum:
         return FastClippedSum(net, sample_loss, self.size, *form)
 
     def enter(self, x: Records) -> Records:
+        if isinstance(x, Block):
+            return x._replace(x=tree_map(lambda part: part.unflatten(0, x.weights.shape), self.enter(x.rows)))
         if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:
             return x
         return pooling.channels_last(x)
@@ -221,11 +225,19 @@ class FastClippedSum:
         """Return what the rules read, by unit: inputs `0`, `1`, ... and any gradient `dy` of the output, `[B, ...]`."""
         with torch.no_grad(), self._watched({}) as watch:
             self._pass(watch, params, x, y, len(y))
-            signals = {name: {f"{i}": a for i, a in enumerate(call.inputs)} for name, call in watch.calls.items()}
+            rows = rows_each(x)
+
+            def of_each(part: Tensor) -> Tensor:
+                return part if rows == 1 else part.unflatten(0, (-1, rows))
+
+            signals = {
+                name: {f"{i}": of_each(a) for i, a in enumerate(call.inputs)} for name, call in watch.calls.items()
+            }
             for name, use in watch.uses.uses.items() if watch.uses else ():
                 signals[name] = {f"{i}": a for i, a in enumerate(use.inputs)}
             for name, dy in watch.dys.items():
-                signals.setdefault(name, {})["dy"] = watch.uses.by_record(name, dy) if watch.uses else dy
+                by_record = watch.uses.by_record(name, dy) if watch.uses else dy
+                signals.setdefault(name, {})["dy"] = of_each(by_record) if name in watch.calls else by_record
             return signals
 
     def losses(self, params: Params, x: Records, y: Tensor) -> Tensor:
@@ -244,21 +256,22 @@ class FastClippedSum:
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
         with self._watched({}) as watch:
-            watch.begin(1)
+            watch.begin(rows_each(x))
             self._watched_losses(watch, params, take(x, slice(1)), y[:1])
             calls = [*watch.calls.values(), *(watch.uses.uses.values() if watch.uses else ())]
-            return max(1, *(a[0].numel() for call in calls for a in call.inputs))
+            return max(1, *(a.numel() for call in calls for a in call.inputs))
 
     def _gradients(self, watch: _Watch, params: Params, x: Records, y: Tensor, count: int) -> ByName:
-        """Return the gradients of the first `count` records by the names in `watch.wanted`.
+        """Return the gradients of the first `count` records, or persons, by the names in `watch.wanted`.
 
         Those of parameters that no loss depends on are left out.
         """
         self._pass(watch, params, x, y, count)
-        grads = watch.grads
+        rows = rows_each(x)
+        grads = watch.grads if rows == 1 else {name: form.summed(rows) for name, form in watch.grads.items()}
         for name, call in watch.calls.items():
             if (dy := watch.dys.get(name)) is not None and (params_of_unit := call.unit.local(watch.wanted)):
-                by_name = call.rule(call.unit.module, params_of_unit, call.inputs, dy)
+                by_name = rule_of_persons(call.rule, rows)(call.unit.module, params_of_unit, call.inputs, dy)
                 grads |= call.unit.in_net({local: form.first(count) for local, form in by_name.items()})
         if watch.uses is not None:
             by_name = watch.uses.gradients(watch.dys, watch.wanted)
@@ -273,7 +286,8 @@ class FastClippedSum:
 
         Where a convolution on a CPU computes the gradients of wanted parameters itself, these are collected instead.
         """
-        watch.begin(count)
+        rows = len(y) * rows_each(x)
+        watch.begin(count * rows_each(x))
         losses = self._watched_losses(watch, params, x, y)
         if losses.shape != (len(y),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
@@ -282,7 +296,7 @@ class FastClippedSum:
         watch.dys.update({name: dy for name, dy in zip(watch.edges, output_grads, strict=True) if dy is not None})
         for name, call in watch.calls.items():
             dy = [watch.dys[name]] if name in watch.dys else []
-            if any(a.shape[:1] != (len(y),) for a in (*call.inputs, *dy)):
+            if any(a.shape[:1] != (rows,) for a in (*call.inputs, *dy)):
                 without = f"the inputs and outputs of `{name}` do not have one row for each record"
                 raise Unsupported(without, self._names[call.unit.module])
 
@@ -321,6 +335,8 @@ class FastClippedSum:
 
 class _Watch:
     """What forward and backward passes of a model show: the units' inputs, and the edges of their outputs in the graph.
+
+    What is a record here is a row of the model's input: a person has several.
 
     The graph begins behind an anchor. `dys` are the gradients of outputs, `grads` those of `wanted` parameters that a
     convolution has computed itself.

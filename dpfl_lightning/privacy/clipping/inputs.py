@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from dpfl_lightning.errors import require
 
 _LABELS = ("labels", "label", "targets", "target", "y")  # of records that are dictionaries
-Inputs = Any  # a Tensor, tuple[Tensor, ...] or dict[str, Tensor]; mypy knows no tree of tensors that torch accepts
+Inputs = Any  # a Tensor, tuple[Tensor, ...], dict[str, Tensor] or Block; mypy knows no tree of tensors of torch
 
 
 def take(x: Inputs, rows: Any) -> Inputs:
@@ -21,6 +21,32 @@ def take(x: Inputs, rows: Any) -> Inputs:
     {'ids': tensor([[3, 4]]), 'age': tensor([40.])}
     """
     return x[rows] if isinstance(x, Tensor) else tree_map(lambda part: part[rows], x)
+
+
+class Block(NamedTuple):
+    """The rows of B persons, `x` `[B, R, *X]`, and the weight of each in its person's loss, `weights` `[B, R]`.
+
+    Weights are 1 / number of the person's rows, and 0 for those that fill up the block. Labels are `[B, R, ...]`.
+    """
+
+    x: Inputs
+    weights: Tensor
+
+    @classmethod
+    def of(cls, x: Inputs, present: Tensor) -> "Block":
+        """Return a block of `present` `[B, R]` rows (bool) `x` `[B R, *X]`, at least one for each person."""
+        weights = present / present.sum(dim=1, keepdim=True)
+        return cls(tree_map(lambda part: part.unflatten(0, present.shape), x), weights)
+
+    @property
+    def rows(self) -> Inputs:
+        """All rows, `[B R, *X]`."""
+        return tree_map(lambda part: part.flatten(0, 1), self.x)
+
+
+def rows_each(x: Inputs) -> int:
+    """Return how many rows the gradient of each record, or person, is a sum over."""
+    return x.weights.shape[1] if isinstance(x, Block) else 1
 
 
 def joined(batches: Sequence[Inputs]) -> Inputs:

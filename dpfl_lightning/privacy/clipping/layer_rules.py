@@ -62,6 +62,10 @@ class Grads(ABC):
     def first(self, count: int) -> Grads:
         """Return the gradients of the first `count` records."""
 
+    @abstractmethod
+    def summed(self, rows: int) -> Grads:
+        """Return the gradients of B persons, each the sum of so many gradients that follow each other."""
+
     def pair(self) -> tuple[Tensor, Tensor] | None:
         """Return left `[B, p]` and right `[B, d]` if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
         return None
@@ -121,6 +125,9 @@ class Dense(Grads):
     def first(self, count: int) -> Grads:
         return Dense(self.grads[:count], self.order)
 
+    def summed(self, rows: int) -> Grads:
+        return Dense(self.grads.unflatten(0, (-1, rows)).sum(1), self.order)
+
     def pair(self) -> tuple[Tensor, Tensor]:
         return self.grads.new_ones(len(self.grads), 1), self.grads.flatten(1)
 
@@ -159,6 +166,9 @@ class Outer(Grads):
 
     def first(self, count: int) -> Grads:
         return Outer(self.left[:count], self.right[:count])
+
+    def summed(self, rows: int) -> Grads:
+        return Outer(*(part.unflatten(0, (-1, rows)).flatten(1, 2) for part in (self.left, self.right)))
 
     def pair(self) -> tuple[Tensor, Tensor] | None:
         return (self.left[:, 0], self.right[:, 0]) if self.terms == 1 else None
@@ -219,6 +229,10 @@ class Lookup(Grads):
 
     def first(self, count: int) -> Grads:
         return Lookup(self.ids[:count], self.dy[:count], self.rows)
+
+    def summed(self, rows: int) -> Grads:
+        ids, dy = (part.unflatten(0, (-1, rows)).flatten(1, 2) for part in (self.ids, self.dy))
+        return Lookup.merged(ids, dy, self.rows)
 
     def formed(self) -> Tensor:
         formed = self.dy.new_zeros(len(self.dy), self.rows, self.dy.shape[2])
@@ -502,6 +516,26 @@ def rule_of(module: nn.Module) -> Rule | None:
     in_groups = isinstance(module, nn.Conv1d) and module.groups > 1
     return None if kind is None or in_groups else RULES[kind]
 
+
+def rule_of_persons(rule: Rule, rows: int) -> Rule:
+    """Return the rule for gradients that are each a sum over so many rows of the inputs.
+
+    Rules of linear maps and tables take the rows of a person as positions of one record; those of others are summed.
+    """
+    if rows == 1:
+        return rule
+
+    def summed(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+        if getattr(rule, "func", rule) in OF_POSITIONS:
+            *inputs_of, dy = (part.unflatten(0, (-1, rows)) for part in (*inputs, dy))
+            return rule(layer, params, tuple(inputs_of), dy)
+        return {name: form.summed(rows) for name, form in rule(layer, params, inputs, dy).items()}
+
+    return summed
+
+
+#: rules that take inputs `[B, ..., d]` with any number of dimensions
+OF_POSITIONS: set[Callable[..., ByName]] = {linear_rule, embedding_rule, layer_norm_rule, rms_norm_rule}
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,

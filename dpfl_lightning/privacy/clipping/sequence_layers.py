@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dpfl_lightning.privacy.clipping.layer_rules import (
+    OF_POSITIONS,
     ByName,
     Inputs,
     Rule,
@@ -111,8 +112,8 @@ def _recurrent_rule(layer: nn.Module, params: Params, inputs: Inputs, dgates: Te
     w_ih, w_hh, b_ih, b_hh = [name + suffix for name in _RECURRENT]
     from_hidden = dgates
     if reset:
-        *others, dnew = dgates.chunk(3, dim=2)
-        from_hidden = torch.cat((*others, dnew * reset[0]), dim=2)
+        *others, dnew = dgates.chunk(3, dim=-1)
+        from_hidden = torch.cat((*others, dnew * reset[0]), dim=-1)
     of_x, of_hidden = (x, dgates, w_ih, b_ih), (previous, from_hidden, w_hh, b_hh)
     return linear_gradients(params, *of_x) | linear_gradients(params, *of_hidden)
 
@@ -332,6 +333,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
+OF_POSITIONS.add(_recurrent_rule)
 _RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 TAPPED: dict[type[nn.Module], TappedForward] = {

@@ -14,6 +14,7 @@ from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guara
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 
+_MOST_ROWS = 1024  # of a person, by the options
 ANYBODY = "any client"
 
 
@@ -72,7 +73,10 @@ class Composed:
         accountant = get_accountant(self.header.accountant, self.header.adjacency)
         events, account = self.events[row], self.accounts[row]
         caveats, sampling = map(Caveat, self.header.caveats), SAMPLERS[self.header.sampling].words
-        return guarantee([*events, *caveats], account.delta, accountant, sampling, bound=self.bounds[row])
+        most = self.header.identity.get("privacy.rows_per_person")
+        most_records = most if type(most) is int and 1 <= most <= _MOST_ROWS else None
+        bound = self.bounds[row]
+        return guarantee([*events, *caveats], account.delta, accountant, sampling, (), bound, most_records)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.client.dummy_data import dummy_batch
+from dpfl_lightning.federated.client.dummy_data import dummy_units
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
@@ -68,7 +68,7 @@ class FastEngine(SerialEngine):
         self._sums: Tensor | None = None  # kept for the next step, because new memory takes longer than the sum
         self._step: Tensor | None = None
         if on_cpu and not module.large:  # compiles loops: not in several threads at once, nor in some client's time
-            example = dummy_batch(population, 8, module.device)
+            example = dummy_units(population, 8, module.device)
             with tensors_restored(module.net):
                 self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
@@ -81,7 +81,7 @@ class FastEngine(SerialEngine):
         self._pool: ThreadPoolExecutor | None = None  # later: rank 0 says how many threads are within an operator
 
     def choose_clipped_sum(self) -> CheckedSum:
-        x, y = dummy_batch(self.population, records=4, device=self.module.device)
+        x, y = dummy_units(self.population, 4, self.module.device)
         clipped_sum, reason = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
         how, _, words = reason.partition(": ")
         advice = _FASTER["layer" if "vmap for" in words else how] if how != "fast" or "vmap for" in words else ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
-from dpfl_lightning.federated.client.dummy_data import dummy_batch
+from dpfl_lightning.federated.client.dummy_data import dummy_units
 from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes, may_share
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
@@ -50,7 +50,7 @@ class SerialEngine:
         self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
     def choose_clipped_sum(self) -> CheckedSum:
-        example = dummy_batch(self.population, 4, self.module.device)
+        example = dummy_units(self.population, 4, self.module.device)
         clipped_sum = vmap_or_loop(self.module.net, self.module.sample_loss, *example)
         if isinstance(clipped_sum.choose(), LoopClippedSum):
             self.description = self.description.replace("by vmap(grad)", "one record at a time")
@@ -204,15 +204,13 @@ class DrawnBatches:
         return len(self.draws)
 
     @cached_property
-    def _rows(self) -> tuple[Tensor, ...]:
-        """Rows of the population, for each batch; all drawn numbers go to the device together."""
+    def _drawn(self) -> tuple[Tensor, ...]:
+        """Numbers of the client's records, for each batch; all go to the device together."""
         drawn = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *self.draws]))
-        rows = self.population.train_of[self.client][sent(drawn, self.population.y.device)]
-        return rows.split([len(draw) for draw in self.draws])
+        return sent(drawn, self.population.y.device).split([len(draw) for draw in self.draws])
 
     def __getitem__(self, index: int) -> Batch:
-        rows = self._rows[index]
-        return take(self.population.x, rows), self.population.y[rows]
+        return self.population.records(self.client, self._drawn[index])
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
