@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import EVERY_ENGINE, FIXED_KEY
 
-from dpfl_lightning import ClientModule, Population
+from dpfl_lightning import ClientModule, Population, strategies
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.registry import names_of
 from dpfl_lightning.data.persons import chosen_rows
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
@@ -155,6 +156,21 @@ def test_the_plan_of_a_configuration_counts_persons(capsys):
     assert plan(["--config", "digits", "--clients.batch_size", "8", *unit]) == 0
     shown = capsys.readouterr().out
     assert "persons" in shown and "per person (add or remove one person of one client)" in shown
+
+
+@pytest.mark.parametrize("name", sorted({*names_of("strategies")} - {"early_stopping", "oracle_clusters"}))
+def test_every_strategy_counts_persons_or_is_refused_by_name(make_loop, name):
+    in_stages = name == "two_stage_selection"
+    (strategy,) = strategies.build({name: {"warmup_rounds": 2} if in_stages else {}})
+    options = {"parts": [strategy], "new_net": lambda seed: module().net}
+    options["clients"] = dataclasses.replace(CLIENTS, batch_size=None if in_stages else CLIENTS.batch_size)
+    if not strategy.counts_persons:
+        with pytest.raises(UserError, match=f"`privacy.unit` must be record with {type(strategy).__name__}"):
+            run_of(make_loop, **options)
+        return
+    loop = run_of(make_loop, **options)
+    loop.run()
+    assert all("person" in one.words() for one in loop.clients.guarantees())
 
 
 @pytest.mark.parametrize(
