@@ -84,8 +84,9 @@ def build_test_set(options: Options) -> Population | None:
     if of_table(data):
         if (test := data.init_args.get("test")) is None:
             return None
-        table = table_of(test, "test", **{name: data.init_args.get(name) or {} for name in OF_A_TABLE})
         person = data.init_args.get("person")  # the sites have theirs; a test set may do without
+        usual = {name: data.init_args.get(name) or {} for name in OF_A_TABLE}
+        table = table_of(test, "test", list(data.init_args.get("dates") or ()), **usual)
         dropped = [*(data.init_args.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
         given = {**data.init_args, "df": {"test": table}, "test": table, "drop": dropped}
         population = own_population(
@@ -203,8 +204,8 @@ class FederatedLoop(RunSession):
     noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU, except for
     models that draw random numbers, such as dropout.
 
-    **Privacy** The guarantee is at record level, for each client separately, against an untrusted server that sees
-    every update. Evaluation on test and held-out records is not covered.
+    **Privacy** The guarantee is for a record, or a person (`privacy.unit`), of each client separately,
+    against an untrusted server that sees every update. Evaluation on test and held-out records is not covered.
 
     Raises:
         UserError: options are out of range, or contradict each other.

@@ -126,7 +126,7 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequ
         ]
         for name, client_plan in zip(names, planned, strict=True)
     ]
-    if persons is not None:
+    if persons is not None and planned[0].guarantee.unit == "record":
         head.insert(2, "persons")
         for row, count in zip(rows, persons, strict=True):
             row.insert(2, count)

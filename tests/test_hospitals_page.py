@@ -19,6 +19,8 @@ def test_three_hospitals_with_csv_files(tmp_path):
     script = script.replace("rounds: 20", "rounds: 3\ntracking: null").replace(
         "init essen --from essen.csv", "init essen --from essen.csv && cp cork/site.yaml found.yaml"
     )
+    script = script.replace("python examples/", f"{sys.executable} {ROOT}/examples/")
+    script = script.replace('--privacy.delta 1e-5"', '--privacy.delta 1e-5 --rounds 3"')
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "dpfl"
     program.write_text(f"#!{sys.executable}\nfrom dpfl_lightning.__main__ import main\nraise SystemExit(main())\n")
@@ -30,4 +32,10 @@ def test_three_hospitals_with_csv_files(tmp_path):
     result = tmp_path / "runs" / "hospitals" / "result.json"
     assert result.is_file() and "error" not in done.stderr, done.stdout + done.stderr
     assert json.loads(result.read_text())["test_metrics"]["auroc"] > 0.6
+    for run in ("five", "sites"):
+        scores = [json.loads((tmp_path / "runs" / run / f"{name}.json").read_text()) for name in ("cork", "dijon")]
+        assert all(one["test_metrics"]["auroc"] > 0.6 for one in scores), run
+    reference = re.search(r"AUROC (0\.\d+)$", done.stdout.strip())
+    assert reference and float(reference[1]) > 0.71
+    assert "died_30d: no, yes in aarhus.csv" in done.stdout and "0, 1 in essen.csv" in done.stdout
     assert "read: {sep: ;, na_values: ['?'], decimal: ','}" in (tmp_path / "found.yaml").read_text()

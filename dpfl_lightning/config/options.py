@@ -146,7 +146,7 @@ class ClientOptions(Section, section="clients"):
 
 @dataclass(frozen=True)
 class PrivacyOptions(Section, section="privacy"):
-    """Bounds on what the releases of each client reveal about one record; `privacy: null` trains without privacy.
+    """Bounds on what the releases of each client reveal about a record or person; `privacy: null` trains without them.
 
     epsilon, delta, clip_norm and noise_multiplier accept one value, a mapping from the clients' names to values, a list
     with one value per client, or a distribution, as in the section clients. Set epsilon, noise_multiplier or both.
@@ -154,7 +154,7 @@ class PrivacyOptions(Section, section="privacy"):
     Args:
         epsilon: budget for the whole run; also {name: dist1} ... {name: dist9}, the budgets of the noise-aware
             paper (source: published or sampled; scale); null sets no budget, and epsilon is only reported.
-        delta: probability with which the bound epsilon may fail, usually below 1 / records. 0 is possible
+        delta: probability with which the bound epsilon may fail, usually below 1 / records (persons). 0 is possible
             with mechanism laplace; the epsilons of its releases are then added up.
         mechanism: gaussian, or laplace (L1 clipping, full batches), which allows delta 0 but needs far more noise.
         clip_norm: norm to which the gradient of each record is clipped; the L2 norm, or L1 with mechanism laplace.

@@ -40,6 +40,7 @@ class Table:
             skipfooter (rows at the end that are no records); and date_format, for all columns or by column.
         replace: {column: {value: other}}, for example where a site writes 1 for yes.
         rename: {column: other name}, before `replace`.
+        texts: columns, by their other name, whose values are read from a CSV file as they are written: ids and dates.
     """
 
     source: Any
@@ -47,6 +48,7 @@ class Table:
     read: Mapping[str, Any] = field(default_factory=dict)
     replace: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     rename: Mapping[str, str] = field(default_factory=dict)
+    texts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.read if name not in _READ]
@@ -86,7 +88,10 @@ class Table:
         options = {name: value for name, value in self.read.items() if name != "date_format"}
         try:
             first = {name: value for name, value in options.items() if name != "skipfooter"}
-            header = pandas.read_csv(path, **first, header=None, nrows=1, dtype=str).iloc[0].str.strip()
+            written = pandas.read_csv(path, **first, header=None, nrows=1, dtype=str).iloc[0]
+            header = written.str.strip()
+            as_written = [one for one, name in zip(written, header, strict=True) if self._is_text(name)]
+            options |= {"dtype": dict.fromkeys(as_written, str)}
             options |= {"engine": "python"} if "skipfooter" in options else {}
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)  # it would leave numbers out
@@ -108,6 +113,9 @@ class Table:
         require(not mark, self.key, "have several columns", f"one, with {mark!r} in its name", advice)
         require(len(frame) > 0, self.key, "have rows", "a first line alone")
         return frame
+
+    def _is_text(self, name: object) -> bool:
+        return self.rename.get(str(name), str(name)) in self.texts
 
     def days(self, name: str, origin: str) -> Series:
         """Return a column of dates as days since the `origin`; missing ones stay missing."""
@@ -137,7 +145,7 @@ def as_text(value: Any) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def table_of(given: Any, key: str, **usual: Any) -> Table:
+def table_of(given: Any, key: str, texts: Sequence[str] = (), **usual: Any) -> Table:
     """Return the table of a DataFrame, a path, or {file, read, replace, rename}, which come before the `usual` ones."""
     if isinstance(given, Table):
         return given
@@ -145,7 +153,7 @@ def table_of(given: Any, key: str, **usual: Any) -> Table:
     unknown = own.keys() - {"file", *OF_A_TABLE}
     require(not unknown and "file" in own, key, f"have file, {', '.join(OF_A_TABLE)}", ", ".join(own))
     options = {name: {**usual.get(name, {}), **own.get(name, {})} for name in OF_A_TABLE}
-    return Table(own["file"], key, **options)
+    return Table(own["file"], key, **options, texts=texts)
 
 
 def tables_of(given: Any, key: str = "df", **usual: Any) -> dict[str, Table]:

@@ -26,6 +26,7 @@ _OF_A_PERSON = re.compile(
     r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
     r"[_ .-]?(id|nr|no|num|number|nummer|key|code)?|mrn|pid"
 )
+_OF_A_SUM = re.compile("(grand |sub)?(total|sum|summe|gesamt|insgesamt)s?:?")
 _OF_A_FOOTER = re.compile("(total|sum|summe|gesamt|insgesamt|mean|average|source|quelle|note|end of)\\b|#")
 _MOST_CATEGORIES = 20
 
@@ -58,7 +59,9 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
     texts = {name: column for name in frame if _is_text(column := frame[name])}
     marks = sorted({mark for column in texts.values() for mark in _marks(column)})
     read |= {"na_values": marks} if marks else {}
-    if any("decimal" in found for found in map(number_marks, texts.values())):
+    if "sep" not in read and any(map(_has_grouping_commas, texts.values())):  # no decimals where a comma separates
+        read |= {"thousands": ","}
+    elif any("decimal" in found for found in map(number_marks, texts.values())):
         read |= {"decimal": ","}
     if read:
         frame = Table(str(path), str(path), read).frame
@@ -66,7 +69,8 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
     thousands = [found["thousands"] for found in grouped if "thousands" in found]
     if thousands:
         read |= {"thousands": thousands[0]}
-        frame = Table(str(path), str(path), read).frame
+        dated = [name for name in frame if _is_text(frame[name]) and _date_forms(frame[name])]
+        frame = Table(str(path), str(path), read, texts=dated).frame
     forms = {name: found for name in frame if _is_text(frame[name]) and (found := _date_forms(frame[name]))}
     written = {str(name): found[0] for name, found in forms.items() if "ISO8601" not in found}
     one_form = len(set(written.values())) == 1 and len(written) == len(forms)
@@ -136,9 +140,13 @@ def _footers(rows: Iterator[list[str]]) -> int:
     """Return how many of the last rows are no records: a total, or a comment in fewer cells than a row has."""
     width = len(next(rows, []))
     last = list(deque(rows, MOST_FOOTERS + 1))[::-1]
-    no_record = [len(row) < width or bool(_OF_A_FOOTER.match(row[0].strip().lower())) for row in last]
+    no_record = [len(row) < width or _is_footer([cell.strip().lower() for cell in row]) for row in last]
     count = no_record.index(False) if False in no_record else 0
     return count if any(last[:count]) else 0  # lines without anything are read as none
+
+
+def _is_footer(cells: list[str]) -> bool:
+    return bool(_OF_A_FOOTER.match(cells[0])) or any(map(_OF_A_SUM.fullmatch, cells))
 
 
 def _is_text(column: Series) -> bool:
@@ -160,6 +168,13 @@ def _marks(column: Series) -> set[str]:
 
 def _numbers(values: Series) -> Series:
     return values.str.fullmatch(r"[-+]?(\d+|[1-9]\d{0,2}([.,]\d{3})+)([.,]\d+)?([eE][-+]?\d+)?")
+
+
+def _has_grouping_commas(column: Series) -> bool:
+    values = _values(column)
+    values = values[~values.str.lower().isin(MARKERS)]
+    grouped = values.str.fullmatch(r"[-+]?(\d{1,3}|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?")
+    return bool(grouped.all() and values.str.contains(",").any())
 
 
 def _grouped(column: Series, read: dict[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,22 +13,31 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dpfl_lightning.data.frames import Table, as_text, require_columns
+from dpfl_lightning.data.frames import MARKERS, Table, as_text, require_columns
 from dpfl_lightning.errors import require, warn_user
 
 NOBODY = -1  # the code of records that are of no client, such as a test set
-_MISSING = ("", "nan", "None", "<NA>", "NaT")
+_MISSING = ("", "<na>", "nat", *MARKERS)
 
 
 def ids_of(given: Any, count: int, where: str) -> list[str]:
-    """Return the id of each record's person as text: 7, 7.0 and " 7" are one. Raises UserError if one is missing."""
+    """Return the id of each record's person as text: 7 and 7.0 are one, and so are "7" and " 7", but not "07".
+
+    Raises UserError if one is missing, or if numbers and texts are mixed: 7 may be what a reader made of "07".
+    """
     must, listed = f"name a person for each of the {count} records", not isinstance(given, str | Mapping)
     require(listed and isinstance(given, Iterable), where, must, type(given).__name__)
-    ids = [as_text(one).strip() for one in (given.tolist() if hasattr(given, "tolist") else given)]
+    values = given.tolist() if hasattr(given, "tolist") else list(given)
+    ids = [unicodedata.normalize("NFC", as_text(one).strip()) for one in values]
     require(len(ids) == count, where, must, len(ids))
-    missing = sum(one in _MISSING for one in ids)
+    missing = sum(one.lower() in _MISSING for one in ids)
     advice = "Leave these records out, or give each an id of its own."
     require(missing == 0, where, must, f"{missing} without one", advice)
+    kinds = {isinstance(one, str) for one in values}
+    must, advice = "have ids of one kind", "Read them as text: 7 may have been 07, which is another person."
+    require(len(kinds) < 2, where, must, "numbers and texts", advice)
+    exact = all(abs(one) < 2**53 for one in values if isinstance(one, float))
+    require(exact, where, "have exact ids", "floating numbers above 2^53", "Read them as text.")
     return ids
 
 
@@ -140,7 +150,7 @@ def chosen_rows(rows: Tensor, persons: Tensor, most: int, key: bytes) -> Tensor:
 
     >>> chosen_rows(torch.tensor([10, 11, 12, 13]), torch.tensor([7, 5, 7, 7]), most=2, key=b"secret")
     tensor([[11, -1],
-            [10, 13]])
+            [12, 13]])
     """
     codes, person = np.unique(persons.numpy(), return_inverse=True)
     order = np.argsort(person, kind="stable")

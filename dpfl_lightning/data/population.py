@@ -462,6 +462,7 @@ class Population:
         by_column = {"scale": scale, "categories": categories, "fill": fill, "dates": dates, "units": units}
         require_filled(label, classes, by_column)
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
+        usual["texts"] = [one for one in (client, person, *(dates or {})) if isinstance(one, str)]
         given = tables_of(df, **usual)
         public: list[Any] = [*(one or {} for one in by_column.values()), person]
         columns = Columns(label, features, drop, *public)

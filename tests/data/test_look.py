@@ -183,6 +183,7 @@ def test_two_forms_of_dates_are_named_by_column(tmp_path):
         (["1,250", "2,000,000", "12"], {}, {"thousands": ","}),
         (["1.250,5", "2.000,0", "12,0"], {"sep": ";"}, {"sep": ";", "decimal": ",", "thousands": "."}),
         (["1.250", "2.000", "0,5"], {"sep": ";"}, {"sep": ";", "decimal": ",", "thousands": "."}),
+        (["12,345", "2,000", "51,384"], {}, {"thousands": ","}),
         (["1,250", "2,000", "0,125"], {"sep": ";"}, {"sep": ";", "decimal": ","}),
         (["1250.5", "2000.0", "12.0"], {}, {}),
     ],
@@ -194,7 +195,32 @@ def test_separators_of_thousands_are_found(cells, written, found, tmp_path):
     assert read == found and column.kind == "number"
 
 
-@pytest.mark.parametrize("footer", ["Total,,1500\n", "# exported on Monday\n", "Sum,9,9\n\nSource: our laboratory\n"])
+def test_points_of_dates_are_no_separators(tmp_path):
+    rows = "".join(f"{1 + row % 28:02d}.04.2018;{row + 50}.915,50;{row % 2}\n" for row in range(30))
+    (tmp_path / "one.csv").write_text(f"Aufnahme;Kosten;ill\n{rows}")
+    read, (day, cost, _) = look(tmp_path / "one.csv")
+    assert day.kind == "date" and cost.facts.startswith("50915.5 to 79915.5") and read["date_format"] == "%d.%m.%Y"
+    people = Population.from_dataframe(
+        str(tmp_path / "one.csv"),
+        label="ill",
+        read=read,
+        num_classes=2,
+        dates={"Aufnahme": "2018-04-01"},
+        scale={"Aufnahme": [14, 8], "Kosten": [60_000, 9_000]},
+    )
+    assert float(people.x.abs().max()) < 3
+
+
+@pytest.mark.parametrize(
+    "footer",
+    [
+        "Total,,1500\n",
+        ",Total,1\n",
+        "32,Grand total:,0\n",
+        "# exported on Monday\n",
+        "Sum,9,9\n\nSource: our laboratory\n",
+    ],
+)
 def test_a_footer_is_no_record(footer, tmp_path):
     rows = "".join(f"P{row},{30 + row % 20},{row % 2}\n" for row in range(30))
     (tmp_path / "one.csv").write_text(f"patient,age,ill\n{rows}{footer}")

@@ -1,5 +1,7 @@
 """Persons with several records: their records stay together, and their ids stay with the client."""
 
+import re
+
 import lightning as L
 import numpy as np
 import pandas
@@ -207,3 +209,28 @@ def test_a_person_on_both_sides_of_a_split_is_refused():
     for persons, words in ((torch.tensor([1, 1, 1]), "on one side"), (torch.tensor([1, 2]), "one code for each")):
         with pytest.raises(UserError, match=f"`Population.persons` must .*{words}"):
             Population(torch.zeros(3, 1), torch.zeros(3).long(), *rows, None, 2, persons=persons).checked()
+
+
+def test_ids_in_files_are_read_as_they_are_written(tmp_path):
+    train, test = tmp_path / "train.csv", tmp_path / "test.csv"
+    train.write_text("pid,when,x,y\n007,2018,1,0\n7,2018,2,1\n8.0,2019,3,0\nA1,2020,4,1\n")
+    test.write_text("pid,when,x,y\n007,2018,1,0\n8.0,2018,2,1\n")
+    options = {"label": "y", "num_classes": 2, "held_out": 0, "person": "pid", "dates": {"when": "2000-01-01"}}
+    options["read"] = {"date_format": "%Y"}
+    assert Population.from_dataframe(train, **options).num_persons == (4,)
+    with pytest.raises(UserError, match=r"`test` must have other persons than the training records, got '2 of both'"):
+        Population.from_dataframe(train, test=test, **options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([7, "007"], "have ids of one kind, got 'numbers and texts'. Read them as text"),
+        ([7, "?"], "got '1 without one'"),
+        (["A", "Unknown"], "got '1 without one'"),
+        ([2.0**53, 1.0], "have exact ids, got 'floating numbers above 2^53'"),
+    ],
+)
+def test_ids_that_may_be_those_of_others_are_refused(ids, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        Population.from_datasets([(torch.zeros(2, 1), torch.zeros(2).long())], persons=[ids], num_classes=2)

@@ -41,7 +41,7 @@ FILTER = "as a privacy filter: the whole budget is what holds"
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
-    "numbers of training records, batch sizes, budgets and all other options, which are treated as public",
+    "numbers of training records or persons, batch sizes, budgets and all other options, which are treated as public",
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
     "the clients of an experiment",
     "times, memory, sizes of files and errors of the computation, which can depend on records",
@@ -129,7 +129,7 @@ class RunGuarantee(Guarantee):
         if self.clients == 1:
             whose = "This is the epsilon of the only client,"
         together = f" All {self.runs} runs are composed." if self.runs > 1 else ""
-        return f"{super().words()} {whose} for its own records, against everyone who sees its updates.{together}"
+        return f"{super().words()} {whose} for its own {self.unit}s, against everyone who sees its updates.{together}"
 
 
 def guarantee(
