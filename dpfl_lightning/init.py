@@ -148,10 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tables(given: Sequence[str]) -> list[Path]:
     """Return the files, with those in a folder in its place."""
+    from dpfl_lightning.data.frames import files_in
+
     paths: list[Path] = []
     for one in map(Path, given):
-        found = sorted(one.iterdir()) if one.is_dir() else []
-        inside = [path for path in found if path.suffix in (".csv", ".parquet")] if one.is_dir() else [one]
+        inside = files_in(one) if one.is_dir() else [one]
         require(bool(inside), "--from", "be files, or a folder with CSV or Parquet files", str(one))
         paths += inside
     return paths

@@ -114,6 +114,12 @@ class Table:
         require(len(frame) > 0, self.key, "have rows", "a first line alone")
         return frame
 
+    @property
+    def commas_separate(self) -> bool:
+        """Whether it is a CSV file in which commas separate the columns."""
+        from_csv = isinstance(self.source, str | Path) and Path(self.source).suffix != ".parquet"
+        return from_csv and self.read.get("sep", ",") == ","
+
     def _is_text(self, name: object) -> bool:
         return self.rename.get(str(name), str(name)) in self.texts
 
@@ -156,10 +162,15 @@ def table_of(given: Any, key: str, texts: Sequence[str] = (), **usual: Any) -> T
     return Table(own["file"], key, **options, texts=texts)
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return the files of tables in a folder, by name."""
+    return sorted(one for one in folder.iterdir() if one.suffix in (".csv", ".parquet"))
+
+
 def tables_of(given: Any, key: str = "df", **usual: Any) -> dict[str, Table]:
     """Return tables by name: those of a folder or of a mapping {client: table}, or one, "", see `table_of`."""
     if isinstance(given, str | Path) and Path(given).is_dir():
-        files = sorted(one for one in Path(given).iterdir() if one.suffix in (".csv", ".parquet"))
+        files = files_in(Path(given))
         require(len(files) > 0, key, "have files NAME.csv or NAME.parquet, one for each client", str(given))
         given = {one.stem: one for one in files}
     if not isinstance(given, Mapping) or "file" in given:
@@ -343,7 +354,7 @@ class Columns:
             require(unknown is None, here, f"hold the given categories only, {known}", unknown, advice)
             return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
-        require(numeric, here, "hold numbers", *_what_it_holds(column))
+        require(numeric, here, "hold numbers", *_what_it_holds(column, table.commas_separate))
         plain = name not in self.scale and name not in self.dates and len(column) > 20
         must, advice = "hold measurements if it has no scale", "Leave it out of features, by drop, or write its scale."
         got = "another whole number in nearly every row, as an identifier has"
@@ -409,10 +420,10 @@ def _is_day(text: Any) -> bool:
     return len(str(text)) == 10
 
 
-def number_marks(column: Series) -> dict[str, str]:
+def number_marks(column: Series, commas_separate: bool) -> dict[str, str]:
     """Return the thousands and decimal of `read` for a column of texts that are all numbers; empty for others.
 
-    Without other signs, 1,234 is taken for a decimal number.
+    Without other signs, 1,234 is a decimal number, unless commas separate the columns, so that decimals have points.
     """
     texts = column.dropna().astype(str).str.strip()
     texts = texts[~texts.str.lower().isin(MARKERS)]
@@ -420,14 +431,15 @@ def number_marks(column: Series) -> dict[str, str]:
         group, part = f"[-+]?[1-9]\\d{{0,2}}([{thousands}]\\d{{3}})+", f"([{decimal}]\\d+)?"
         fits = texts.str.fullmatch(f"{group}{part}|[-+]?\\d+{part}").all()
         both = texts.str.contains(f"[{thousands}]").any() and texts.str.contains(f"[{decimal}]").any()
-        sure = both or texts.str.fullmatch(f"{group}[{thousands}]\\d{{3}}").any()
+        grouped = texts.str.contains(",").any() if commas_separate and thousands == "," else False
+        sure = both or grouped or texts.str.fullmatch(f"{group}[{thousands}]\\d{{3}}").any()
         if fits and sure:
             return {"thousands": thousands} | ({"decimal": ","} if decimal == "," else {})
     is_decimal = texts.str.fullmatch(r"[-+]?\d+(,\d+)?([eE][-+]?\d+)?").all() and texts.str.contains(",").any()
     return {"decimal": ","} if is_decimal else {}
 
 
-def _what_it_holds(column: Series) -> tuple[str, str]:
+def _what_it_holds(column: Series, commas_separate: bool) -> tuple[str, str]:
     """Return what a column that is not numeric seems to hold, without its values, and the way out."""
     import pandas
 
@@ -436,7 +448,7 @@ def _what_it_holds(column: Series) -> tuple[str, str]:
     if marked.any() and pandas.to_numeric(texts[~marked], errors="coerce").notna().all():
         marks = sorted(set(texts[marked]))
         return f"{', '.join(marks)} beside numbers", f"Write read: {{na_values: {marks}}}, and fill."
-    if written := number_marks(column):
+    if written := number_marks(column, commas_separate):
         return f"numbers with {' and '.join(MARK_WORDS[name] for name in written)}", f"Write read: {inline(written)}."
     numbers = pandas.to_numeric(column, errors="coerce").notna() | column.isna()
     last = len(column) - 1 - int(np.flatnonzero(numbers.to_numpy())[-1]) if numbers.any() else 0

@@ -55,17 +55,16 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
     Raises UserError if it is no table.
     """
     read = {} if path.suffix == ".parquet" else _how_written(path)
-    frame = Table(str(path), str(path), read).frame
+    table = Table(str(path), str(path), read)
+    frame, commas = table.frame, table.commas_separate
     texts = {name: column for name in frame if _is_text(column := frame[name])}
     marks = sorted({mark for column in texts.values() for mark in _marks(column)})
     read |= {"na_values": marks} if marks else {}
-    if "sep" not in read and any(map(_has_grouping_commas, texts.values())):  # no decimals where a comma separates
-        read |= {"thousands": ","}
-    elif any("decimal" in found for found in map(number_marks, texts.values())):
+    if any("decimal" in number_marks(column, commas) for column in texts.values()):
         read |= {"decimal": ","}
     if read:
         frame = Table(str(path), str(path), read).frame
-    grouped = [_grouped(frame[name], read) for name in frame]
+    grouped = [_grouped(frame[name], read, commas) for name in frame]
     thousands = [found["thousands"] for found in grouped if "thousands" in found]
     if thousands:
         read |= {"thousands": thousands[0]}
@@ -170,19 +169,13 @@ def _numbers(values: Series) -> Series:
     return values.str.fullmatch(r"[-+]?(\d+|[1-9]\d{0,2}([.,]\d{3})+)([.,]\d+)?([eE][-+]?\d+)?")
 
 
-def _has_grouping_commas(column: Series) -> bool:
-    values = _values(column)
-    values = values[~values.str.lower().isin(MARKERS)]
-    grouped = values.str.fullmatch(r"[-+]?(\d{1,3}|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?")
-    return bool(grouped.all() and values.str.contains(",").any())
-
-
-def _grouped(column: Series, read: dict[str, Any]) -> dict[str, str]:
+def _grouped(column: Series, read: dict[str, Any], commas_separate: bool) -> dict[str, str]:
     """Return `number_marks` of a text column; beside decimal commas, 1.234 is grouped, too."""
     if not _is_text(column):
         return {}
     whole = _values(column).str.fullmatch(r"[-+]?[1-9]\d{0,2}(\.\d{3})*(,\d+)?")
-    return {"thousands": "."} if "decimal" in read and len(whole) and whole.all() else number_marks(column)
+    points = "decimal" in read and len(whole) and whole.all()
+    return {"thousands": "."} if points else number_marks(column, commas_separate)
 
 
 def _date_forms(column: Series) -> list[str]:

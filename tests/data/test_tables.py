@@ -205,3 +205,9 @@ def test_a_class_of_the_name_none_is_named(tmp_path):
         Population.from_dataframe(str(tmp_path / "one.csv"), **given)
     read = {"keep_default_na": False, "na_values": [""]}
     assert Population.from_dataframe(str(tmp_path / "one.csv"), read=read, **given).y.tolist() == [0, 1] * 20
+
+
+def test_commas_in_a_file_that_they_separate_are_said_to_group_thousands(tmp_path):
+    (tmp_path / "one.csv").write_text('cost,ill\n"12,345",0\n"2,000",1\n')
+    with pytest.raises(UserError, match=r"numbers with separators of thousands'. Write read: \{thousands: ','\}"):
+        Population.from_dataframe(tmp_path / "one.csv", label="ill", num_classes=2)

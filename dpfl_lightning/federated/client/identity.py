@@ -84,8 +84,6 @@ def identity(
     `data_key`, which stays with the client.
     """
     lines = once_each(lambda client: [repr(line) for line in client.planned], plan.schedule.clients)
-    different, places = numbered(plan.schedule.clients)
-    events = [[event.as_dict() for event in client.events()] for client in different]
     return {
         **configuration(plan, privacy),
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
@@ -94,9 +92,15 @@ def identity(
         "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
         "names": list(population.names),
-        **({"planned": {"events": events, "of": places}} if ENDS_BY_RESULTS in plan.caveats else {}),
+        **({"planned": _planned(plan)} if ENDS_BY_RESULTS in plan.caveats else {}),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
+
+
+def _planned(plan: RunPlan) -> dict[str, Any]:
+    """The different lists of planned events, and the place of each client's list, as `Header.planned` reads them."""
+    different, places = numbered(plan.schedule.clients)
+    return {"events": [[event.as_dict() for event in client.events()] for client in different], "of": places}
 
 
 def equal_ranks(engine: Engine, population: Population, module: ClientModule) -> dict[str, str]:
