@@ -9,7 +9,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning import __version__
 from dpfl_lightning.errors import UserError, in_one_line, require, shortened
 
 _RESTORE = "Restore it, or leave it out."
@@ -61,8 +60,8 @@ def read_json(path: Path, advice: str = _RESTORE, format: int | None = None) -> 
 
 def check_format(path: Path, stated: object, number: int) -> None:
     """Raise UserError unless the number of the format that a file states is the one that is read here."""
-    must = f"have format {number}, which dpfl_lightning {__version__} reads"
-    require(stated == number, str(path), must, stated, "Read it with the version of the package that wrote it.")
+    advice = "Read it with the version of this package that wrote it."
+    require(stated == number, str(path), f"have format {number}", stated, advice)
 
 
 def read_tensors(path: Path, advice: str = _RESTORE) -> Any:

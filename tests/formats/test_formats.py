@@ -90,7 +90,7 @@ def test_the_sample_is_read_and_another_number_is_refused(name, tmp_path):
     path = tmp_path / Path(name).name
     assert read(path)
     renumber(path, number + 1)
-    with pytest.raises((UserError, wire.WireError), match=f"format {number}.* got {number + 1}|of format 2, not of 1"):
+    with pytest.raises((UserError, wire.WireError), match=f"format {number}, got {number + 1}|of format 2, not of 1"):
         read(path)
 
 
