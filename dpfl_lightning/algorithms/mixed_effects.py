@@ -35,6 +35,7 @@ Indices = NDArray[np.int64] | Sequence[int]
 
 #: 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _TRACY_WIDOM = 3.27
+_LONGEST = 3.0  # a difference may be this many times as long as the median one
 _MOST_INPUTS = 1 << 10  # of a layer, so that its main directions are found in seconds
 _KEPT = 1 << 25  # numbers of the sums of all clients together
 _PRODUCTS = 1 << 22  # entries of products between clients, of all layers together
@@ -111,15 +112,18 @@ def spike_strength(values: Array, variance: float, size: int) -> Array:
 
 
 def shrunken(estimate: Array, variance: Array | float) -> Array:
-    """Return estimates >= 0 of variances, shrunken as far as their own sampling variances explain them.
+    """Return estimates >= 0 of variances between clients, shrunken as far as their own errors may explain them.
 
-    Reference: the positive part of the non-negative garrote (Breiman, 1995), `x (1 - variance / x^2)`.
+    Estimates below two standard errors are 0, and larger ones are hardly changed: what a client seems to have alone by
+    mistake costs it the noise that others would have averaged out.
 
-    >>> shrunken(np.array([-1.0, 0.5, 2.0]), 1.0).tolist()
-    [0.0, 0.0, 1.5]
+    Reference: the positive part of the non-negative garrote (Breiman, 1995), `x (1 - 4 variance / x^2)`.
+
+    >>> shrunken(np.array([-1.0, 1.0, 4.0]), 1.0).tolist()
+    [0.0, 0.0, 3.0]
     """
-    positive = np.maximum(estimate, 0.0)
-    return np.maximum(positive - variance / np.maximum(positive, 1e-300), 0.0)
+    positive = np.maximum(estimate, 1e-300)
+    return np.maximum(positive - 4 * variance / positive, 0.0) * (estimate > 0)
 
 
 @torch.no_grad()
@@ -198,14 +202,6 @@ class _Means:
     variance: float
     scale: Array
 
-    def along(self, vectors: Array) -> Array:
-        """Return the products along vectors `[n, k]`: `[k]`."""
-        return np.einsum("nk,nm,mk->k", vectors, self.products, vectors)
-
-    def of_equal(self, vectors: Array) -> Array:
-        """Return what a covariance `I` adds to the products along vectors `[n, k]`: `[k]`."""
-        return np.einsum("nk,n,nk->k", vectors, self.scale**-2, vectors)
-
 
 @dataclass(frozen=True)
 class RandomEffects:
@@ -271,8 +267,8 @@ class RoundProducts:
     def _multiply(self, block: int, now: Tensor, before: Tensor, noise: Array, place: tuple[NDArray[Any], ...]) -> None:
         """Add the products of matrices `now` `[C, out, in]` with sums `before` `[n, out, in]` of earlier rounds.
 
-        What is along the mean of all clients does not count: gradients get shorter in the course of a round, so clients
-        with more steps have shorter means, and this is no difference between their data.
+        How long they are along the mean of all clients does not count: gradients get shorter in the course of a round,
+        so clients with more steps have shorter means, and this is no difference between their data.
         """
         seen = place[1][0]
         inputs = main_inputs(before, torch.from_numpy(self.noise[seen]).to(before))
@@ -281,7 +277,7 @@ class RoundProducts:
         rounds, precision = self.rounds[seen], self.rounds[seen] / self.noise[seen]
         vectors = [(one.double() @ inputs).flatten(1).cpu().numpy() for one in (now, before)]
         mean = normalised(precision @ vectors[1])
-        a, b = (one - np.outer(one @ mean, mean) for one in vectors)
+        a, b = (one - np.outer(np.maximum(one @ mean, 0.0), mean) for one in vectors)
         self.products[block][place] += a @ b.T
         self.variance[block][place] += np.outer(noise, (b**2).sum(axis=1))  # given the earlier rounds
         self.pairs[block][place] += a.shape[1] * rounds
@@ -329,7 +325,8 @@ _ARRAYS = ("products", "variance", "pairs", "noise", "rounds")
 def _covariance(one: _Means, between: Array, others: Array) -> Array:
     """Return G of a layer: `sum_k s_k u_k u_k'` of contrasts between groups, and `tau^2 I` of single clients.
 
-    Method of moments: a product along a direction u of length 1 has the mean `u' G u`, whitened.
+    Method of moments: a product along a direction u of length 1 has the mean `u' G u`, whitened. A client adds to tau^2
+    at most nine times the median, so that one that sends anything does not make all others count as different.
 
     Args:
         between: directions in which groups of clients differ `[n, k]`.
@@ -337,11 +334,16 @@ def _covariance(one: _Means, between: Array, others: Array) -> Array:
     """
     error, alone = 2 * one.variance, 0.0
     if others.shape[1]:
-        unit = one.of_equal(others).sum()
-        alone = float(shrunken(one.along(others).sum() / unit, error * others.shape[1] / unit**2))
-    strength = shrunken(one.along(between) - alone * one.of_equal(between), error)
+        apart = others @ others.T
+        unit = np.einsum("nm,m,nm->n", apart, one.scale**-2, apart)
+        own = np.einsum("nm,mk,nk->n", apart, one.products, apart)
+        most = _LONGEST**2 * max(np.median(own / unit), 0.0) * unit + 2 * math.sqrt(error) * np.diag(apart)
+        alone = np.minimum(own, most).sum() / unit.sum()
+        alone = float(shrunken(alone, error * others.shape[1] / unit.sum() ** 2))
+    of_alone = np.einsum("nk,n,nk->k", between, one.scale**-2, between)
+    strength = np.einsum("nk,nm,mk->k", between, one.products, between) - alone * of_alone
     columns = between * one.scale[:, None]
-    return columns * strength @ columns.T + alone * np.eye(len(one.scale))
+    return columns * shrunken(strength, error) @ columns.T + alone * np.eye(len(one.scale))
 
 
 def normalised(vector: Array) -> Array:
