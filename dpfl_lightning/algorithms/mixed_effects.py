@@ -19,6 +19,7 @@ All functions read released updates alone: post-processing.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dpfl_lightning.algorithms.random_effects import limited_shares
-from dpfl_lightning.algorithms.update_geometry import folded
+from dpfl_lightning.algorithms.update_geometry import cut, folded, ward
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64] | Sequence[int]
 
 #: 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _TRACY_WIDOM = 3.27
+_UNEXPLAINED = 0.1  # of squared differences between clients, if these form groups
 _LONGEST = 3.0  # a difference may be this many times as long as the median one
 _MOST_INPUTS = 1 << 10  # of a layer, so that its main directions are found in seconds
 _KEPT = 1 << 25  # numbers of the sums of all clients together
@@ -95,20 +97,20 @@ def wigner_edge(variance: float, size: int) -> float:
     return math.sqrt(variance * size) * (2 + _TRACY_WIDOM * size ** (-2 / 3))
 
 
-def spike_strength(values: Array, variance: float, size: int) -> Array:
-    """Return the signal along eigenvectors of a signal plus noise whose eigenvalues exceed `wigner_edge`.
+def spike_strength(values: Array, variance: float, size: int) -> tuple[Array, Array]:
+    """Return the strengths of signals in noise by their eigenvalues above `wigner_edge`, and how right directions are.
 
-    A signal of strength s has the eigenvalue `s + V / s` with `V = variance * size`, and its eigenvector has the share
-    `1 - V / s^2` of it.
+    With `V = variance * size`, a signal of strength s has the eigenvalue `s + V / s`, and the squared product of its
+    eigenvector with its direction is `1 - V / s^2`.
 
     Reference: Capitaine, Donati-Martin and Feral (2009); Benaych-Georges and Nadakuditi (2011).
 
-    >>> spike_strength(np.array([2.5]), variance=0.01, size=100).round(2).tolist()
-    [1.5]
+    >>> spike_strength(np.array([2.5]), variance=0.01, size=100)
+    (array([2.]), array([0.75]))
     """
     everything = variance * size
     strength = (values + np.sqrt(np.maximum(values**2 - 4 * everything, 0.0))) / 2
-    return strength - everything / strength
+    return strength, 1 - everything / strength**2
 
 
 def shrunken(estimate: Array, variance: Array | float) -> Array:
@@ -205,15 +207,45 @@ class _Means:
 
 @dataclass(frozen=True)
 class RandomEffects:
-    """What is known of the random effects of N clients.
+    """What is known of the random effects of N clients; n of them were seen in two rounds.
 
     Args:
         covariance: G of each block of layers, `[B, N, N]`.
-        contrasts: along which groups of clients differ, `[N, k]`; k + 1 groups have k.
+        clients: which these are, `[n]`.
+        positions: what groups of clients differ in, `[n, k]`, in units of `scale`; k + 1 groups differ in k directions.
+        doubt: which part of the squared positions is noise.
+        scale: standard deviation of the noise of each client's mean update, `[n]`.
     """
 
     covariance: Array
-    contrasts: Array
+    clients: NDArray[np.int64]
+    positions: Array
+    doubt: float
+    scale: Array
+
+    def groups(self) -> list[NDArray[np.int64]]:
+        """Return the clients of each group; one group if no differences are found, none if they form no groups.
+
+        Groups are those of the weighted Ward clustering, as many as explain nine tenths of all differences, but at most
+        two more than there are directions.
+        """
+        count, directions = self.positions.shape
+        if directions == 0:
+            return [self.clients]
+        points = self.positions * self.scale[:, None]
+        added, merges = ward((points @ points.T)[None], self.scale**-2)
+        total = added[0].sum()
+        for groups in range(2, min(directions + 2, count // 2) + 1):
+            unexplained = added[0][: count - groups].sum() / total
+            if unexplained < _UNEXPLAINED + self.doubt * (count - groups) / (count - 1):
+                return [self.clients[members] for members in cut(merges[0], groups)]
+        return []
+
+    def own_weight(self) -> float:
+        """Return the mean weight of a client's own update in its prediction, over the rounds so far: 1 / n to 1."""
+        place = np.ix_(self.clients, self.clients)
+        every = range(len(self.clients))
+        return fmean(np.diag(blup_weights(one[place], self.scale**2, every)).mean() for one in self.covariance)
 
 
 @dataclass
@@ -293,21 +325,21 @@ class RoundProducts:
     def effects(self) -> RandomEffects:
         """Return what the products show of the random effects."""
         blocks, count = self.products.shape[:2]
-        known = np.flatnonzero(self.rounds > 1)
-        contrasts, covariance = np.zeros((count, 0)), np.zeros((blocks, count, count))
-        if len(known) > 2 and self.pairs.any():
-            every = self._means(slice(None), known)
-            shared = 1 / every.scale
-            rest = np.linalg.qr(shared[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
-            values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
-            found = values > wigner_edge(every.variance, len(values))
-            between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
-            contrasts = np.zeros((count, between.shape[1]))
-            contrasts[known] = between * every.scale[:, None]
-            for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
-                one = self._means(slice(block, block + 1), known)
-                covariance[block][np.ix_(known, known)] = _covariance(one, between, others)
-        return RandomEffects(covariance, contrasts)
+        clients = np.flatnonzero(self.rounds > 1)
+        covariance = np.zeros((blocks, count, count))
+        if len(clients) < 2 or not self.pairs.any():
+            return RandomEffects(covariance, clients, np.zeros((len(clients), 0)), 0.0, np.ones(len(clients)))
+        every = self._means(slice(None), clients)
+        rest = np.linalg.qr(1 / every.scale[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
+        values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
+        found = values > wigner_edge(every.variance, len(values))
+        between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
+        for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
+            one = self._means(slice(block, block + 1), clients)
+            covariance[block][np.ix_(clients, clients)] = _covariance(one, between, others)
+        strength, overlap = spike_strength(values[found], every.variance, len(values))
+        doubt = float(1 - strength @ overlap / max(strength.sum(), 1e-300))
+        return RandomEffects(covariance, clients, between * np.sqrt(strength), doubt, every.scale)
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in _ARRAYS}

@@ -471,6 +471,7 @@ class RunSession:
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
+            remarks=tuple(words for one in config.strategies if finished for words in answer_of(one, "remarks", view)),
             model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
             baseline={} if scores is None else dict(scores.baseline),
             undefined={} if scores is None else dict(scores.test.undefined),
