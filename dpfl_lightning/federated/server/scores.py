@@ -115,7 +115,7 @@ def headline(results: Sequence[Result]) -> str:
     return next((name for result in results for name in scores_of(result, "test_")), "")
 
 
-def in_words(result: Result) -> str:
+def with_baseline(result: Result) -> str:
     """Return the test scores, each with its baseline on the same records; empty if nothing was scored."""
     scores, baseline = scores_of(result, "test_"), result.get("baseline") or {}
     beside = {
@@ -123,9 +123,13 @@ def in_words(result: Result) -> str:
         for name, one in baseline.items()
         if one is not None
     }
-    parts = [f"{name} {formatted(name, value)}{beside.get(name, '')}" for name, value in scores.items()]
-    where = "Test " if result["test_set"] else "Mean over clients on held-out records: "
-    return f"{where}{', '.join(parts)}" if parts else ""
+    return ", ".join(f"{name} {formatted(name, value)}{beside.get(name, '')}" for name, value in scores.items())
+
+
+def in_words(result: Result) -> str:
+    """Return the test scores with their baselines, and on which records they are; empty if nothing was scored."""
+    where, scores = "Test " if result["test_set"] else "Mean over clients on held-out records: ", with_baseline(result)
+    return f"{where}{scores}" if scores else ""
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
