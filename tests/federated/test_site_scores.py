@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import stat
 
 import pytest
@@ -64,6 +65,10 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert stat.S_IMODE((folder / "scores.json").stat().st_mode) == 0o600
         assert (kept.round, kept.score.accuracy) == (2, expected["accuracy"]) and kept.score.loss > 0
         assert sum(map(sum, kept.score.tables["confusion"])) == kept.records
+        page = " ".join(re.sub("<[^>]+>", " ", (folder / "report.html").read_text()).split())
+        assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
+        for part in (f"accuracy {expected['accuracy']:.2%} ", "sent to nobody", "predicted 9", "Calibration"):
+            assert part in page, part
         capsys.readouterr()
         assert main(["status", str(node.state.path)]) == 0
         assert f"kept here: accuracy {expected['accuracy']:.2%} (majority class" in capsys.readouterr().out

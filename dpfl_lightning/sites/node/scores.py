@@ -8,11 +8,12 @@ from pathlib import Path
 
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.scores import with_baseline
+from dpfl_lightning.reporting.site_page import site_page
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
 
-FILE = "scores.json"
+FILE, PAGE = "scores.json", "report.html"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,11 @@ class KeptScores:
 wire.register(KeptScores)
 
 
-def write_scores(folder: Path, scores: KeptScores) -> None:
-    """Write the scores into the folder of a plan, for the operator of the site alone."""
+def write_scores(folder: Path, site: str, scores: KeptScores) -> None:
+    """Write the scores and their page into the folder of a plan, for the operator of the site alone."""
     write_text(folder / FILE, wire.to_text(scores), private=True)
+    page = site_page(site, folder.name, scores.round, scores.records, scores.score, scores.baseline)
+    write_text(folder / PAGE, page, private=True)
 
 
 def read_scores(folder: Path) -> KeptScores | None:

@@ -91,6 +91,7 @@ class Study:
     def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
+        self._name = terms.sites[client].name
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
@@ -146,7 +147,7 @@ class Study:
         if held_out:
             clients = self.clients
             scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
-            write_scores(self._folder, KeptScores(request.round, held_out, scores.test, scores.baseline))
+            write_scores(self._folder, self._name, KeptScores(request.round, held_out, scores.test, scores.baseline))
         return self.welcome()
 
     def _released(self, value: Tensor | int | float, round: int) -> Released:

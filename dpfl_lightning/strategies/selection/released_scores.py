@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import ScoreCounts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -22,6 +23,7 @@ from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.runtime.text import at_most, counted
 
 PURPOSE = "scores"
+_SHARE = 0.1  # of a budget
 
 
 @dataclass
@@ -32,14 +34,15 @@ class ReleasedScores(Strategy):
     a site, which keeps its scores to itself (`dpfl node status`).
 
     Args:
-        epsilon: what all these releases of a client cost alone, at its delta; the rest of its budget is for training.
+        epsilon: what all these releases of a client cost alone, at its delta; null is a tenth of its budget. The rest
+            is for training.
         every: number of rounds between two releases; null is one after the last planned round.
         bins: of predicted probability, equally wide in logits. More lose less of the AUROC, and have more noise.
 
     **Privacy** Counts of held-out records, with noise for sensitivity 1, composed with the training of the client.
     """
 
-    epsilon: Annotated[float, Interval(gt=0, le=1000)]
+    epsilon: Annotated[float, Interval(gt=0, le=1000)] | None = None
     every: Annotated[int, Interval(ge=1, le=1_000_000)] | None = None
     bins: Annotated[int, Interval(ge=4, le=200)] = 20
 
@@ -48,33 +51,40 @@ class ReleasedScores(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._read: dict[str, Tensor] = {}  # curve -> the last value of each client `[N]`, NaN where undefined
+        self._read: dict[str, Tensor] = {}  # curve of the round -> value of each client `[N]`
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._of_two(view)
         personal, advice = ", ".join(view.module.personal), "Their values are private, and scores would show them."
         require(not personal, "personal", f"be empty with {self._name}", personal, advice)
+        must = f"not hold {self._name} beside a strategy that changes the plan of the run later"
+        require(not view.run.replans, "strategies", must, "both", "Remove one of them.")
         bare = not all(client.adds_noise for client in schedule.clients)
         require(not bare, self._key("epsilon"), "be left out of a run without noise", self.epsilon)
         every = schedule.rounds if self.every is None else self.every
         count = math.ceil(schedule.rounds / every) + schedule.reserve
 
         def alone(_: int, client: ClientSchedule) -> ClientSchedule:
-            line = Planned(PURPOSE, client.main.of(1.0, None, 1), count)
-            return ClientSchedule(self.epsilon, client.delta, (line,))
+            epsilon = _SHARE * client.target_epsilon if self.epsilon is None else self.epsilon
+            require(math.isfinite(epsilon), self._key("epsilon"), "be a number where a client has no budget", None)
+            return ClientSchedule(epsilon, client.delta, (Planned(PURPOSE, client.main.of(1.0, None, 1), count),))
 
         lines = [client.planned for client in view.solve(schedule.replan(alone)).clients]
         return schedule.replan(lambda i, one: dataclasses.replace(one, planned=(*one.planned, *lines[i])))
 
     def describe(self, view: View) -> tuple[str, ...]:
-        line = view.schedule.planned(0, PURPOSE)
+        cost = "a tenth of its budget" if self.epsilon is None else f"epsilon {at_most(self.epsilon)}"
         times = "after the last round" if self.every is None else f"every {counted(self.every, 'round')}"
         words = (
             f"Each client releases counts of its held-out records by label and predicted probability {times}, and "
-            f"scores follow from them. They cost epsilon {at_most(self.epsilon)} alone ({line.event.protection}). A "
-            "record is held out or trained on; the cost is added as if it were both."
+            f"scores follow from them. They cost {cost} alone. A record is held out or trained on; the cost is added "
+            "as if it were both."
         )
         return (words,)
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        self._read = {}
+        return plan
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         if view.round == view.run.rounds or (self.every and view.round % self.every == 0):
@@ -86,7 +96,6 @@ class ReleasedScores(Strategy):
         mechanism = {client: self._mechanism(client, view) for client in clients}
         row_of, noise = dict(enumerate(state.model_of)), {one: mechanism[one].noise_std(1, 1.0) for one in clients}
         question = ScoreCounts(mechanism_of=mechanism, models=state.models, row_of=row_of, edges=edges)
-        self._read = {}
         for client, counts in view.ask(question).items():
             for name, reading in binned_scores(counts, noise[client], edges, self._of_two(view)).items():
                 for curve, value in ((f"released_{name}", reading.value), (f"noise_of_{name}", reading.noise)):
