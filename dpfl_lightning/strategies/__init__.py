@@ -24,6 +24,7 @@ STRATEGIES = {
     "local": ("clustering.local", "Local"),
     "median": ("aggregation.median", "Median"),
     "minimum_epsilon": ("aggregation.minimum_epsilon", "MinimumEpsilon"),
+    "mixed_effects": ("clustering.mixed_effects", "MixedEffects"),
     "mr_mtl": ("clustering.mr_mtl", "MrMtl"),
     "multi_krum": ("aggregation.multi_krum", "MultiKrum"),
     "noise_aware": ("aggregation.noise_aware", "NoiseAware"),
