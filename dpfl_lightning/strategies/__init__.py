@@ -32,6 +32,7 @@ STRATEGIES = {
     "norm_bound": ("aggregation.norm_bound", "NormBound"),
     "oracle_clusters": ("clustering.oracle_clusters", "OracleClusters"),
     "pfa": ("aggregation.pfa", "Pfa"),
+    "released_scores": ("selection.released_scores", "ReleasedScores"),
     "robust_hdp": ("aggregation.robust_hdp", "RobustHdp"),
     "server_momentum": ("aggregation.server_momentum", "ServerMomentum"),
     "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),
