@@ -11,7 +11,8 @@ from experiments.papers.registry import experiments
 def chosen(row: str, column: str, scale: str, table: str) -> float:
     """The rate with the best mean over all columns of the tuning; NotYet, with a command, if a cell is missing."""
     tuning = experiments()[table]
-    names, found = candidates(tuning, row), {}
+    names = candidates(tuning, row)
+    found: dict[float, dict[tuple[str, int | None], float]] = {}
     for place in tuning.columns:
         for setting, of_seed in settings_made(tuning, names, row, place, tuning.scale(scale)).items():
             found.setdefault(setting, {}).update({(place, seed): value for seed, value in of_seed.items()})
@@ -49,7 +50,7 @@ def largest_deficits(table: Experiment, made: Cells) -> str:
         worst = (math.inf, "", "", 0.0, 0)
         for column in columns:
             best = max(table.rows, key=lambda one: fmean(scores[one, column].values()))
-            seeds = sorted(scores[row, column].keys() & scores[best, column].keys())
+            seeds = scores[row, column].keys() & scores[best, column].keys()
             differences = [scores[row, column][seed] - scores[best, column][seed] for seed in seeds]
             error = stdev(differences) / math.sqrt(len(seeds)) if len(seeds) > 1 else math.nan
             worst = min(worst, (fmean(differences), table.columns[column].title, best, error, len(seeds)))
