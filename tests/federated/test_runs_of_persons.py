@@ -100,7 +100,7 @@ def test_an_epsilon_of_records_says_what_holds_for_persons(make_loop, capsys, mo
 
 
 def test_rows_of_a_person_follow_from_this_person_and_the_secret():
-    one, more = (population.by_person(4).chosen(b"secret") for population in (people(), people(extra=9)))
+    one, more = (population.counting("person", 4).chosen(b"secret") for population in (people(), people(extra=9)))
     known = {int(one.persons[rows[0]]): one.x[rows[rows >= 0]] for units in one.units for rows in units}
     others = {int(more.persons[rows[0]]): more.x[rows[rows >= 0]] for units in more.units for rows in units}
     assert known.keys() <= others.keys() and len(others) <= len(known) + 1
@@ -111,7 +111,7 @@ def test_rows_of_a_person_follow_from_this_person_and_the_secret():
 
 
 def test_a_batch_holds_blocks_of_persons():
-    population = people().by_person(4).chosen(b"secret")
+    population = people().counting("person", 4).chosen(b"secret")
     (x, y), *_ = DrawnBatches(population, 0, [np.arange(population.num_records[0])])
     sizes = sorted((x.weights > 0).sum(1).tolist())
     assert x.x.shape[:2] == y.shape == (population.num_records[0], 4)
