@@ -18,8 +18,11 @@ from dpfl_lightning.federated.client.engines.serial import DrawnBatches
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.plan import main as plan
+from dpfl_lightning.privacy.accounting.guarantee import OTHER_CLIENTS
 from dpfl_lightning.privacy.clipping.inputs import Block
+from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.progress import Progress
+from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
@@ -73,11 +76,18 @@ def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
     assert loop.config.facts.num_records == loop.population.num_persons
     loop.run()
     shown = capsys.readouterr().out
-    assert "persons" in shown and "records  batch" not in shown and "per person" in shown
+    assert "persons  batch" in shown and "records  batch" not in shown and "max epsilon" in shown
+    assert all("per person" in line for line in shown.splitlines() if "max epsilon" in line)
     folder = loop.config.output_dir
-    words = "differential privacy per person (add or remove one person of one client)"
+    words = "differential privacy per person (add or remove one person of one client), Poisson sampling of persons"
     for file in ("result.json", "guarantees.json", "guarantee.html"):
-        assert words in (folder / file).read_text(), file
+        assert f"{words}, at most 4 rows of each" in (folder / file).read_text(), file
+    result, run = (json.loads((folder / file).read_text()) for file in ("result.json", "run.json"))
+    assert {client["unit"] for client in result["clients"]} == {run["tags"]["unit"]} == {"person"}
+    assert run["tags"]["sampling"] == "Poisson sampling of persons, at most 4 rows of each"
+    assert '"num_persons": ' in run["datasets"]["training"]["profile"]
+    about = markdown([], result=read_result(folder))
+    assert " per person**, the largest of 4 clients" in about and OTHER_CLIENTS in about
     assert json.loads((folder / "ledger.jsonl").open().readline())["adjacency"] == "add_remove_of_persons"
     assert ledger([str(folder)]) == 0
     assert words in capsys.readouterr().out
