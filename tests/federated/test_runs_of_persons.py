@@ -61,6 +61,23 @@ def run_of(make_loop, **options):
     return make_loop(**options)
 
 
+@pytest.mark.parametrize(
+    ("privacy", "relation"),
+    [
+        ({"mechanism": "laplace", "delta": 0.0}, "add or remove one person of one client), full batches of persons"),
+        ({"adjacency": "replace_one"}, "replace one person of one client), Poisson sampling of persons"),
+    ],
+)
+def test_other_noise_and_relations_are_of_persons_too(make_loop, privacy, relation):
+    full = dataclasses.replace(CLIENTS, batch_size=None if "mechanism" in privacy else 8)
+    loop = run_of(make_loop, privacy=per_person(**privacy), clients=full)
+    result = loop.run()
+    assert f"-differential privacy per person ({relation}, at most 4 rows of each" in result.guarantee.words()
+    assert 4.9 < result.guarantee.epsilon <= 5
+    (relation,) = {one.event.as_dict()["kind"] for one in loop.schedule.clients[0].planned}
+    assert relation == ("laplace" if "mechanism" in privacy else "gaussian")
+
+
 @pytest.mark.parametrize("batch_size", [8, None])
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_every_engine_trains_on_persons_as_the_reference(make_loop, engine, batch_size):
