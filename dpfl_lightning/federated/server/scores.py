@@ -98,8 +98,9 @@ def bound(epsilon: float | None) -> str:
 
 
 def stated(guarantee: Guarantee) -> str:
-    """Format an epsilon with its delta."""
-    return bound(guarantee.epsilon) + f" at delta {at_most(guarantee.delta)}" * math.isfinite(guarantee.epsilon)
+    """Format an epsilon with its delta and unit."""
+    known = f" at delta {at_most(guarantee.delta)} per {guarantee.unit}"
+    return bound(guarantee.epsilon) + known * math.isfinite(guarantee.epsilon)
 
 
 def number(epsilon: float | None) -> float:
@@ -213,7 +214,7 @@ def client_columns(results: Sequence[Result]) -> dict[str, Column]:
     }
     return {
         "client": Column([str(row["name"]) for row in first]),
-        "records": Column([row["num_records"] for row in first], "{:,}".format),
+        f"{results[0]['guarantee'].unit}s": Column([row["num_records"] for row in first], "{:,}".format),
         "batch size": Column([row["batch_size"] for row in first], "{:,}".format),
         **(private if any(row["noise_multiplier"] for row in first) else {}),
         **score_columns(clients),
