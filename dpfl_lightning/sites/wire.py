@@ -74,12 +74,12 @@ register(clients.RunPlan, clients.ClientAccount, facts.ClientSettings, schedule.
 register(plan.RoundPlan, plan.LocalTraining, plan.ClassGradients, augmentation.ClassAugmentation)
 register(update.ClientUpdates, evaluation.ClientModels, evaluation.Score, evaluation.Evaluation, evaluation.Diagnostics)
 register(query.ChargedQuery, query.NoMechanism, query.SelectModel, query.LowestLoss, query.MeanLoss)
-register(query.FeatureSums)
+register(query.FeatureSums, query.ScoreCounts)
 register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES)
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
 register(BatchForm, exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
-register(exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
+register(exchange.Keep, exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
 
 
 def encode(message: Any) -> bytes:
