@@ -71,7 +71,8 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
             assert part in page, part
         capsys.readouterr()
         assert main(["status", str(node.state.path)]) == 0
-        assert f"kept here: accuracy {expected['accuracy']:.2%} (majority class" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (majority class" in shown
         paid = [charge.purpose for charge in read_ledger(folder / "ledger.jsonl")]
         assert paid == ["train", "train", *(["scores"] if strategies else [])]
         released = result.metrics.get("released_accuracy", [None] * 2)[client]
