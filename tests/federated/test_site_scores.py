@@ -91,6 +91,13 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
         accountant = loop.config.accountant
         assert (line.purpose, line.count) == ("scores", 1) and 0.99 < accountant.search(alone)[0] <= 1
         assert accountant.search(whole)[0] <= client.target_epsilon
+    labels = torch.arange(50) % 2
+    whole = {str(client): (torch.ones(50, 6), labels) for client in range(4)}
+    population = Population.from_datasets(whole, held_out=0.0, num_classes=2)
+    loop = make_loop(population, torch.nn.Linear(6, 2), parts=build(RELEASED))
+    result = loop.run()
+    assert [row["releases"] for row in result.clients] == [4] * 4, "noised zeros, as if there were held-out records"
+    assert result.metrics["released_auroc"] == [None] * 4
     with pytest.raises(UserError, match="`task` must be binary or multiclass with released_scores"):
         numbers = {str(client): (torch.zeros(50, 6), torch.zeros(50)) for client in range(4)}
         make_loop(Population.from_datasets(numbers), torch.nn.Linear(6, 1), parts=build(RELEASED)).plan_schedule()
