@@ -31,6 +31,16 @@ def no_waits_for_the_disk():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def an_account_of_the_tests(tmp_path_factory):
+    """Runs on records of tests are not charged to the user's account."""
+    folder = tmp_path_factory.mktemp("account")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DPFL_ACCOUNT", str(folder / "account.jsonl"))
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield
+
+
 def blobs(num_clients: int = 4, records: int = 60, classes: int = 3, features: int = 6, seed: int = 0) -> Population:
     """Well separated classes; clients differ in size (records, records + 10, ...)."""
     generator = torch.Generator().manual_seed(seed)

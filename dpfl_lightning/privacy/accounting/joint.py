@@ -1,0 +1,128 @@
+"""Several runs on the records of one data holder: their common epsilon, and the filter that keeps a limit on it."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.accounting.accountant import (
+    ADJACENCIES_OF_PERSONS,
+    Query,
+    Rdp,
+    exact_sum,
+    get_accountant,
+    rounded_up,
+)
+from dpfl_lightning.privacy.accounting.events import Composed, Release, composed
+from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted
+
+#: what one client has released in a run
+Released = tuple[Release, ...]
+#: for each run, what each client released that may be the holder's: one of them, unless clients have no names
+History = Sequence[Sequence[Released]]
+
+_MOST_TIGHT = 300  # different mechanisms that are composed tightly: about four seconds
+_WORST = "with the worst client of each run"
+
+
+def relation_of_all(adjacencies: Sequence[str]) -> str:
+    """Return the relation between neighbouring data sets under which the runs compose.
+
+    Different relations compose under replacement: it costs at least as much as adding or removing. A replaced record
+    moves what its person contributes by at most twice the clip norm, so a mixture of records and persons holds for
+    a record that its person replaces.
+    """
+    different = set(adjacencies)
+    if len(different) == 1:
+        return adjacencies[0]
+    return "replace_one_of_persons" if different <= ADJACENCIES_OF_PERSONS.keys() else "replace_one"
+
+
+def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[float, str]]:
+    """Return epsilon and how it was computed for the (history, delta, adjacency) of each holder.
+
+    Releases of all runs are composed as if one run had planned them. PLD composes the holders with the largest
+    epsilons as long as they have few different mechanisms, RDP the others.
+    """
+    rough = [_by_rdp(*holder) for holder in holders]
+    bounds, left = list(rough), _MOST_TIGHT
+    known: set[tuple[Composed, float, str]] = set()
+    for place in sorted(range(len(holders)), key=lambda place: -rough[place][0]):
+        history, delta, adjacency = holders[place]
+        if any(len(set(run)) > 1 for run in history):
+            continue
+        releases = composed(_all(history), delta)
+        new = 0 if (releases, delta, adjacency) in known else len(releases.releases)
+        if new <= left:
+            left, known = left - new, known | {(releases, delta, adjacency)}
+            bounds[place] = get_accountant("pld", adjacency).bound(_all(history), delta)
+    return bounds
+
+
+def _all(history: History) -> list[Release]:
+    """Return all releases of a holder who is one client of each run."""
+    return [event for run in history for event in run[0]]
+
+
+def _by_rdp(history: History, delta: float, adjacency: str) -> tuple[float, str]:
+    rdp = _rdp(adjacency)
+    if all(len(set(run)) == 1 for run in history):
+        return rdp.estimates([(_all(history), delta)])[0]
+    pure = exact_sum(max(composed(one, delta).pure(rdp.sensitivity) for one in run) for run in history)
+    epsilon = min(float(converted(worst_curve(history, rdp), rdp.orders, delta).min()), pure)
+    return rounded_up(epsilon, 6), f"{rdp.description}, {_WORST}"
+
+
+def worst_curve(history: History, rdp: Rdp) -> np.ndarray:
+    """Return an upper bound of the RDP of a holder at each order, `[orders]`: of each run, the client with most."""
+    total = np.zeros(len(rdp.orders))
+    for run in history:
+        queries: list[Query] = [(released, 0.5) for released in set(run)]  # RDP has no delta
+        total += rdp.curves(queries).max(axis=0)
+    return total
+
+
+@functools.cache
+def _rdp(adjacency: str, orders: tuple[float, ...] = ORDERS) -> Rdp:
+    return Rdp(adjacency, orders)
+
+
+@dataclass(frozen=True)
+class RenyiFilter:
+    """Keeps runs within (epsilon, delta), though later runs are chosen after the results of earlier ones.
+
+    The RDP of all of them at one order, which is fixed by the limit, stays within a budget. The order is the one at
+    which Gaussian noise on full batches may have the least variance. Composing what was released by PLD gives a
+    smaller epsilon; it assumes that all runs were planned beforehand. Raises UserError if no order can keep the limit.
+
+    Reference: Feldman and Zrnic (2021), theorem 4.3.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.delta < 1, "delta", "be in (0, 1)", self.delta, "It is usually below 1 / records.")
+        floor = float(self._floors.min())
+        must = f"be above {rounded_up(floor, 4)} at this delta, and finite"
+        require(floor < self.epsilon < np.inf, "epsilon", must, self.epsilon)
+
+    @property
+    def _floors(self) -> np.ndarray:
+        """The epsilon of nothing at each order."""
+        return converted(np.zeros(len(ORDERS)), ORDERS, self.delta)
+
+    @functools.cached_property
+    def order(self) -> float:
+        return ORDERS[int(np.argmax((self.epsilon - self._floors) / np.array(ORDERS)))]
+
+    @property
+    def budget(self) -> float:
+        """The RDP at `order` that may be spent."""
+        return self.epsilon - float(self._floors[ORDERS.index(self.order)])
+
+    def used(self, history: History, adjacency: str) -> float:
+        """Return the share of the budget that a holder has used: at most 1 is within the limit."""
+        return float(worst_curve(history, _rdp(adjacency, (self.order,)))[0]) / self.budget
