@@ -32,7 +32,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Release, noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee, Together
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, Entry, PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.file import Head, Header
@@ -98,12 +98,8 @@ class LocalClients:
 
     @property
     def account_words(self) -> str:
-        if self.budgets.account is None:
-            return ""
-        planned = self.budgets.account.together(planned=True)
-        client, worst = max(planned.items(), key=lambda one: one[1].epsilon)
-        who = f", {self.population.name_of(client)}, the largest" if len(planned) > 1 else ""
-        return f"Account {self.budgets.account.path}{who}: {worst.words()}"
+        account = self.budgets.account
+        return "" if account is None else self._said_of(account, account.together(planned=True))
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
@@ -148,7 +144,8 @@ class LocalClients:
             identity=sealed,
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
-        account = self._account(plan, earlier or header)
+        if (account := self._account()) is not None:
+            account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file))
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
         if account is not None:
             added = account.settle({client: self.ledger.events(client) for client in self._everyone})
@@ -172,32 +169,39 @@ class LocalClients:
             missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
             warn_user(f"{missing}; the budget that it has spent remains spent")
 
-    def _account(self, plan: RunPlan, header: Header) -> PrivacyAccount | None:
-        """The account of the data holders, which this run has entered; None for public data and without protection.
-
-        Raises UserError if the run would exceed a limit.
-        """
+    def _account(self) -> PrivacyAccount | None:
+        """The account of the data holders; None for public data and without protection."""
         chosen = None if self.privacy is None or self.simulated else self.privacy.account
-        own = [client for client in self._everyone if len(self.population.train_of[client])]
-        if chosen is None or (chosen == AUTO and self.population.origin) or not own:
+        if chosen is None or (chosen == AUTO and self.population.origin) or not any(map(len, self.population.train_of)):
             return None
-        account = PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
-        names, found = self.population.names, sketches(self.population, account.key)
-        schedules = [plan.schedule.clients[client] for client in own]
-        planned = once_each(_releases, schedules)
-        account.enter(
-            Entry(
-                run=header.run,
-                ledger=str(self.folder.ledger_file.absolute()),
-                adjacency=header.adjacency,
-                sampling=self.sampling,
-                holders={client: names[client] if names else NAMELESS for client in own},
-                delta=tuple(schedule.delta for schedule in schedules),
-                planned=tuple(planned),
-                sketches=tuple(found[client] for client in own),
-            )
+        return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
+
+    def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> Entry:
+        own = [client for client in self._everyone if len(self.population.train_of[client])]
+        schedules, found = [plan.schedule.clients[client] for client in own], sketches(self.population, account.key)
+        names = self.population.names
+        return Entry(
+            run=run,
+            ledger=str(ledger.absolute()),
+            adjacency="add_remove" if self.privacy is None else self.privacy.relation,
+            sampling=self.sampling,
+            holders={client: names[client] if names else NAMELESS for client in own},
+            delta=tuple(schedule.delta for schedule in schedules),
+            planned=tuple(once_each(_releases, schedules)),
+            sketches=tuple(found[client] for client in own),
         )
-        return account
+
+    def outlook(self, plan: RunPlan) -> str:
+        """What a run would cost together with those in the account, in words; empty without an account."""
+        account = self._account()
+        if account is None or not account.path.is_file():
+            return ""
+        return self._said_of(account, account.outlook(self._entry(plan, account, "planned", Path("none"))))
+
+    def _said_of(self, account: PrivacyAccount, together: Mapping[int, Together]) -> str:
+        client, worst = max(together.items(), key=lambda one: one[1].epsilon)
+        who = f", {self.population.name_of(client)}, the largest" if len(together) > 1 else ""
+        return f"Account {account.path}{who}: {worst.words()}"
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""

@@ -76,9 +76,14 @@ class Together:
         >>> Together(runs=2, epsilon=5.5, delta=1e-4, accountant="", adjacency="", sampling="", limit=8.0).words()
         'With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001.'
         """
+        runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
         cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
         cost += "" if self.limit is None else f" of a limit of {at_most(self.limit)}"
-        return f"With {counted(self.runs, 'other run')} on the same records: {cost}, at delta {at_most(self.delta)}."
+        return f"{runs} on the same records: {cost}, at delta {at_most(self.delta)}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields for JSON; an infinite epsilon is None."""
+        return {**vars(self), "epsilon": finite_or_none(self.epsilon)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +146,7 @@ class Guarantee:
         """Return all fields and `words` for JSON; an infinite epsilon is None."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         if (one := self.together) is not None:
-            fields["together"] = {**vars(one), "epsilon": finite_or_none(one.epsilon)}
+            fields["together"] = one.as_dict()
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
     @classmethod

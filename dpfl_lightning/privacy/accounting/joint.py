@@ -23,7 +23,7 @@ Released = tuple[Release, ...]
 #: for each run, what each client released that may be the holder's: one of them, unless clients have no names
 History = Sequence[Sequence[Released]]
 
-_MOST_TIGHT = 300  # different mechanisms that are composed tightly: about four seconds
+_MOST_TIGHT = 200  # different mechanisms that are composed tightly: about three seconds
 _WORST = "with the worst client of each run"
 
 

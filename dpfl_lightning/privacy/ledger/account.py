@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import Together
 from dpfl_lightning.privacy.accounting.joint import History, RenyiFilter, joint_bounds, relation_of_all
 from dpfl_lightning.privacy.accounting.planned import numbered
-from dpfl_lightning.privacy.ledger.file import NO_CHAIN, chain_of, follows, release_of, sealed
+from dpfl_lightning.privacy.ledger.file import NO_CHAIN, Header, chain_of, follows, release_of, sealed
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.files import is_locked
 from dpfl_lightning.runtime.strict_json import parsed
@@ -106,9 +106,35 @@ class PrivacyAccount:
             self._check(entry, Counter())
             if known is None or known[0] != entry:
                 self._append(file, [_line_of(entry)])
+            self._within = len(self._chains)
         for one, other in joins:
             warn_user(f"{one} has records of {other}: their accounts are one from now on")
         self._entry = entry
+
+    def add(self, ledger: Path, header: Header, paid: Sequence[Sequence[Release]]) -> int:
+        """Add a run that was made elsewhere, of which the account lacks releases; return how many. No limit refuses it.
+
+        `paid` is what each client has released.
+        """
+        clients = [client for client, events in enumerate(paid) if events]
+        named = bool(header.identity.get("names"))
+        entry = Entry(
+            run=header.run,
+            ledger=str(ledger.absolute()),
+            adjacency=header.adjacency,
+            sampling=header.sampling,
+            holders={client: header.name_of(client) if named else NAMELESS for client in clients},
+            delta=tuple(header.delta[client] for client in clients),
+            planned=((),) * len(clients),
+            sketches=((),) * len(clients),
+        )
+        with self._locked() as file:
+            if entry.run not in self._runs:
+                self._append(file, [_line_of(entry)])
+            self._entry = self._runs[entry.run][0]
+        added = self.settle(dict(enumerate(paid)))
+        self._entry = None
+        return added
 
     def settle(self, paid: Mapping[int, Sequence[Release]]) -> int:
         """Add what the ledger of the run holds and the account lacks; return how many releases these are."""
@@ -123,35 +149,47 @@ class PrivacyAccount:
     def charge(self, charges: Iterable[tuple[int, Release]]) -> None:
         """Write down what clients of the run are about to release. Raises UserError if that would exceed a limit."""
         entry = self._current
-        charges = [(client, event) for client, event in charges if client in entry.holders]
+        counts = Counter((client, event) for client, event in charges if client in entry.holders)
         with self._locked() as file:
-            self._check(entry, Counter(charges))
-            self._append(file, _paid_lines(entry.run, charges))
+            if entry.run not in self._runs:
+                self._append(file, [_line_of(entry)])
+            within = self._within == len(self._chains) and self._plans(entry, counts)
+            if not within:
+                self._check(entry, counts)
+            self._append(file, _paid_lines(entry.run, list(counts.elements())))
+            self._within = len(self._chains) if within else -1
 
     def together(self, planned: bool = False) -> dict[int, Together]:
         """Return what each client of the run has released in all runs, or will have if it releases what is planned."""
-        entry = self._current
         with self._locked():
-            everyone = [self._group(name) for name in entry.holders.values()]
-            groups, place_of = numbered(everyone)
-            found = self._together(groups, {entry.run} if planned else set())
+            return self._of_clients(self._current, {self._current.run} if planned else (), self._runs)
+
+    def outlook(self, entry: Entry) -> dict[int, Together]:
+        """Return what each client of a run will have released in all runs, of which nothing is written down.
+
+        Raises UserError if its plan would exceed a limit.
+        """
+        with self._locked():
+            self._check(entry, {})
+            nothing = {client: Counter[Release]() for client in entry.holders}
+            return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
+
+    def _of_clients(self, entry: Entry, planned: Collection[str], runs: Runs) -> dict[int, Together]:
+        groups, place_of = numbered([self._group(name) for name in entry.holders.values()])
+        found = self._together(groups, entry.run, planned, runs)
         return {client: found[place] for client, place in zip(entry.holders, place_of, strict=True)}
 
     # -- the operator
 
-    def holders(self) -> list[Holder]:
-        """Return every data holder."""
+    def holders(self, run: str | None = None) -> list[Holder]:
+        """Return every data holder, or those of one run."""
         with self._locked():
-            names = [*dict.fromkeys(name for entry, _ in self._runs.values() for name in entry.holders.values())]
-            groups = numbered([self._group(name) for name in [*names, *self._limits]])[0]
-            together, used = self._together(groups, set()), [self._used(group) for group in groups]
+            entries = [entry for entry, _ in self._runs.values() if run in (None, entry.run)]
+            names = [*(name for entry in entries for name in entry.holders.values()), *(() if run else self._limits)]
+            groups = list(dict.fromkeys(map(self._group, names)))
+            together, used = self._together(groups, run), [self._used(group) for group in groups]
         rows = zip(groups, together, used, strict=True)
         return [Holder(tuple(sorted(group)), one, share) for group, one, share in rows]
-
-    def runs(self, run: str) -> bool:
-        """Return whether a run is known."""
-        with self._locked():
-            return run in self._runs
 
     def limit(self, holder: str, epsilon: float, delta: float) -> None:
         """Set the limit on all runs on the records of a holder. Raises UserError if it is out of range."""
@@ -207,15 +245,21 @@ class PrivacyAccount:
     def _limit_of(self, group: Collection[str]) -> tuple[float, float] | None:
         return min((self._limits[name] for name in group if name in self._limits), default=None)
 
-    def _together(self, groups: Sequence[Collection[str]], planned: Collection[str]) -> list[Together]:
-        histories = [self._history(group, planned) for group in groups]
+    def _together(
+        self,
+        groups: Sequence[Collection[str]],
+        own: str | None,
+        planned: Collection[str] = (),
+        runs: Runs | None = None,
+    ) -> list[Together]:
+        """Return what holds for each group of names beside the run `own`."""
+        histories = [self._history(group, planned, runs) for group in groups]
         limits = [self._limit_of(group) for group in groups]
         deltas = [
             max((max(entry.delta) for entry in entries), default=0.0) if limit is None else limit[1]
             for (entries, _), limit in zip(histories, limits, strict=True)
         ]
         relations = [_relation(entries) for entries, _ in histories]
-        own = None if self._entry is None else self._entry.run
         bounds = joint_bounds([(h, d, r) for (_, h), d, r in zip(histories, deltas, relations, strict=True)])
         return [
             Together(
@@ -251,12 +295,17 @@ class PrivacyAccount:
         for group in limited:
             limit, planned = self._limit_of(group), set() if charges else {entry.run, *others}
             used = self._used(group, planned, {**self._runs, entry.run: (entry, paid)})
-            rest = self._used(group, planned, {run: one for run, one in self._runs.items() if run != entry.run})
-            assert limit is not None and used is not None and rest is not None
-            must = f"keep the limit of {_named(group)}, epsilon {at_most(limit[0])} at delta {at_most(limit[1])}"
-            advice = "Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account`."
-            got = f"{used:.1%} of it (Renyi filter), {rest:.1%} without this run"
-            require(used <= 1, "privacy.account", must, got, advice)
+            if limit is not None and used is not None and used > 1:
+                rest = self._used(group, planned, {run: one for run, one in self._runs.items() if run != entry.run})
+                must = f"keep the limit of {_named(group)}, epsilon {at_most(limit[0])} at delta {at_most(limit[1])}"
+                advice = "Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account`."
+                got = f"{used:.1%} of it (Renyi filter), {rest:.1%} without this run"
+                require(False, "privacy.account", must, got, advice)
+
+    def _plans(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> bool:
+        """Return whether a run plans these charges beside those that it has paid for."""
+        planned, paid = dict(zip(entry.holders, map(dict, entry.planned), strict=True)), self._runs[entry.run][1]
+        return all(paid[client][event] + n <= planned[client].get(event, 0) for (client, event), n in charges.items())
 
     def _joins(self, entry: Entry) -> list[tuple[str, str]]:
         """Return the names that have records in common with a client of the run that had other records before.
@@ -297,7 +346,9 @@ class PrivacyAccount:
     def _forget(self) -> None:
         self._chains: list[str] = []
         self._size = 0
-        self._inode = -1
+        self._inode = (
+            self._within
+        ) = -1  # `_within`: number of lines with which all that the run plans is within the limits
         self._runs: dict[str, tuple[Entry, dict[int, Counter[Release]]]] = {}
         self._same: dict[str, frozenset[str]] = {}
         self._limits: dict[str, tuple[float, float]] = {}
