@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _ABOUT = (
     "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
-    "them, at the largest delta of the runs or that of the limit. limit: no run may bring all of a holder above an "
-    "epsilon, though later runs are chosen after the results of earlier ones. join: two names are one holder. add: "
-    "count runs that were made elsewhere. accept: go on with a file that is older than the one that was seen last."
+    "them, at the largest delta of the runs or that of the limit. limit HOLDER EPSILON DELTA: no run may bring all "
+    "runs above that, though later ones are chosen after earlier results. join HOLDER HOLDER: two names are one "
+    "holder. add RUN ...: count runs that were made elsewhere. accept: go on with an older file than was seen last."
 )
-_USAGE = "[limit HOLDER EPSILON DELTA | join HOLDER HOLDER | add RUN ... | accept] [FLAGS]"
+_USAGE = "[VERB WORD ...] [FLAGS]"
 _EXAMPLES = ("", "limit bergen 8 1e-5", "join bergen Bergen_hospital", "add runs/*", "--json")
 _COUNTS = {"": 0, "limit": 3, "join": 2, "accept": 0}  # words after the verb
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 
     count = _COUNTS.get(flags.verb, max(len(flags.words), 1))
-    require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, f"As in {_USAGE}.")
+    require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, "See --help.")
     account = PrivacyAccount(users_file() if flags.file is None else Path(flags.file))
     if flags.verb == "limit":
         account.limit(flags.words[0], *(_number(word) for word in flags.words[1:]))
