@@ -230,10 +230,12 @@ def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -
 def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> dict[str, Any]:
     """Return mean and standard deviation of the test scores over seeds, and the guarantee of all runs together."""
     from dpfl_lightning.federated.messages.evaluation import known_values
+    from dpfl_lightning.federated.server.results import FORMAT
     from dpfl_lightning.federated.server.scores import scores_of
 
     known = known_values([scores_of(result, "test_") for result in results])
     return {
+        "format": FORMAT,
         "seeds": list(seeds),
         "scores": {
             name: {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else 0.0, "of_seeds": values}

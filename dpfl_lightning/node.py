@@ -216,6 +216,7 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
 
 
 def _status(state: StateFolder, flags: argparse.Namespace) -> None:
+    from dpfl_lightning.sites.node.scores import read_scores
     from dpfl_lightning.sites.receipt import public_key
 
     settings = state.settings()
@@ -224,6 +225,8 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
     print(f"Its public key is {public_key(state.key())}.")
     for plan, reserved in state.plans().items():
         print(_line(state, plan, reserved))
+        if (kept := read_scores(state.plan_folder(plan))) is not None:
+            print(f"    {kept.words()}")
     print(_budget(state))
     for line in _in_account(settings.name):
         print(line)

@@ -30,7 +30,7 @@ SERVER_SIDE = ("strategies", "sets", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.transport", "sites", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
-    "jinja2": {"reporting.guarantee_page", "reporting.report_page", "sets.cards"},
+    "jinja2": {"reporting.guarantee_page", "reporting.report_page", "reporting.site_page", "sets.cards"},
     "plotly": {"reporting.report_page"},
     "matplotlib": {"reporting.figures"},
     "optuna": {"search.study", "search.samplers", "search.storage"},

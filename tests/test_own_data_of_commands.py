@@ -318,7 +318,7 @@ def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsy
     [
         ("result.json", '{"clients": [', "result.json` must be a file that can be read"),
         ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
-        ("result.json", "{}", "result.json` must hold the result of a run, got a file without 'client_embedding'"),
+        ("result.json", '{"format": 1}', "must hold the result of a run, got a file without 'client_embedding'"),
         ("result.json", 9, "result.json` must have the model of each client"),
         ("model.pt", "garbage", "model.pt` must be a saved model"),
         ("model.pt", None, "model.pt is gone"),

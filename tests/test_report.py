@@ -78,7 +78,7 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
     callback.on_round_end(view, a_report(view, 3))
     assert [one.round for one in history.read(path)] == [1, 2, 3] and path.read_text().endswith("\n")
     assert history.read(path)[2].clients["val_accuracy"] == {"0": 0.15, "1": 0.151, "2": 0.152}
-    path.write_text('{"round": 1, "values": {"test_accuracy": "<b>"}, "clients": {}}\n')
+    path.write_text('{"format": 1, "round": 1, "values": {"test_accuracy": "<b>"}, "clients": {}}\n')
     with pytest.raises(UserError, match="one JSON object for each round"):
         history.read(path)
 
@@ -86,7 +86,7 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
 def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     for seed, accuracy in ((0, 0.5), (1, 0.7)):
         a_folder(tmp_path / "seeds" / f"seed_{seed}", test_accuracy=accuracy, options={"seed": seed})
-    summary = {"seeds": [0, 1], "guarantee": RunGuarantee(**SEEDS, runs=2).as_dict()}
+    summary = {"format": 1, "seeds": [0, 1], "guarantee": RunGuarantee(**SEEDS, runs=2).as_dict()}
     (tmp_path / "seeds" / "result.json").write_text(json.dumps(summary))
     other = a_folder(tmp_path / "other", options={"rounds": 9}, test_accuracy=None, names=("berlin", "paris", "rome"))
     page = report([tmp_path / "seeds", other])
@@ -138,7 +138,7 @@ def test_a_search_is_shown(tmp_path):
         for number, score in ((0, 0.5), (1, 0.75))
     ]
     (tmp_path / "search").mkdir()
-    result = {"study": "tune", "best": [1], "trials": trials, "guarantee": ["PRIVATE: 2 trials"]}
+    result = {"format": 1, "study": "tune", "best": [1], "trials": trials, "guarantee": ["PRIVATE: 2 trials"]}
     result["cost"] = {"epsilon": [1.00001, None], "delta": [1e-3] * 2, "names": ["berlin", "paris"]}
     (tmp_path / "search" / "result.json").write_text(json.dumps(result))
     page = report([tmp_path / "search"])
@@ -196,7 +196,7 @@ def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
     scored = a_folder(tmp_path / "scored", test_accuracy=None, test_metrics={"mae": 0.25})
     for seed in (0, 2):
         a_folder(tmp_path / "seeds" / f"seed_{seed}")
-    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"seeds": [0, 1, 2]}))
+    (tmp_path / "seeds" / "result.json").write_text(json.dumps({"format": 1, "seeds": [0, 1, 2]}))
     stopped = a_folder(tmp_path / "stopped", rounds=2, finished=False)
     page = report([plain, scored, tmp_path / "seeds", stopped])
     cells = table(page, "Results")

@@ -42,15 +42,26 @@ def read_text(path: Path, key: str = "", most: int = _LARGEST, advice: str = _RE
         raise _unreadable(path, key, "not UTF-8 text", advice) from None
 
 
-def read_json(path: Path, advice: str = _RESTORE) -> dict[str, Any]:
-    """Return the JSON object in a file; raises UserError if there is none, or as `read_bytes` does."""
+def read_json(path: Path, advice: str = _RESTORE, format: int | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file; raises UserError if there is none, or as `read_bytes` and `check_format` do.
+
+    With a `format`, the object must state this number, which is left out of what is returned.
+    """
     text = read_text(path, advice=advice)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, "", str(error), advice) from None
     require(isinstance(content, dict), str(path), "hold a JSON object", type(content).__name__, advice)
+    if format is not None:
+        check_format(path, content.pop("format", None), format)
     return dict(content)
+
+
+def check_format(path: Path, stated: object, number: int) -> None:
+    """Raise UserError unless the number of the format that a file states is the one that is read here."""
+    advice = "Read it with the version of this package that wrote it."
+    require(stated == number, str(path), f"have format {number}", stated, advice)
 
 
 def read_tensors(path: Path, advice: str = _RESTORE) -> Any:

@@ -6,6 +6,7 @@ import struct
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,7 +22,9 @@ REPLACE = "It is truncated or corrupt: delete it and fetch it again."
 class IdxFiles:
     """The four IDX files of the MNIST family, each plain or gzipped."""
 
-    stems = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+    stems: ClassVar[tuple[str, ...]] = tuple(
+        f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+    )
 
     def missing(self, folder: Path) -> list[str]:
         return [f"{stem}[.gz]" for stem in self.stems if self._path(folder, stem) is None]

@@ -17,7 +17,7 @@ from dpfl_lightning.federated.server.scores import number
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.reporting import description
-from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import distinct
 
 HEADLINE = "headline"  # trackers show groups of charts by name, and MLflow charts without a group last
@@ -40,7 +40,7 @@ class Curves(Callback):
         path = view.run.output_dir / FILE
         kept = [one for one in read(path) if one.round < view.round]
         write_text(path, "".join(map(Round.line, kept)))
-        write_json(view.run.output_dir / description.FILE, description.about(view))
+        description.write(view.run.output_dir, description.about(view))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         path = view.run.output_dir / FILE

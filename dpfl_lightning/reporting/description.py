@@ -23,7 +23,7 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials, without_secrets
 
-FILE = "run.json"
+FILE, FORMAT = "run.json", 1
 
 #: parameters of every run; others are shown where they differ from their defaults
 _ALWAYS = (
@@ -43,9 +43,18 @@ _LONGEST = 250  # characters of a parameter
 NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
+def write(folder: Path, content: Mapping[str, Any]) -> None:
+    write_json(folder / FILE, {"format": FORMAT, **content})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the content of the `run.json` of a folder. Raises UserError if it cannot be read."""
+    return read_json(folder / FILE, format=FORMAT)
+
+
 def change(folder: Path, **changed: Any) -> None:
     """Replace entries of the `run.json` of a folder."""
-    write_json(folder / FILE, {**read_json(folder / FILE), **changed})
+    write(folder, {**read(folder), **changed})
 
 
 def about(view: View) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from lightning.pytorch.loggers import Logger
 
-from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.callback import Callback
@@ -29,7 +28,7 @@ class Loggers(Callback):
     def on_fit_start(self, view: View) -> None:
         if self._loggers and not view.run.exact_times:
             warn_user("`tracking.loggers` may record the exact times of rounds, which MLflow gets rounded")
-        params = read_json(view.run.output_dir / description.FILE)["params"]
+        params = description.read(view.run.output_dir)["params"]
         for logger in self._loggers:
             try:
                 logger.log_hyperparams(params)

@@ -12,7 +12,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.server.history import FILE as HISTORY
 from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.history import read as read_rounds
-from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.results import FORMAT, RunResult
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.curves import history, score_curves
@@ -95,7 +95,7 @@ def read(path: Path) -> RunGroup | Search:
     if (path / "options.yaml").is_file():
         run = read_run(path)
         return RunGroup(path.resolve().name, (run,), None if run.result is None else run.result.guarantee)
-    summary = read_json(path / "result.json") if (path / "result.json").is_file() else {}
+    summary = read_json(path / "result.json", format=FORMAT) if (path / "result.json").is_file() else {}
     if "trials" in summary:
         return Search(str(summary.get("study", path.name)), summary)
     seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
@@ -114,14 +114,14 @@ def read_run(folder: Path) -> RunFiles:
     path = folder / "options.yaml"
     options = parse_yaml(read_text(path), str(path)) or {}
     require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
-    about = read_json(folder / description.FILE) if (folder / description.FILE).is_file() else {}
+    about = description.read(folder) if (folder / description.FILE).is_file() else {}
     return RunFiles(folder, options, about, read_rounds(folder / HISTORY), read_result(folder))
 
 
 def read_result(folder: Path) -> RunResult | None:
     """Read the result of a run; None if it has not finished. Raises UserError if the file cannot be read."""
     path = folder / "result.json"
-    return _built(_result, read_json(path), path) if path.is_file() else None
+    return _built(_result, read_json(path, format=FORMAT), path) if path.is_file() else None
 
 
 def _result(content: Mapping[str, Any]) -> RunResult:

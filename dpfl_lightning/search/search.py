@@ -18,7 +18,7 @@ from dpfl_lightning.build import build_population, so_far
 from dpfl_lightning.config.options import FREE, Options, TrackingOptions, named
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.results import FORMAT, RunResult
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import shown, without_credentials
 from dpfl_lightning.runtime.threads import cores
@@ -284,6 +284,7 @@ class Search:
         of_set += [self.budget.words()] if self.budget is not None else []
         lines += [*private[1:], *([] if cost is None else table(cost)), *of_set]
         result: dict[str, Any] = {
+            "format": FORMAT,
             "study": self.sweep.name,
             "objective": self.sweep.objective,
             "best": [one.number for one in front],

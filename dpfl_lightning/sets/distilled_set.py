@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpfl_lightning.config.reading import read_json, read_tensors
+from dpfl_lightning.config.reading import check_format, read_json, read_tensors
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
 #: images and labels, the card for programs, and the data card for people
 TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
 
+_FORMAT = 1  # of the two files
 _OF_CARD = "card_sha256"  # key of the digest of all other keys
 
 
@@ -66,7 +67,7 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
         path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
-        card = {**json.loads(json.dumps(self.card)), "sha256": _digest(path)}
+        card = {"format": _FORMAT, **json.loads(json.dumps(self.card)), "sha256": _digest(path)}
         write_text(folder / CARD, json.dumps({**card, _OF_CARD: _card_digest(card)}, indent=2) + "\n")
 
     @classmethod
@@ -84,10 +85,12 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         card = read_json(card_path, advice=again)
         is_card = {"sha256", _OF_CARD} <= card.keys()
         require(is_card, str(card_path), "be the card of a distilled set", "another file", again)
+        check_format(card_path, card.get("format"), _FORMAT)
         unchanged = card.pop(_OF_CARD) == _card_digest(card)
         must = f"be the file that {CARD} describes"
         require(card.pop("sha256") == _digest(path), str(path), must, "a damaged file, or that of another set", again)
         require(unchanged, str(card_path), "be as it was written", "a changed card", again)
+        del card["format"]
         try:
             tensors = read_tensors(path, advice=again)
             x, y = tensors["x"], tensors["y"]

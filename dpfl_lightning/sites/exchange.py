@@ -126,6 +126,19 @@ class Ask:
     known: Head | None = None
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Let the client score `model` `[P]`, that of `round`, on its held-out records. The scores stay at the site.
+
+    The reply is the account of the client, as for `Hello`, whatever the scores are.
+    """
+
+    plan: str
+    round: int
+    model: Tensor
+    known: Head | None = None
+
+
 def most_numbers(schedule: ClientSchedule, model: Tensor) -> int:
     """Return how many bytes of tensors a request needs: a model `[P]` and an anchor, or the models of a question."""
     size, events = model.numel() * model.element_size(), [line.event for line in schedule.planned]
@@ -182,5 +195,5 @@ class Signed:
     reply: Tensor
 
 
-Request = Hello | Train | Ask
+Request = Hello | Train | Ask | Keep
 Reply = Welcome | Released | Refused

@@ -74,12 +74,12 @@ register(clients.RunPlan, clients.ClientAccount, facts.ClientSettings, schedule.
 register(plan.RoundPlan, plan.LocalTraining, plan.ClassGradients, augmentation.ClassAugmentation)
 register(update.ClientUpdates, evaluation.ClientModels, evaluation.Score, evaluation.Evaluation, evaluation.Diagnostics)
 register(query.ChargedQuery, query.NoMechanism, query.SelectModel, query.LowestLoss, query.MeanLoss)
-register(query.FeatureSums)
+register(query.FeatureSums, query.ScoreCounts)
 register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES)
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
 register(BatchForm, exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
-register(exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
+register(exchange.Keep, exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
 
 
 def encode(message: Any) -> bytes:
@@ -105,7 +105,8 @@ def sizes(prefix: bytes | bytearray, most: Limits) -> tuple[int, int]:
     """Return how many bytes of header and numbers a message has by its prefix. WireError if it is none, or too long."""
     _must(len(prefix) >= PREFIX.size, "too short")
     magic, version, header, numbers = PREFIX.unpack_from(prefix)
-    _must(magic == _MAGIC and version == VERSION, f"not of version {VERSION}")
+    _must(magic == _MAGIC, "no message of this package")
+    _must(version == VERSION, f"of format {version}, not of {VERSION}")
     _must(header <= most.header and numbers <= most.numbers, "too long")
     return header, numbers
 
@@ -204,8 +205,9 @@ def _hints(kind: type) -> dict[str, Any]:
 def _decoded(kind: type[T], header: bytes, numbers: memoryview) -> T:
     try:
         fields = parsed(header)
-        _must(type(fields) is dict and fields.keys() == {"dpfl", "arrays", "message"}, "not a header")
-        _must(fields["dpfl"] == VERSION and type(fields["arrays"]) is list, "not a header")
+        _must(type(fields) is dict and type(fields.get("dpfl")) is int, "not a header")
+        _must(fields["dpfl"] == VERSION, f"of format {fields['dpfl']}, not of {VERSION}")
+        _must(fields.keys() == {"dpfl", "arrays", "message"} and type(fields["arrays"]) is list, "not a header")
         return _typed(kind, fields["message"], _tensors(fields["arrays"], numbers))
     except WireError:
         raise

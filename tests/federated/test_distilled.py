@@ -26,7 +26,7 @@ def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:
 
 def write_card(folder) -> None:
     """A card that describes the tensors in the folder."""
-    card = {"sha256": hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()}
+    card = {"format": 1, "sha256": hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()}
     digest = hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
     (folder / CARD).write_text(json.dumps({**card, "card_sha256": digest}))
 

@@ -23,7 +23,7 @@ from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.sites import sockets, wire
-from dpfl_lightning.sites.exchange import REFUSALS, Ask, Hello, Refused, Released, Reply, Welcome
+from dpfl_lightning.sites.exchange import REFUSALS, Ask, Hello, Keep, Refused, Released, Reply, Welcome
 from dpfl_lightning.sites.node.accept import accept, open_study, verified
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Node
@@ -132,6 +132,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         "several releases at once": (at_once, 2),
         "the same release again": (lambda: [train()], 0),
         "anything, with a signed head": (lambda: [train(known=Head("0" * 32, 1, "0" * 32))], 0),
+        "that the site scores": (lambda: [asked(fresh, Keep(digest(terms), 1, MODEL))], 0),
         "a model that is not finite": (lambda: [train(model) for model in UNFIT.values()], 0),
         "the same round from another model": (lambda: [train(MODEL + 1)], 1),
         "something whose computation fails": (failing, 1),
@@ -145,7 +146,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         replies = ask()
         codes = {reply.code for reply in replies if isinstance(reply, Refused)}
         assert codes == {*re.findall("`([a-z_]+)`", gets)}, line
-        assert codes or all(isinstance(reply, Released) for reply in replies), line
+        assert codes or all(isinstance(reply, Released | Welcome) for reply in replies), line
         assert len(charges(fresh.state, terms)) == len(before) + lines, line
         assert ledger.startswith("unchanged" if lines == 0 else "one line"), line
         assert asks != "the same release again" or replies[0].value.equal(first[0])

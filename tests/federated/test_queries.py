@@ -322,7 +322,16 @@ MORE = {
     "clustered": {"num_clusters": 2, "switch_round": 1},
 }
 #: strategy and options -> what its guarantee says where nothing protects its answers
-ASKING = ("clustered", "distillation", "feature_means", "ifca", "minimum_epsilon", "noise_aware", "two_stage_selection")
+ASKING = (
+    "clustered",
+    "distillation",
+    "feature_means",
+    "ifca",
+    "minimum_epsilon",
+    "noise_aware",
+    "released_scores",
+    "two_stage_selection",
+)
 VARIANTS = [
     *(
         pytest.param(name, {}, "", marks=[pytest.mark.e2e] * (name not in ASKING))
@@ -374,7 +383,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
             else:
                 assert mechanism.noise_multiplier > 0 and type(mechanism) in (Gaussian, Laplace)
     assert bool(bare) == bool(words)
-    assert bool(asked) or name not in ("feature_means", "ifca", "two_stage_selection")
+    assert bool(asked) or name not in ("feature_means", "ifca", "released_scores", "two_stage_selection")
 
     def is_bare(values):
         return {client for client, value in enumerate(values) if value is None or math.isinf(value)}
@@ -412,10 +421,11 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
         if any(isinstance(one.func, ast.Attribute) and one.func.attr == "ask" for one in calls):
             asking[file.stem] = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
     mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
-    assert mine - {"ChargedQuery"} == {"FeatureSums", "SelectModel", "LowestLoss", "MeanLoss"}
+    assert mine - {"ChargedQuery"} == {"FeatureSums", "SelectModel", "LowestLoss", "MeanLoss", "ScoreCounts"}
     assert {name: used & mine for name, used in asking.items()} == {
         "feature_means": {"FeatureSums"},
         "model_selection": {"SelectModel", "LowestLoss"},
+        "released_scores": {"ScoreCounts"},
         "two_stage_selection": {"MeanLoss"},
     }
 

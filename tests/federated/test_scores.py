@@ -15,6 +15,9 @@ def a(tmp_path):
     return lambda **changes: vars(a_result(a_view(tmp_path), **changes))
 
 
+ONLY_HERE = "Scores of clients on held-out records are shown by simulations only: real sites keep theirs."
+
+
 def test_the_requested_metric_comes_first_beside_its_baseline(a):
     assert in_words(a(**RARE)) == "Test auroc 0.7 (chance 0.5), accuracy 94.00% (majority class 94.00%)"
     assert list(score_cells([a(**RARE)])) == ["test auroc", "baseline", "test accuracy"]
@@ -28,11 +31,16 @@ def test_the_requested_metric_comes_first_beside_its_baseline(a):
 
 
 def test_what_is_no_better_than_the_baseline_is_said(a):
-    assert remarks([a(**RARE)]) == ["No better than the baseline: accuracy 94.00% (majority class 94.00%)."]
+    assert remarks([a(**RARE)]) == ["No better than the baseline: accuracy 94.00% (majority class 94.00%).", ONLY_HERE]
     errors = {"test_accuracy": None, "test_metrics": {"mae": 2.0, "r2": 0.1}, "baseline": {"mae": 1.5, "r2": 0.0}}
-    assert remarks([a(**errors)]) == ["No better than the baseline: mae 2 (predicting the mean 1.5)."]
+    assert remarks([a(**errors)]) == [
+        "No better than the baseline: mae 2 (predicting the mean 1.5).",
+        ONLY_HERE,
+    ]
     better = a(**{**errors, "test_metrics": {"mae": 0.9, "r2": 0.1}})
-    assert remarks([better]) == remarks([better, a(**errors)]) == [], "the means over seeds are compared"
+    assert remarks([better]) == remarks([better, a(**errors)]) == [ONLY_HERE], "the means over seeds are compared"
+    released = [{**one, "accuracy": None, "loss": None} for one in a()["clients"]]
+    assert remarks([{**better, "clients": released}]) == [], "of sites"
 
 
 def test_an_undefined_score_says_why(a):
@@ -40,10 +48,11 @@ def test_an_undefined_score_says_why(a):
     undefined = a(**{**RARE, "test_metrics": {"auroc": None}, "test_accuracy": 0.95}, undefined=ONE_CLASS)
     assert in_words(undefined).startswith("Test auroc undefined (chance 0.5), accuracy")
     assert remarks([{**undefined, "clients": clients[:2]}]) == [
+        ONLY_HERE,
         "auroc: the test records have one class.",
         "auroc: the held-out records of h0 and h1 have one class.",
     ]
-    assert "of h0, h1, h2, h3, h4 and 4 more clients have one class." in remarks([{**undefined, "clients": clients}])[1]
+    assert "of h0, h1, h2, h3, h4 and 4 more clients have one class." in remarks([{**undefined, "clients": clients}])[2]
 
 
 def test_seeds_and_their_clients_are_means_with_the_epsilon_of_all_runs(a):

@@ -282,7 +282,7 @@ DAMAGE = {
     "no header, a chain made up": (lambda ls: forged(ls[1:], 1, lambda body: body), "line 1 an invalid header"),
     "another header": (lambda ls: [OTHER_HEADER, *ls[1:]], f"run {HEADER.run}, .*got that of run {'ff' * 16} in line"),
     "an older version": (unchained, "line 1 a line that does not follow"),
-    "a newer version": (lambda ls: forged(ls, 1, newer)[:1], "must have format 2, got 3 in line 1"),
+    "a newer version": (lambda ls: forged(ls, 1, newer)[:1], "must have format 2, got 3"),
 }
 
 

@@ -18,11 +18,13 @@ from dpfl_lightning.federated.messages.query import (
     MeanLoss,
     NoMechanism,
     Query,
+    ScoreCounts,
     SelectModel,
 )
 from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.models.tasks import class_logits
 from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
@@ -103,8 +105,9 @@ def answer(
     generator: RandomGenerator,
     passes: FixedPasses,
 ) -> Any:
-    """The answer of a client from all its records `x [n, *X]`, `y [n]`, n >= 1: the noised sum `[k]`, the chosen index,
-    or a plain answer. ValueError if the registered function does not return one row for each record.
+    """The answer of a client from all its records `x [n, *X]`, `y [n]`: the noised sum `[k]`, the chosen index,
+    or a plain answer. n is above 0, or the query has a `length`. ValueError if the registered function does not return
+    one row for each record.
 
     **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time, in passes in
     which their bits do not depend on other records. The norm of a row is at most `clip_norm` for `Gaussian` and
@@ -157,7 +160,8 @@ def _bounded_sum(
             if total is not None and part.shape != total.shape:
                 raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")
             total = part if total is None else total + part
-    assert total is not None  # a mechanism's divisor is above 0: there are records
+    if total is None:  # no held-out records: their noised zeros are released
+        total = torch.zeros(query.question.length)  # type: ignore[attr-defined]
     return total.cpu().double()
 
 
@@ -209,6 +213,21 @@ def _features_of_class(query: FeatureSums, client: int, module: ClientModule, x:
     own = feature_row(record_features(module, query.nets, x))
     label = y[:, None] == torch.arange(query.num_classes, device=y.device)
     return (label[:, :, None] * own[:, None, :]).flatten(1)
+
+
+@rows_of(ScoreCounts)
+def _bin_of(query: ScoreCounts, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
+    output = module.output(_parameters(module, query.models[query.row_of[client]], x), x)
+    task = module.task or module.infer_task(output, y)
+    shares = class_logits(task.as_logits(output), y).flatten(1).softmax(dim=1)
+    labels = y.reshape(len(y)).long()
+    if task.name == "binary":
+        stated, kind = shares[:, 1], labels
+    else:
+        stated, kind = shares.amax(dim=1), (shares.argmax(dim=1) == labels).long()
+    edges = torch.tensor(query.edges, dtype=stated.dtype, device=stated.device)
+    place = kind * (len(edges) + 1) + (stated[:, None] >= edges).sum(dim=1)
+    return (place[:, None] == torch.arange(query.length, device=place.device)).to(stated.dtype)
 
 
 @plain_answer_of(LowestLoss)

@@ -54,6 +54,19 @@ def evaluate(
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients), constant)
 
 
+def evaluate_own(
+    module: ClientModule, population: Population, model: Tensor, client: int, engine: Engine
+) -> Evaluation:
+    """Score `model` `[P]`, with the client's personal parameters, on its held-out records, with tables, as `test`.
+
+    **Privacy** The scores and tables are private: they stay with the client.
+    """
+    rows = population.held_out_of[client]
+    own = dataclasses.replace(population, test=rows)
+    (score,) = _scores(module, engine.personalised(model, client), own, [rows], engine, tables_of_first=True)
+    return Evaluation(score, (), _baseline(module, own) if len(rows) else {})
+
+
 def _baseline(module: ClientModule, population: Population) -> dict[str, float | None]:
     """Return the scores of the best constant predictions: on the test set, or the means over held-out records."""
     if (task := module.task) is None or task is CUSTOM:

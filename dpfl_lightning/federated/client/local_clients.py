@@ -314,6 +314,9 @@ class LocalClients:
         self._baseline = scores.baseline
         return scores
 
+    def keep_scores(self, final_models: ClientModels, round: int) -> None:
+        """Nothing: `evaluate` shows the scores to the one who runs all clients in this process."""
+
     def seconds_per_record(self, batch_size: int) -> float:
         if not self.module.large or math.isnan(self._seconds):
             self._seconds = seconds_per_record(self.engine, self.module, self.population, batch_size)

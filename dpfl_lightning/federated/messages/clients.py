@@ -119,6 +119,9 @@ class Clients(Protocol):
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         """Scores of models on the test set and on each client's held-out records. Not covered by the guarantee."""
 
+    def keep_scores(self, final_models: ClientModels, round: int) -> None:
+        """Let each client score its final model on its held-out records. The scores stay where its records are."""
+
     def seconds_per_record(self, batch_size: int) -> float:
         """An estimate of the time of one record in one step, measured on random data."""
 

@@ -47,11 +47,14 @@ class Query:
 
     Attributes:
         replaces_update: whether a simulated network loses answers as it loses updates.
+        of_held_out: whether it asks held-out records instead of training records. A record is one of the two; the cost
+            is charged as if it were both, because a record that is replaced may change sides.
 
     **Privacy** One `event(1)` of each asked client's mechanism, charged before the question is asked.
     """
 
     replaces_update: ClassVar[bool] = False
+    of_held_out: ClassVar[bool] = False
     purpose: str
     mechanism_of: Mapping[int, AnswerMechanism]
 
@@ -170,6 +173,32 @@ class FeatureSums(Query):
         return released.view(self.num_classes, -1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreCounts(Query):
+    """How many held-out records of each kind a model gives each probability, `[2, bins]` as one vector.
+
+    Of two classes the kinds are the labels 0 and 1, and the probability is that of class 1; of several classes they are
+    wrong and right predictions, and the probability is that of the predicted class. `edges` `[bins - 1]` are
+    public and rising; a record counts in the bin with as many edges at or below its probability. `row_of` as in
+    `MeanLoss`. `algorithms.binned_scores` turns the counts into scores.
+
+    **Privacy** One step of the client's mechanism, of clip norm 1: a record adds 1 to one of the counts.
+    """
+
+    of_held_out: ClassVar[bool] = True
+    models: Tensor
+    row_of: Mapping[int, int]
+    edges: tuple[float, ...]
+    purpose: str = "scores"
+
+    @property
+    def length(self) -> int:
+        return 2 * (len(self.edges) + 1)
+
+    def read(self, client: int, released: Tensor) -> Tensor:
+        return released.view(2, -1)
+
+
 def answer_fits(question: Query, client: int, value: object) -> bool:
     """Whether a value that a client states as its noised answer is one that the question can have."""
     if isinstance(question.mechanism_of[client], ExponentialMechanism):
@@ -178,5 +207,8 @@ def answer_fits(question: Query, client: int, value: object) -> bool:
     if not isinstance(value, Tensor) or value.dtype != torch.float64 or value.ndim != 1 or not len(value):
         return False
     rows = question.num_classes if isinstance(question, FeatureSums) else 1
-    size = len(value) == 1 if isinstance(question, MeanLoss) else len(value) % rows == 0
-    return size and bool(value.isfinite().all())
+    if isinstance(question, ScoreCounts):
+        fits = len(value) == question.length
+    else:
+        fits = len(value) == 1 if isinstance(question, MeanLoss) else len(value) % rows == 0
+    return fits and bool(value.isfinite().all())

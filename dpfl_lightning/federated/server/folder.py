@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from dpfl_lightning.config.reading import check_format
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import NEW_RUN, UserError, warn_user
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.model import Model, has_frozen
 from dpfl_lightning.runtime.files import PARTIAL, save_tensors, write_atomically, write_json, write_text
 
+_FORMAT = 1  # of a checkpoint
 _SEAL = 32  # bytes at the end of a checkpoint
 
 #: returns the clients' keyed digest (32 bytes) of a digest
@@ -81,7 +83,7 @@ class RunFolder:
         """Write the checkpoint and its seal, and keep the checkpoint before it."""
 
         def write(partial: Path) -> None:
-            save_tensors(snapshot, partial)
+            save_tensors({"format": _FORMAT, **snapshot}, partial)
             with partial.open("r+b") as file:
                 file.write(seal(hashlib.file_digest(file, "sha256").digest()))
 
@@ -90,12 +92,13 @@ class RunFolder:
     def load_checkpoint(self, device: torch.device, seal: Seal) -> dict[str, Any] | None:
         """Load the last complete round, or with a warning the one before it if the file is damaged or missing.
 
-        None before the first checkpoint. Raises UserError if no file is what the clients sealed.
+        None before the first checkpoint. Raises UserError if no file is what the clients sealed, or of another format.
         """
         files = [path for path in (self.checkpoint, self.before) if path.is_file()]
         for path in files:
             content = _sealed_content(path, device, seal)
             if content is not None:
+                check_format(path, content.pop("format", None), _FORMAT)
                 if path == self.before:
                     words = f"{self.checkpoint} is damaged or missing; {path.name} is used, the one before it"
                     warn_user(f"{words}, after round {content['round']}")
@@ -121,7 +124,7 @@ class RunFolder:
             write_atomically(self.path / name, functools.partial(save_tensors, state))
 
 
-def _sealed_content(path: Path, device: torch.device, seal: Seal) -> _Checkpoint | None:
+def _sealed_content(path: Path, device: torch.device, seal: Seal) -> dict[str, Any] | None:
     """Load a checkpoint; None if its seal does not fit, so that nothing of a changed file is ever used."""
     with path.open("rb") as file:
         size, digest = os.fstat(file.fileno()).st_size - _SEAL, hashlib.sha256()
@@ -131,17 +134,6 @@ def _sealed_content(path: Path, device: torch.device, seal: Seal) -> _Checkpoint
             return None
         file.seek(0)
         try:
-            return _Checkpoint(path, torch.load(file, map_location=device, weights_only=True))
+            return torch.load(file, map_location=device, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError):  # sealed by another version of this program
             return None
-
-
-class _Checkpoint(dict[str, Any]):
-    """Raises UserError for a missing key, which another version would have written."""
-
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
-        super().__init__(content)
-        self._path = path
-
-    def __missing__(self, name: str) -> Any:
-        raise UserError(f"`{self._path}` must hold {name!r}, got one from another version of this program. {NEW_RUN}")

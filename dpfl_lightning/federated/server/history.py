@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dpfl_lightning.config.reading import read_text
+from dpfl_lightning.config.reading import check_format, read_text
 from dpfl_lightning.errors import UserError
 
-FILE = "metrics.jsonl"
+FILE, FORMAT = "metrics.jsonl", 1
 
 Values = Mapping[str, float | None]
 
@@ -26,13 +26,13 @@ class Round:
     clients: Mapping[str, Values]
 
     def line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
 
 
 def read(path: Path) -> list[Round]:
     """Read `metrics.jsonl`; a missing file has no rounds, and an unfinished last line is left out.
 
-    Raises UserError if the file is damaged.
+    Raises UserError if the file is damaged, or has another format.
     """
     from pydantic import TypeAdapter  # imported here, so that `--help` stays fast
 
@@ -41,7 +41,11 @@ def read(path: Path) -> list[Round]:
     advice = "Restore it, or delete it to go on without the curves of past rounds."
     lines, kind = read_text(path, advice=advice).split("\n"), TypeAdapter(Round)
     try:
+        for line in lines[:-1]:
+            check_format(path, json.loads(line)["format"], FORMAT)
         return [kind.validate_json(line, strict=True) for line in lines[:-1]]
-    except ValueError:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError):
         must = "hold one JSON object for each round"
         raise UserError(f"`{path}` must {must}, got a file that cannot be read. {advice}") from None

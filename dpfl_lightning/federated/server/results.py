@@ -20,6 +20,8 @@ from dpfl_lightning.federated.server.scores import in_words
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 
+FORMAT = 1  # of result.json
+
 
 @dataclass(frozen=True)
 class ClientEmbedding:
@@ -199,7 +201,10 @@ class RunResult:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> RunResult:
-        """Return the result that `as_dict` describes. Raises TypeError, ValueError or KeyError if it is none."""
+        """Return the result that `as_dict` describes, without its `format`.
+
+        Raises TypeError, ValueError or KeyError if it is none.
+        """
         embedding, guarantee = content["client_embedding"], RunGuarantee.of(content["guarantee"])
         points = None if embedding is None else ClientEmbedding(**embedding)
         return cls(**{**content, "guarantee": guarantee, "client_embedding": points})
@@ -209,7 +214,8 @@ class RunResult:
         fields["guarantee"] = self.guarantee.as_dict()
         fields["test_loss"] = None if self.test_loss is None else finite_or_none(self.test_loss)
         embedding = self.client_embedding
-        return {**fields, "client_embedding": None if embedding is None else dataclasses.asdict(embedding)}
+        points = None if embedding is None else dataclasses.asdict(embedding)
+        return {"format": FORMAT, **fields, "client_embedding": points}
 
 
 @dataclass

@@ -115,7 +115,7 @@ def headline(results: Sequence[Result]) -> str:
     return next((name for result in results for name in scores_of(result, "test_")), "")
 
 
-def in_words(result: Result) -> str:
+def with_baseline(result: Result) -> str:
     """Return the test scores, each with its baseline on the same records; empty if nothing was scored."""
     scores, baseline = scores_of(result, "test_"), result.get("baseline") or {}
     beside = {
@@ -123,14 +123,18 @@ def in_words(result: Result) -> str:
         for name, one in baseline.items()
         if one is not None
     }
-    parts = [f"{name} {formatted(name, value)}{beside.get(name, '')}" for name, value in scores.items()]
-    where = "Test " if result["test_set"] else "Mean over clients on held-out records: "
-    return f"{where}{', '.join(parts)}" if parts else ""
+    return ", ".join(f"{name} {formatted(name, value)}{beside.get(name, '')}" for name, value in scores.items())
+
+
+def in_words(result: Result) -> str:
+    """Return the test scores with their baselines, and on which records they are; empty if nothing was scored."""
+    where, scores = "Test " if result["test_set"] else "Mean over clients on held-out records: ", with_baseline(result)
+    return f"{where}{scores}" if scores else ""
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """Return sentences on what the scores do not show: those that are no better than a constant prediction, and those
-    that the records do not define."""
+    """Return sentences on what the scores do not show: those that are no better than a constant prediction, those that
+    the records do not define, and those of clients, which real sites would keep to themselves."""
     columns, low = known_values([scores_of(one, "test_") for one in results]), []
     for name, constants in known_values([one.get("baseline") or {} for one in results]).items():
         if name in _CONSTANT and (known := columns.get(name)) and constants:
@@ -147,6 +151,8 @@ def remarks(results: Sequence[Result]) -> list[str]:
             for metric, words in (client.get("undefined") or {}).items():
                 sentence = f"{metric}: the held-out records of {{}} {words}."
                 undefined.setdefault(sentence, {})[str(client["name"])] = None
+    if any(main_scores(result)[1] for result in results):
+        sentences.append("Scores of clients on held-out records are shown by simulations only: real sites keep theirs.")
     return sentences + [sentence.format(_listed(list(clients))) for sentence, clients in undefined.items()]
 
 
@@ -210,7 +216,28 @@ def client_columns(results: Sequence[Result]) -> dict[str, Column]:
         "batch size": Column([row["batch_size"] for row in first], "{:,}".format),
         **(private if any(row["noise_multiplier"] for row in first) else {}),
         **score_columns(clients),
+        **_released_columns(results),
     }
+
+
+def _released_columns(results: Sequence[Result]) -> dict[str, Column]:
+    """Return the columns of scores that clients have released with noise: the mean over seeds, and the noise of one."""
+    columns: dict[str, Column] = {}
+    metrics = [result.get("metrics") or {} for result in results]
+    for curve in metrics[0]:
+        name = curve.removeprefix("released_")
+        if name == curve or not all(curve in one for one in metrics):
+            continue
+        values = zip(*(one[curve] for one in metrics), strict=True)
+        noise = metrics[0].get(f"noise_of_{name}") or ()
+        rows = [
+            None
+            if None in known
+            else f"{formatted(name, statistics.fmean(known))} \N{PLUS-MINUS SIGN} {formatted(name, std)}"
+            for known, std in zip(values, noise, strict=True)
+        ]
+        columns[f"{name.replace('_', ' ')} released"] = Column(rows)
+    return columns
 
 
 def score_columns(clients: Sequence[Sequence[Result]]) -> dict[str, Column]:

@@ -285,6 +285,7 @@ class RunSession:
             self.folder.save_checkpoint(self.snapshot, self._seal)
             if self.state.round not in self.evaluated:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
+            self.clients.keep_scores(self.final_models(self.state), self.state.round)
         self.clients.end(finished)
         guarantees = self._stated()
         final_models = self.final_models(self.state) if finished else None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.names import is_name
+from dpfl_lightning.config.reading import check_format
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Release, event_of
@@ -306,17 +307,13 @@ def _one_or_all(values: Sequence[float | None]) -> object:
 def _first(path: Path, line: bytes) -> Header:
     try:
         fields = parsed(line)
-        version = fields["ledger"]
-        if version == VERSION:
-            return _header(fields)
-        if type(version) is not int:
-            raise TypeError(version)
+        if type(fields["ledger"]) is int:
+            check_format(path, fields["ledger"], VERSION)
+        return _header(fields)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError):
         raise _changed(path, 1, f"an invalid header: {line[:80]!r}") from None
-    raise UserError(
-        f"`{path}` must have format {VERSION}, got {version!r} in line 1. "
-        "Read it with the version of this package that wrote it."
-    )
 
 
 def _header(fields: dict[str, Any]) -> Header:

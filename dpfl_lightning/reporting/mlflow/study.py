@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting import curves, description
@@ -128,7 +127,7 @@ class SeedsTracking(_Parent):
                         spread = {f"{name}_std_over_seeds": std} if name.startswith("test_") else {}
                         pending.extend(metrics({name: mean, **spread}, step))
             self.store.log_metrics(run_id, pending)
-            known = read_json(folders[0] / description.FILE)["params"]  # to the runs of the seeds only
+            known = description.read(folders[0])["params"]  # to the runs of the seeds only
             self.store.params(run_id, {name: known[name] for name in ("num_params", "clients.count")})
             said = {**description.claim(guarantee), "mlflow.note.content": text}
             self.store.tag(run_id, {**said, "status": "finished"})

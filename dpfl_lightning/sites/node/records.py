@@ -70,9 +70,9 @@ def site_population(settings: Settings) -> tuple[Population, int]:
 
 
 def seated(population: Population, client: int, place: int, names: Sequence[str], num_clients: int) -> Population:
-    """Return the training records of one client as those of client `place` of N, of whom no other has records here."""
+    """Return the records of one client as those of client `place` of N, of whom no other has records here."""
     none = population.y.new_zeros(0, dtype=torch.long)
     train_of, held_out_of = [none] * num_clients, [none] * num_clients
-    train_of[place] = population.train_of[client]
+    train_of[place], held_out_of[place] = population.train_of[client], population.held_out_of[client]
     parts: dict[str, Any] = {"train_of": train_of, "held_out_of": held_out_of, "names": tuple(names)}
     return dataclasses.replace(population, **parts, test=None, public=None, groups=None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.ledger.file import holds
 from dpfl_lightning.sites import signed, sockets, wire
-from dpfl_lightning.sites.exchange import MOST_HEADER, Hello, Refused, Reply, Request
+from dpfl_lightning.sites.exchange import MOST_HEADER, Hello, Keep, Refused, Reply, Request
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.node.study import Study
 from dpfl_lightning.sites.receipt import digest_of
@@ -110,7 +110,9 @@ class Node:
             study = self._study(request.plan)
             if request.known is not None and not holds(study.clients.ledger.path, request.known):
                 return Refused("older_ledger")
-            return study.welcome() if isinstance(request, Hello) else study.reply(request)
+            if isinstance(request, Hello):
+                return study.welcome()
+            return study.keep(request) if isinstance(request, Keep) else study.reply(request)
         except Exception:
             halted = self._error_log(request.plan)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.federated.client.answers import check_answerable
+from dpfl_lightning.federated.client.evaluation import evaluate_own
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import (
@@ -20,6 +22,7 @@ from dpfl_lightning.federated.messages.query import (
     FeatureSums,
     MeanLoss,
     NoMechanism,
+    ScoreCounts,
     SelectModel,
     event_of,
 )
@@ -34,6 +37,7 @@ from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import (
     MOST_MODELS,
     Ask,
+    Keep,
     Paid,
     Refused,
     Released,
@@ -42,9 +46,11 @@ from dpfl_lightning.sites.exchange import (
     Train,
     Welcome,
 )
+from dpfl_lightning.sites.node.scores import KeptScores, write_scores
 from dpfl_lightning.sites.node.state import kept_releases
 from dpfl_lightning.sites.terms import server_words
 
+MOST_EDGES = 1000  # of bins
 KEPT_ROUNDS = 2  # rounds of which a node keeps the releases, to send them again
 MOST_RATE = 1e6  # learning rate or pull: a larger one only breaks the computation, after it was charged
 
@@ -85,6 +91,7 @@ class Study:
     def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
+        self._name = terms.sites[client].name
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
@@ -127,6 +134,21 @@ class Study:
             return Refused("spent")
         self._keep(request.round, key, charged)
         return self._released(charged, request.round)
+
+    def keep(self, request: Keep) -> Reply:
+        """Write down the scores of a model on the held-out records, and return what `welcome` does."""
+        held_out = self.clients.population.num_held_out[self.client]
+        try:
+            if not 0 <= request.round <= self._last:
+                raise NotPlanned("round")
+            model = self._model(request.model, self.clients.module.flat.shape)
+        except NotPlanned as refused:
+            return Refused(refused.code)
+        if held_out:
+            clients = self.clients
+            scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
+            write_scores(self._folder, self._name, KeptScores(request.round, held_out, scores.test, scores.baseline))
+        return self.welcome()
 
     def _released(self, value: Tensor | int | float, round: int) -> Released:
         return Released(value, self._paid(round))
@@ -234,7 +256,12 @@ class Study:
             if models.ndim == 0 or not 1 <= len(models) <= MOST_MODELS:
                 raise NotPlanned("question")
             free[name] = self._model(models, (len(models), *self.clients.module.flat.shape))
-        if isinstance(question, MeanLoss):
+        if isinstance(question, ScoreCounts):
+            edges = question.edges
+            rising = all(one < other for one, other in itertools.pairwise((0.0, *edges, 1.0)))
+            if not rising or len(edges) > MOST_EDGES or self._num_classes < 2:
+                raise NotPlanned("question")
+        if isinstance(question, MeanLoss | ScoreCounts):
             row = question.row_of.get(client, -1)
             if not 0 <= row < len(question.models):
                 raise NotPlanned("question")

@@ -21,6 +21,7 @@ from dpfl_lightning.federated.client.identity import deciding_options
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -35,6 +36,7 @@ from dpfl_lightning.sites.exchange import (
     REFUSALS,
     Ask,
     Hello,
+    Keep,
     Refused,
     Released,
     Request,
@@ -111,7 +113,7 @@ class RemoteClients(LocalClients):
 
     The ledger in the run's folder is a mirror of what the nodes say that they have paid for, and `receipts.json` holds
     the last head of its ledger that each has signed. A reply without a signature for its request, or with an older
-    ledger, ends the run. Held-out records of clients are not scored. A node that refuses, or whose reply is late, is
+    ledger, ends the run. Scores on held-out records stay at the nodes. A node that refuses, or whose reply is late, is
     left out of the round. A node that is gone ends the run, which can be resumed: the other nodes then send their
     releases of that round again.
 
@@ -219,6 +221,20 @@ class RemoteClients(LocalClients):
     def was_charged(self, round: int) -> bool:
         """False: a node sends a release of the last rounds again, so that it is not charged again."""
         return False
+
+    def keep_scores(self, final_models: ClientModels, round: int) -> None:
+        """Send each node its final model. One that does not answer, or refuses, has no scores, and the run goes on."""
+        clients = [client for client in self._node_of if client not in self._late]
+        models = [final_models.models[final_models.model_of[client]].cpu() for client in clients]
+        answers = self._answers(clients, [Keep(self._hash, round, model) for model in models])
+        for client, answer in zip(clients, answers, strict=True):
+            why = str(answer)
+            if isinstance(answer, Answer):
+                why = REFUSALS.get(getattr(answer.reply, "code", ""), "")
+                self._record(answer)
+            if why:
+                name = self.population.name_of(client)
+                warn_user(f"the node of client {name} has not scored the final model on its held-out records: {why}")
 
     def end(self, finished: bool) -> None:
         """Ask the nodes that were late what they have paid for; what one does not tell counts as paid."""
@@ -331,7 +347,7 @@ class RemoteClients(LocalClients):
         """Return how many bytes of tensors the reply to a request may have."""
         if isinstance(request, Train):
             return math.prod(self._shape_of(request.job)) * request.model.element_size()
-        return 0 if isinstance(request, Hello) else MOST_ANSWER
+        return 0 if isinstance(request, Hello | Keep) else MOST_ANSWER
 
     def _shape_of(self, job: Job) -> tuple[int, ...]:
         if isinstance(job, LocalTraining):

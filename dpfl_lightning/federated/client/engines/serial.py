@@ -100,7 +100,11 @@ class SerialEngine:
 
     @torch.no_grad()  # in any thread
     def answer(self, query: ChargedQuery, client: int, round: int, charge_number: int) -> object:
-        x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
+        population = self.population
+        if query.question.of_held_out:
+            x, y = population.held_out(client)
+        else:
+            x, y = population.records(client, torch.arange(population.num_records[client]))
         generator = self.streams.generator(f"query {query.purpose}", round, client, charge_number)
         with tensors_restored(self.module.net):
             x = self.clipped_sum.enter(x)

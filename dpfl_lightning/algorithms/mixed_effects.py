@@ -1,0 +1,349 @@
+"""A mixed-effects model of noisy updates: best linear unbiased prediction (BLUP) of each client's mean gradient.
+
+The update per unit step of client i in round t has, in each of its numbers, `y_i(t) = mu + b_i + z_i(t)`: what all
+clients share (the fixed effect, with a flat prior), what distinguishes client i (the random effect), and noise.
+
+| Henderson (1975), Robinson (1991)              | here                                                       |
+| ---------------------------------------------- | ---------------------------------------------------------- |
+| R = Var(z), of the mean of a run of T rounds   | `noise / rounds`, diagonal, known from the plan            |
+| G = Cov(b), one for each layer                 | `RoundProducts.covariance`: groups of clients, and clients |
+|                                                | that differ from all others                                |
+| V = Z G Z' + R                                 | `total` in `blup_weights`                                  |
+| GLS mean `(1' V^-1 1)^-1 1' V^-1 y`            | `gls` in `blup_weights`                                    |
+| BLUP `mu + G Z' V^-1 (y - 1 mu)`               | `blup_weights @ y`; universal kriging (Matheron, 1969)     |
+
+G is estimated from products of updates of different rounds, whose noise is independent, so that none is subtracted.
+All functions read released updates alone: post-processing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from dpfl_lightning.algorithms.random_effects import limited_shares
+from dpfl_lightning.algorithms.update_geometry import folded
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64] | Sequence[int]
+
+#: 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
+_TRACY_WIDOM = 3.27
+_MOST_INPUTS = 1 << 10  # of a layer, so that its main directions are found in seconds
+_KEPT = 1 << 25  # numbers of the sums of all clients together
+_PRODUCTS = 1 << 22  # entries of products between clients, of all layers together
+
+
+def blup_weights(covariance: Array, noise: Array, clients: Indices) -> Array:
+    """Return the weights `[N, C]` of C updates in the best linear unbiased prediction of N mean gradients.
+
+    Each row w has sum 1 and the least mean squared error `w' R w + E (sum_j w_j b_j - b_n)^2`. Rows of clients without
+    an update predict from what they have in common with others.
+
+    Args:
+        covariance: G, of the random effects `[N, N]`.
+        noise: diagonal of R, of the updates `[C]` > 0.
+        clients: whose updates these are, `[C]`.
+
+    >>> blup_weights(np.zeros((2, 2)), np.array([1.0, 3.0]), [0, 1]).tolist()  # one model, by inverse noise
+    [[0.75, 0.25], [0.75, 0.25]]
+    """
+    with_updates = covariance[:, clients]
+    total = with_updates[clients] + np.diag(noise)
+    precision = np.linalg.inv(total)
+    gls = precision.sum(axis=0) / precision.sum()
+    own = with_updates @ precision
+    return own + np.outer(1 - own.sum(axis=1), gls)
+
+
+def limited_weights(weights: Array, own: NDArray[np.bool_], largest: float) -> Array:
+    """Limit weights `[N, C]` to `[-largest, largest]`, except for a client's own; the sum of each row stays 1.
+
+    What is cut off is added to the other positive weights of the row in proportion. Few positive ones become equal.
+
+    Args:
+        own: whether the update is that of the row's client, `[N, C]`.
+
+    >>> limited_weights(np.array([[0.1, 0.7, 0.2]]), np.array([[True, False, False]]), 0.4).round(2).tolist()
+    [[0.2, 0.4, 0.4]]
+    """
+    limited = weights.copy()
+    for row in np.flatnonzero(((np.abs(weights) > largest) & ~own).any(axis=1)):
+        negative = np.clip(weights[row], -largest, 0.0)
+        total = 1 - negative.sum()
+        bound = np.where(own[row], 1.0, largest / total)
+        limited[row] = negative + total * limited_shares(np.maximum(weights[row], 0.0), bound)
+    return limited
+
+
+def wigner_edge(variance: float, size: int) -> float:
+    """Return what an eigenvalue of a symmetric matrix of noise exceeds once in 1,000 matrices.
+
+    Reference: Wigner (1958), and Tracy and Widom (1996) for the fluctuation.
+
+    Args:
+        variance: of an entry off the diagonal; on it twice as much.
+        size: rows of the matrix.
+    """
+    return math.sqrt(variance * size) * (2 + _TRACY_WIDOM * size ** (-2 / 3))
+
+
+def spike_strength(values: Array, variance: float, size: int) -> Array:
+    """Return the signal along eigenvectors of a signal plus noise whose eigenvalues exceed `wigner_edge`.
+
+    A signal of strength s has the eigenvalue `s + V / s` with `V = variance * size`, and its eigenvector has the share
+    `1 - V / s^2` of it.
+
+    Reference: Capitaine, Donati-Martin and Feral (2009); Benaych-Georges and Nadakuditi (2011).
+
+    >>> spike_strength(np.array([2.5]), variance=0.01, size=100).round(2).tolist()
+    [1.5]
+    """
+    everything = variance * size
+    strength = (values + np.sqrt(np.maximum(values**2 - 4 * everything, 0.0))) / 2
+    return strength - everything / strength
+
+
+def shrunken(estimate: Array, variance: Array | float) -> Array:
+    """Return estimates >= 0 of variances, shrunken as far as their own sampling variances explain them.
+
+    Reference: the positive part of the non-negative garrote (Breiman, 1995), `x (1 - variance / x^2)`.
+
+    >>> shrunken(np.array([-1.0, 0.5, 2.0]), 1.0).tolist()
+    [0.0, 0.0, 1.5]
+    """
+    positive = np.maximum(estimate, 0.0)
+    return np.maximum(positive - variance / np.maximum(positive, 1e-300), 0.0)
+
+
+@torch.no_grad()
+def main_inputs(sums: Tensor, noise: Tensor) -> Tensor:
+    """Return the directions `[in, r]` of the inputs of a layer in which matrices `[n, out, in]` are more than noise.
+
+    These are the right singular vectors of the stacked matrices, whitened by their `noise` `[n]`, with singular values
+    above `sqrt(rows) + sqrt(columns)`, the largest one of noise (Marchenko and Pastur, 1967).
+    """
+    white = (sums / noise.sqrt()[:, None, None]).flatten(0, 1).double()
+    rows, columns = white.shape
+    wide = columns > rows
+    squares, vectors = torch.linalg.eigh(white @ white.T if wide else white.T @ white)
+    vectors = vectors[:, squares > (math.sqrt(rows) + math.sqrt(columns)) ** 2]
+    return normalize(white.T @ vectors, dim=0) if wide else vectors
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parameters of a layer as a matrix `[out, in]`, where a bias is one more input.
+
+    Args:
+        places: positions of its tensors in the flat vector of parameters, one after the other.
+        shapes: `(out, inputs)` of each tensor.
+    """
+
+    places: Tensor
+    shapes: tuple[tuple[int, int], ...]
+
+    def matrices(self, updates: Tensor, most: int) -> Tensor:
+        """Return matrices `[C, out, in]` of updates `[C, P]`, folded to about `most` numbers each, see `folded`."""
+        parts = updates[:, self.places.to(updates.device)].split([rows * inputs for rows, inputs in self.shapes], dim=1)
+        matrix = torch.cat(
+            [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)],
+            dim=2,
+        )
+        matrix = _folded(matrix, min(_MOST_INPUTS, most))
+        return _folded(matrix.mT, most // matrix.shape[2]).mT
+
+
+def layers_of(parameters: Mapping[str, Tensor], personal: Sequence[str] = ()) -> list[Layer]:
+    """Return the layers of a model: tensors of a module with as many outputs, without those that stay with clients."""
+    tensors: dict[tuple[str, int], list[tuple[Tensor, tuple[int, int]]]] = {}
+    start = 0
+    for name, one in parameters.items():
+        if name not in personal and one.numel():
+            outputs = one.shape[0] if one.ndim else 1
+            shape = outputs, one.numel() // outputs
+            tensors.setdefault((name.rpartition(".")[0], outputs), []).append(
+                (torch.arange(start, start + one.numel()), shape)
+            )
+        start += one.numel()
+    return [
+        Layer(torch.cat([place for place, _ in of_layer]), tuple(shape for _, shape in of_layer))
+        for of_layer in tensors.values()
+    ]
+
+
+def _folded(matrices: Tensor, width: int) -> Tensor:
+    """Return matrices `[C, rows, columns]` with at most `width` columns."""
+    count, rows, columns = matrices.shape
+    return matrices if columns <= width else folded(matrices.flatten(0, 1), width).view(count, rows, -1)
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Products of the mean gradients of n clients, whitened by the noise of these means.
+
+    Args:
+        products: of a number, `[n, n]`.
+        variance: of noise in an entry off the diagonal; on it twice as much.
+        scale: standard deviation of the noise of each client's mean `[n]`.
+    """
+
+    products: Array
+    variance: float
+    scale: Array
+
+    def along(self, vectors: Array) -> Array:
+        """Return the products along vectors `[n, k]`: `[k]`."""
+        return np.einsum("nk,nm,mk->k", vectors, self.products, vectors)
+
+    def of_equal(self, vectors: Array) -> Array:
+        """Return what a covariance `I` adds to the products along vectors `[n, k]`: `[k]`."""
+        return np.einsum("nk,n,nk->k", vectors, self.scale**-2, vectors)
+
+
+@dataclass(frozen=True)
+class RandomEffects:
+    """What is known of the random effects of N clients.
+
+    Args:
+        covariance: G of each block of layers, `[B, N, N]`.
+        contrasts: along which groups of clients differ, `[N, k]`; k + 1 groups have k.
+    """
+
+    covariance: Array
+    contrasts: Array
+
+
+@dataclass
+class RoundProducts:
+    """Products of updates of different rounds, and what they show of G.
+
+    Several layers share products where N is large, so that memory is bounded.
+    """
+
+    layers: Sequence[Layer]
+    num_clients: int
+
+    def __post_init__(self) -> None:
+        blocks = min(len(self.layers), max(1, _PRODUCTS // self.num_clients**2))
+        self._block_of = [place * blocks // len(self.layers) for place in range(len(self.layers))]
+        shape = blocks, self.num_clients, self.num_clients
+        #: [i, j] has products of updates of client i with earlier ones of client j, their noise variance, and of how
+        #: many pairs of numbers these are
+        self.products, self.variance, self.pairs = np.zeros((3, *shape))
+        #: of each client, the sum of its noise variances, and its rounds
+        self.noise, self.rounds = np.zeros((2, self.num_clients))
+        self.sums: list[Tensor] = []  # of each layer's matrices, over rounds: [N, out, in]
+
+    @torch.no_grad()
+    def add(self, updates: Tensor, noise: Array, clients: Indices) -> None:
+        """Add the updates of a round.
+
+        Args:
+            updates: per unit step, `[C, P]`.
+            noise: variance in each number, `[C]` > 0.
+            clients: `[C]`.
+        """
+        size, seen = sum(len(layer.places) for layer in self.layers), np.flatnonzero(self.rounds)
+        for place, layer in enumerate(self.layers):
+            now = layer.matrices(updates, math.ceil(_KEPT / self.num_clients * len(layer.places) / size))
+            if len(self.sums) == place:
+                self.sums.append(now.new_zeros(self.num_clients, *now.shape[1:]))
+            if len(seen) > 1:
+                self._multiply(
+                    self._block_of[place], now, self.sums[place][seen], noise, np.ix_(np.array(clients), seen)
+                )
+            self.sums[place][clients] += now
+        self.noise[clients] += noise
+        self.rounds[clients] += 1
+
+    def columns_of(self, block: int) -> Tensor:
+        """Return the positions of a block's parameters in the flat vector."""
+        places = zip(self._block_of, self.layers, strict=True)
+        return torch.cat([layer.places for place, layer in places if place == block])
+
+    def _multiply(self, block: int, now: Tensor, before: Tensor, noise: Array, place: tuple[NDArray[Any], ...]) -> None:
+        """Add the products of matrices `now` `[C, out, in]` with sums `before` `[n, out, in]` of earlier rounds.
+
+        What is along the mean of all clients does not count: gradients get shorter in the course of a round, so clients
+        with more steps have shorter means, and this is no difference between their data.
+        """
+        seen = place[1][0]
+        inputs = main_inputs(before, torch.from_numpy(self.noise[seen]).to(before))
+        if not inputs.shape[1]:
+            return
+        rounds, precision = self.rounds[seen], self.rounds[seen] / self.noise[seen]
+        vectors = [(one.double() @ inputs).flatten(1).cpu().numpy() for one in (now, before)]
+        mean = normalised(precision @ vectors[1])
+        a, b = (one - np.outer(one @ mean, mean) for one in vectors)
+        self.products[block][place] += a @ b.T
+        self.variance[block][place] += np.outer(noise, (b**2).sum(axis=1))  # given the earlier rounds
+        self.pairs[block][place] += a.shape[1] * rounds
+
+    def _means(self, blocks: slice, known: NDArray[np.int64]) -> _Means:
+        parts = (part[blocks].sum(axis=0) for part in (self.products, self.variance, self.pairs))
+        products, variance, pairs = ((one + one.T)[np.ix_(known, known)] for one in parts)
+        scale = np.sqrt(self.noise[known]) / self.rounds[known]
+        unit = np.maximum(pairs, 1.0) * np.outer(scale, scale)
+        off = ~np.eye(len(known), dtype=bool)
+        return _Means(products / unit, float((variance / unit**2)[off].mean()), scale)
+
+    def effects(self) -> RandomEffects:
+        """Return what the products show of the random effects."""
+        blocks, count = self.products.shape[:2]
+        known = np.flatnonzero(self.rounds > 1)
+        contrasts, covariance = np.zeros((count, 0)), np.zeros((blocks, count, count))
+        if len(known) > 2 and self.pairs.any():
+            every = self._means(slice(None), known)
+            shared = 1 / every.scale
+            rest = np.linalg.qr(shared[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
+            values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
+            found = values > wigner_edge(every.variance, len(values))
+            between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
+            contrasts = np.zeros((count, between.shape[1]))
+            contrasts[known] = between * every.scale[:, None]
+            for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
+                one = self._means(slice(block, block + 1), known)
+                covariance[block][np.ix_(known, known)] = _covariance(one, between, others)
+        return RandomEffects(covariance, contrasts)
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in _ARRAYS}
+        return {**arrays, "sums": [one.clone() for one in self.sums]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _ARRAYS:
+            setattr(self, name, state[name].cpu().numpy().copy())
+        self.sums = [one.clone() for one in state["sums"]]
+
+
+_ARRAYS = ("products", "variance", "pairs", "noise", "rounds")
+
+
+def _covariance(one: _Means, between: Array, others: Array) -> Array:
+    """Return G of a layer: `sum_k s_k u_k u_k'` of contrasts between groups, and `tau^2 I` of single clients.
+
+    Method of moments: a product along a direction u of length 1 has the mean `u' G u`, whitened.
+
+    Args:
+        between: directions in which groups of clients differ `[n, k]`.
+        others: directions without groups `[n, m]`, orthogonal to `between`.
+    """
+    error, alone = 2 * one.variance, 0.0
+    if others.shape[1]:
+        unit = one.of_equal(others).sum()
+        alone = float(shrunken(one.along(others).sum() / unit, error * others.shape[1] / unit**2))
+    strength = shrunken(one.along(between) - alone * one.of_equal(between), error)
+    columns = between * one.scale[:, None]
+    return columns * strength @ columns.T + alone * np.eye(len(one.scale))
+
+
+def normalised(vector: Array) -> Array:
+    """Return a vector of length 1; of zeros the vector itself."""
+    return vector / (float(np.linalg.norm(vector)) or 1.0)

@@ -1,0 +1,49 @@
+"""The scores that a site keeps to itself: its final model on its held-out records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpfl_lightning.federated.messages.evaluation import Score
+from dpfl_lightning.federated.server.scores import with_baseline
+from dpfl_lightning.reporting.site_page import site_page
+from dpfl_lightning.runtime.files import write_text
+from dpfl_lightning.runtime.text import counted
+from dpfl_lightning.sites import wire
+
+FILE, PAGE = "scores.json", "report.html"
+
+
+@dataclass(frozen=True)
+class KeptScores:
+    """The scores of the model of `round` on the `records` that are held out, beside those of the best constant."""
+
+    round: int
+    records: int
+    score: Score
+    baseline: Mapping[str, float | None]
+
+    def words(self) -> str:
+        """Return the scores, beside those of the best constant prediction, and why others are undefined."""
+        result = {**{f"test_{name}": one for name, one in vars(self.score).items()}, "baseline": self.baseline}
+        why = "".join(f"; {name}: the records {words}" for name, words in self.score.undefined.items())
+        where = f"{counted(self.records, 'held-out record')} after round {self.round}"
+        return f"kept here: {with_baseline(result) or 'no score'} on {where}{why}"
+
+
+wire.register(KeptScores)
+
+
+def write_scores(folder: Path, site: str, scores: KeptScores) -> None:
+    """Write the scores and their page into the folder of a plan, for the operator of the site alone."""
+    write_text(folder / FILE, wire.to_text(scores), private=True)
+    page = site_page(site, folder.name, scores.round, scores.records, scores.score, scores.baseline)
+    write_text(folder / PAGE, page, private=True)
+
+
+def read_scores(folder: Path) -> KeptScores | None:
+    """Return the scores in the folder of a plan, if there are any."""
+    file = folder / FILE
+    return wire.from_text(KeptScores, file.read_bytes()) if file.is_file() else None

@@ -1,0 +1,145 @@
+"""Scores of a real federation: they stay at the sites, or are a planned release with noise."""
+
+import dataclasses
+import math
+import re
+import stat
+
+import pytest
+import torch
+from conftest import FIXED_KEY
+from sites import asked, configured, key_of
+
+from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages.query import ScoreCounts
+from dpfl_lightning.node import main
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
+from dpfl_lightning.sites.node.accept import accept, open_study, site_of
+from dpfl_lightning.sites.node.records import settings_of, site_population
+from dpfl_lightning.sites.node.scores import read_scores
+from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.server.clients import Sites
+from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
+from dpfl_lightning.sites.wire import digest
+from dpfl_lightning.strategies import build
+
+DATA = {"name": "digits", "held_out_per_client": 0.25}
+RELEASED = {"size_weighted": {}, "released_scores": {"epsilon": 1.0, "bins": 10}}
+
+
+def federation(folder, strategies=None):
+    """The nodes of two sites, which have accepted a plan, and the options of the server."""
+    states, sites = [], []
+    for client in range(2):
+        privacy = {"epsilon": 9, "delta": 0.01, "noise_key": FIXED_KEY}
+        settings = settings_of(from_mapping({"data": DATA, "clients": {"count": 2}, "privacy": privacy}), str(client))
+        sites.append(site_of(settings, *site_population(settings), key_of(client)))
+        states.append(StateFolder.create(folder / f"site{client}", settings, sites[-1], key_of(client)))
+    more = {"clients": {"count": 2, "learning_rate": 0.5, "batch_size": 200}, "privacy": {"epsilon": [4, 8]}}
+    options = configured(folder / "run", strategies=strategies, data=DATA, **more)
+    terms = terms_of(planning_loop(options, sites), sites)
+    for state in states:
+        accept(state, terms)
+    return [Node(state, open_study) for state in states], terms, options
+
+
+@pytest.mark.parametrize("strategies", [None, RELEASED], ids=["kept", "released"])
+def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(strategies, tmp_path, capsys):
+    nodes, terms, options = federation(tmp_path, strategies)
+    loop = loop_over(options, Sites(terms, tuple(node.handle for node in nodes)))
+    result = loop.run()
+    at_server = [row[name] for row in result.clients for name in ("accuracy", "loss")]
+    assert at_server == [None] * 4, "no score of a held-out record"
+    simulated = dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=FIXED_KEY))
+    alone = build_loop(dataclasses.replace(simulated, output_dir=str(tmp_path / "alone"))).run()
+    for client, node in enumerate(nodes):
+        folder = node.state.plan_folder(digest(terms))
+        kept, expected = read_scores(folder), alone.clients[client]
+        assert stat.S_IMODE((folder / "scores.json").stat().st_mode) == 0o600
+        assert (kept.round, kept.score.accuracy) == (2, expected["accuracy"]) and kept.score.loss > 0
+        assert sum(map(sum, kept.score.tables["confusion"])) == kept.records
+        page = " ".join(re.sub("<[^>]+>", " ", (folder / "report.html").read_text()).split())
+        assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
+        for part in (f"accuracy {expected['accuracy']:.2%} ", "sent to nobody", "predicted 9", "Calibration"):
+            assert part in page, part
+        capsys.readouterr()
+        assert main(["status", str(node.state.path)]) == 0
+        assert f"kept here: accuracy {expected['accuracy']:.2%} (majority class" in capsys.readouterr().out
+        paid = [charge.purpose for charge in read_ledger(folder / "ledger.jsonl")]
+        assert paid == ["train", "train", *(["scores"] if strategies else [])]
+        released = result.metrics.get("released_accuracy", [None] * 2)[client]
+        if strategies:
+            assert released != expected["accuracy"], "noised"
+            assert abs(released - expected["accuracy"]) < 5 * result.metrics["noise_of_accuracy"][client]
+            assert released == alone.metrics["released_accuracy"][client], "the bits of the simulation"
+            assert result.clients[client]["epsilon_spent"] <= (4, 8)[client]
+        else:
+            assert released is None
+
+
+def test_what_a_server_may_ask_of_held_out_records(tmp_path):
+    nodes, terms, _ = federation(tmp_path, RELEASED)
+    model, plan, node = torch.zeros(650), digest(terms), nodes[0]
+    before = asked(node, Keep(plan, 0, model))
+    assert before == asked(node, Keep(plan, 2, model + 1)) == Welcome(True, ()), "one reply, whatever the scores are"
+    for round, other in ((-1, model), (9, model)):
+        assert asked(node, Keep(plan, round, other)) == Refused("not_planned")
+    assert asked(node, Keep(plan, 1, model * math.nan)) == Refused("unfit_model")
+    line = terms.plan.schedule.planned(0, "scores")
+    honest = {"models": model[None], "row_of": {0: 0}, "edges": edges_of(10)}
+    noise = Gaussian(1.0, line.event.noise_multiplier, 1.0, 1.0)
+    for changed in ({"edges": (0.5, 0.1)}, {"edges": (math.nan,)}, {"edges": (0.1, 1.0)}, {"row_of": {0: 3}}):
+        asking = ScoreCounts(mechanism_of={0: noise}, **{**honest, **changed})
+        assert asked(node, Ask(plan, 1, asking)) == Refused("not_planned"), changed
+    louder = dataclasses.replace(noise, noise_multiplier=0.1)
+    assert asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: louder}, **honest))) == Refused("not_planned")
+    counts = asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: noise}, **honest))).value
+    assert len(counts) == 20 and len(read_ledger(node.state.plan_folder(plan) / "ledger.jsonl")) == 1
+
+
+def test_the_price_of_scores_is_in_the_plan(make_loop):
+    loop = make_loop(parts=build(RELEASED))
+    for client in loop.plan_schedule().clients:
+        line = client.planned[-1]
+        alone, whole = ([(events, client.delta)] for events in (line.events(), client.events()))
+        accountant = loop.config.accountant
+        assert (line.purpose, line.count) == ("scores", 1) and 0.99 < accountant.search(alone)[0] <= 1
+        assert accountant.search(whole)[0] <= client.target_epsilon
+    with pytest.raises(UserError, match="`task` must be binary or multiclass with released_scores"):
+        numbers = {str(client): (torch.zeros(50, 6), torch.zeros(50)) for client in range(4)}
+        make_loop(Population.from_datasets(numbers), torch.nn.Linear(6, 1), parts=build(RELEASED)).plan_schedule()
+
+
+def slow_counts(shares, labels, edges):
+    counts = torch.zeros(2, len(edges) + 1, dtype=torch.float64)
+    for share, label in zip(shares, labels, strict=True):
+        counts[label, sum(edge <= share for edge in edges)] += 1
+    return counts
+
+
+def test_scores_of_counts_are_those_of_the_records_up_to_the_bins():
+    draw = torch.Generator().manual_seed(0)
+    labels = (torch.rand(4000, generator=draw) < 0.3).long()
+    shares = (torch.randn(4000, generator=draw) + labels - 0.5).sigmoid()
+    edges = edges_of(40)
+    counts = slow_counts(shares.tolist(), labels.tolist(), edges)
+    scores = binned_scores(counts, 0.0, edges, of_two=True)
+    pairs = shares[labels == 1][:, None] - shares[labels == 0]
+    assert scores["auroc"].value == pytest.approx(float((pairs > 0).double().mean()), abs=0.002)
+    assert scores["accuracy"].value == pytest.approx(float(((shares > 0.5) == labels.bool()).double().mean()))
+    assert all(reading.noise == 0 for reading in scores.values())
+    noised = torch.randn(300, 2, 40, generator=draw, dtype=torch.float64) * 10 + counts
+    for name, reading in scores.items():
+        values = torch.tensor([binned_scores(one, 10.0, edges, of_two=True)[name].value for one in noised])
+        stated = binned_scores(noised[0], 10.0, edges, of_two=True)[name].noise
+        assert float(values.mean()) == pytest.approx(reading.value, abs=0.2 * stated + 0.01), name
+        assert float(values.std()) == pytest.approx(stated, rel=0.4), name
+    few = binned_scores(counts / 100, 10.0, edges, of_two=True)
+    assert {reading.value for reading in few.values()} == {None}, "the noise is larger than the records"
