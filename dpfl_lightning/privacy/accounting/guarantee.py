@@ -76,6 +76,8 @@ class Together:
         >>> Together(runs=2, epsilon=5.5, delta=1e-4, accountant="", adjacency="", sampling="", limit=8.0).words()
         'With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001.'
         """
+        if not self.runs and self.limit is None:
+            return "No other run on the same records is in the account."
         runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
         cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
         cost += "" if self.limit is None else f" of a limit of {at_most(self.limit)}"

@@ -1,7 +1,9 @@
 """Several runs on the records of one data holder: their common epsilon, and the filter that keeps a limit on it."""
 
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
     get_accountant,
     rounded_up,
 )
-from dpfl_lightning.privacy.accounting.events import Composed, Release, composed
+from dpfl_lightning.privacy.accounting.events import Release, composed
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted
 
 #: what one client has released in a run
@@ -43,36 +45,32 @@ def relation_of_all(adjacencies: Sequence[str]) -> str:
 def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[float, str]]:
     """Return epsilon and how it was computed for the (history, delta, adjacency) of each holder.
 
-    Releases of all runs are composed as if one run had planned them. PLD composes the holders with the largest
-    epsilons as long as they have few different mechanisms, RDP the others.
+    Releases of all runs are composed as if one run had planned them; of several clients of a run the worst counts. PLD
+    composes the holders with the largest epsilons as long as they have few different mechanisms, RDP the others.
     """
-    rough = [_by_rdp(*holder) for holder in holders]
-    bounds, left = list(rough), _MOST_TIGHT
-    known: set[tuple[Composed, float, str]] = set()
-    for place in sorted(range(len(holders)), key=lambda place: -rough[place][0]):
+    bounds, left = [_by_rdp(*holder) for holder in holders], _MOST_TIGHT
+    done: dict[Hashable, tuple[float, str]] = {}
+    for place in sorted(range(len(holders)), key=lambda place: -bounds[place][0]):
         history, delta, adjacency = holders[place]
-        if any(len(set(run)) > 1 for run in history):
-            continue
-        releases = composed(_all(history), delta)
-        new = 0 if (releases, delta, adjacency) in known else len(releases.releases)
-        if new <= left:
-            left, known = left - new, known | {(releases, delta, adjacency)}
-            bounds[place] = get_accountant("pld", adjacency).bound(_all(history), delta)
+        different = [sorted(set(run), key=repr) for run in history]
+        count = math.prod(map(len, different))
+        if (key := (repr(different), delta, adjacency)) not in done:
+            if count * sum(len(run[0]) for run in different) > left:
+                continue
+            everything = [[event for released in one for event in released] for one in itertools.product(*different)]
+            left -= sum(len(composed(events, delta).releases) for events in everything)
+            tight = get_accountant("pld", adjacency).bounds([(events, delta) for events in everything])
+            done[key] = max(tight, key=lambda bound: bound[0])
+        bounds[place] = done[key]
     return bounds
-
-
-def _all(history: History) -> list[Release]:
-    """Return all releases of a holder who is one client of each run."""
-    return [event for run in history for event in run[0]]
 
 
 def _by_rdp(history: History, delta: float, adjacency: str) -> tuple[float, str]:
     rdp = _rdp(adjacency)
-    if all(len(set(run)) == 1 for run in history):
-        return rdp.estimates([(_all(history), delta)])[0]
     pure = exact_sum(max(composed(one, delta).pure(rdp.sensitivity) for one in run) for run in history)
     epsilon = min(float(converted(worst_curve(history, rdp), rdp.orders, delta).min()), pure)
-    return rounded_up(epsilon, 6), f"{rdp.description}, {_WORST}"
+    several = any(len(set(run)) > 1 for run in history)
+    return rounded_up(epsilon, 6), f"{rdp.description}, {_WORST}" if several else rdp.description
 
 
 def worst_curve(history: History, rdp: Rdp) -> np.ndarray:

@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from dpfl_lightning.config.reading import check_format
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS
 from dpfl_lightning.privacy.accounting.events import Release
@@ -384,9 +385,7 @@ class PrivacyAccount:
         self._size += len(line)
         self._chains.append(chain_of(line))
         if "account" in content:
-            if content["account"] != VERSION:
-                advice = "Read it with the version of this package that wrote it."
-                raise UserError(f"`{self.path}` must have format {VERSION}, got {content['account']!r}. {advice}")
+            check_format(self.path, content["account"], VERSION)
             self._key = bytes.fromhex(content["key"])
         elif "run" in content:
             entry = _entry_of(content)
