@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 **client_plan.as_dict(),
                 "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
                 "num_records": client_plan.num_records,
+                "unit": client_plan.guarantee.unit,
                 **({} if persons is None else {"num_persons": persons[client]}),
                 "batch_size": client_plan.batch_size,
             }

@@ -1,27 +1,30 @@
-"""`guarantee.html`: the guarantee of a run as a self-contained page for a browser or MLflow."""
+"""`guarantee.html`: what a run promises, for a data protection officer: a self-contained page, two pages of paper."""
 
 import math
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader
 
 import dpfl_lightning
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
-from dpfl_lightning.federated.server.scores import Column, client_columns, in_words, remarks, rows_of, summarised
+from dpfl_lightning.federated.server.scores import Column, bound, in_words, number, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.text import at_most, counted, span
+from dpfl_lightning.runtime.text import at_least, at_most, counted, span
 
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
+_MOST_NAMES = 12
+_USELESS = 10.0  # epsilon of a group above which no bound is shown
 _LIBRARIES = ("dp-accounting", "opacus", "numpy", "scipy", "torch", "lightning")
 
 
@@ -35,23 +38,53 @@ class GuaranteePage(Callback):
             write_text(path, page)
 
 
+class Odds(NamedTuple):
+    """A promise (epsilon, delta) in plain words, each number rounded to the unfavourable side."""
+
+    factor: str
+    exception: str
+    guesses: str
+
+    @classmethod
+    def of(cls, epsilon: float, delta: float) -> "Odds":
+        """Translate a finite epsilon; no other epsilon has odds.
+
+        With all that a client sent, a guess between two equally likely data sets is right with probability at most
+        (exp(epsilon) + delta) / (exp(epsilon) + 1).
+
+        >>> Odds.of(2.0, 1e-4)
+        Odds(factor='7.4', exception='1 in 10,000', guesses='88.1 of 100 cases')
+        """
+        right = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
+        of_cases = f"{at_least(math.ceil(min(right, 1) * 1000) / 10)} of 100 cases"
+        return cls(_factor(epsilon), f"1 in {int(1 / delta + 1e-6):,}" if delta else "0", of_cases)
+
+
+def _factor(epsilon: float) -> str:
+    """Return exp(epsilon) with two digits, rounded up.
+
+    >>> _factor(0.0), _factor(3.0), _factor(8.0), _factor(40.0)
+    ('1', '21', '3,000', 'more than a million')
+    """
+    if epsilon > math.log(1e6):
+        return "more than a million"
+    value = math.exp(epsilon) * (1 - 1e-9)
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return (
+        f"{round(math.ceil(value / step) * step, 1):,g}" if value < 1000 else f"{math.ceil(value / step) * step:,.0f}"
+    )
+
+
 def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunInfo) -> str:
     """Return the page of a finished run as HTML text. It loads nothing, runs no scripts, and escapes every value.
 
     **Privacy** Shows the content of `result.json` and `guarantees.json`. Accuracies are on held-out records.
     """
-    columns = {
-        **client_columns([vars(result)]),
-        "releases": Column([row["releases"] for row in result.clients], "{:,}".format),
-        "steps": Column([row["steps"] for row in result.clients], "{:,}".format),
-    }
-    rows = [
-        {**row, "share of budget": _share(promise.epsilon, client["epsilon_budget"])}
-        for row, promise, client in zip(rows_of(columns), guarantees, result.clients, strict=True)
-    ]
     order = sorted(range(len(guarantees)), key=lambda client: (-guarantees[client].epsilon, client))
-    weakest = guarantees[order[0]]
-    ledger = shlex.quote(f"{result.output_dir}/ledger.jsonl")
+    weakest, first = guarantees[order[0]], result.clients[order[0]]
+    columns = _columns(result, guarantees)
+    rows, several = rows_of(columns), len(guarantees) > 1
+    folder, finite = shlex.quote(result.output_dir), math.isfinite(weakest.epsilon)
     versions = [f"dpfl_lightning {dpfl_lightning.__version__}", f"Python {platform.python_version()}"]
     return _TEMPLATES.get_template("guarantee_page.html").render(
         name=Path(result.output_dir).name,
@@ -60,8 +93,15 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         guarantees=guarantees,
         warning=_warning(guarantees, weakest),
         weakest=weakest,
-        client=result.clients[order[0]]["name"],
-        spent=at_most(weakest.epsilon),
+        bare=weakest.words(),
+        unit=weakest.unit,
+        odds=Odds.of(weakest.epsilon, weakest.delta) if finite else None,
+        largest=f"This is the weakest promise, that of client {first['name']} (epsilon {at_most(weakest.epsilon)}). "
+        if several
+        else "",
+        several=_of_several(weakest) if finite and weakest.unit == "record" else [],
+        clients_in_words=counted(len(order), "client") + (f" ({_named(result)})" if several else ""),
+        together=_together(result, guarantees, order),
         units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],
         covered=_covered(guarantees),
         gaps=_gaps(guarantees),
@@ -70,9 +110,74 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         remarks=remarks([vars(result)]),
         summary=summarised(columns) if len(order) > _MOST_ROWS else None,
         rows=[rows[client] for client in order[:_MOST_ROWS]],
-        command=f"python -m dpfl_lightning.ledger {ledger}",
+        overspent={row["of budget"] for row, one in zip(rows, result.clients, strict=True) if _is_above(one)},
+        folder=folder,
         versions=[*versions, *(f"{name} {version(name)}" for name in _LIBRARIES)],
     )
+
+
+def _columns(result: RunResult, guarantees: Sequence[Guarantee]) -> dict[str, Column]:
+    """Return the columns of the table of clients."""
+    odds = [Odds.of(one.epsilon, one.delta) if math.isfinite(one.epsilon) else None for one in guarantees]
+    clients, spent = result.clients, [one.epsilon for one in guarantees]
+    shares = [_share(one.epsilon, row["epsilon_budget"]) for one, row in zip(guarantees, clients, strict=True)]
+    return {
+        "client": Column([str(row["name"]) for row in clients]),
+        f"{guarantees[0].unit}s trained on": Column([row["num_records"] for row in clients], "{:,}".format),
+        "times as likely, at most": Column([None if one is None else one.factor for one in odds]),
+        "right guesses, at most": Column([None if one is None else one.guesses for one in odds]),
+        "exception": Column([None if one is None else one.exception for one in odds]),
+        "epsilon": Column(spent, bound),
+        "of budget": Column([None if share is None else f"{share:.1%}" for share in shares]),
+        "budget": Column([number(row["epsilon_budget"]) for row in clients], bound),
+        "releases": Column([row["releases"] for row in clients], "{:,}".format),
+        "noise multiplier": Column([row["noise_multiplier"] for row in clients], "{:.5g}".format),
+    }
+
+
+def _of_several(one: Guarantee) -> list[dict[str, str]]:
+    """Return what holds for k records of a person: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
+    rows = []
+    for count in (2, 4):
+        epsilon, useful = count * one.epsilon, count * one.epsilon < _USELESS
+        delta = one.delta * (math.expm1(epsilon) / math.expm1(one.epsilon) if one.epsilon else count) if useful else 1.0
+        useful = useful and delta < 0.5
+        odds = Odds.of(epsilon, delta) if useful else Odds("no useful bound", "", "")
+        rows.append(
+            {
+                "a person with": f"{count} records of one client",
+                "times as likely, at most": odds.factor,
+                "exception": odds.exception,
+                "right guesses, at most": odds.guesses,
+            }
+        )
+    return rows
+
+
+def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequence[int]) -> list[dict[str, str]]:
+    """Return what the account of each data holder says about all runs; empty without an account."""
+    rows = []
+    for client in order[:_MOST_ROWS]:
+        one = getattr(guarantees[client], "together", None)
+        if one is not None:
+            finite = math.isfinite(one.epsilon)
+            rows.append(
+                {
+                    "client": str(result.clients[client]["name"]),
+                    "other runs": f"{one.runs:,}",
+                    "this run, epsilon": bound(guarantees[client].epsilon),
+                    "all runs, epsilon": bound(one.epsilon),
+                    "limit": "none" if one.limit is None else at_most(one.limit),
+                    "all runs, times as likely": _factor(one.epsilon) if finite else "no bound",
+                    "exception": Odds.of(one.epsilon, one.delta).exception if finite else "",
+                }
+            )
+    return rows
+
+
+def _named(result: RunResult) -> str:
+    names = [str(row["name"]) for row in result.clients]
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES:,} more" * (len(names) > _MOST_NAMES))
 
 
 def _warning(guarantees: Sequence[Guarantee], weakest: Guarantee) -> str:
@@ -102,8 +207,12 @@ def _gaps(guarantees: Sequence[Guarantee]) -> list[str]:
     return [*lines[:_MOST_GAPS], f"{more:,} more; see guarantees.json for each client"] if more > 0 else lines
 
 
-def _share(spent: float, budget: float | None) -> float | str:
-    return spent / budget if budget is not None and math.isfinite(spent) else ""
+def _share(spent: float, budget: float | None) -> float | None:
+    return spent / budget if budget is not None and math.isfinite(spent) else None
+
+
+def _is_above(client: Mapping[str, Any]) -> bool:
+    return number(client["epsilon_spent"]) > number(client["epsilon_budget"])
 
 
 def _listed(words: Iterable[str]) -> str:

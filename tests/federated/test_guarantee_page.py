@@ -1,14 +1,17 @@
 """The page: complete, self-contained, escaped, and of a bearable size."""
 
+import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
+import pytest
 from fakes import FRAME, a_result, a_view
 from markupsafe import escape
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, OTHER_RUNS, UNKNOWN_RUNS, Guarantee
-from dpfl_lightning.reporting.guarantee_page import guarantee_page
+from dpfl_lightning.reporting.guarantee_page import Odds, guarantee_page
 
 EVIL = "<script>alert('1')</script> & \"q\""
 
@@ -67,11 +70,13 @@ def test_a_run_leaves_its_page(make_loop):
         "noised gradient steps in 3 releases",
         *(UNKNOWN_RUNS if gap == OTHER_RUNS else gap for gap in NOT_COVERED),
         "No other run on the same records is in the account.",
-        f"python -m dpfl_lightning.ledger {loop.output_dir}/ledger.jsonl",
+        f"dpfl ledger {loop.output_dir}",
         "all 3 rounds are done",
         "dp-accounting",
         "opacus",
-        "≤ 10 at δ = 0.001 is the largest of 4 clients (client 3)",
+        "at most 23,000 times as likely as if one record",
+        "the weakest promise, that of client 3 (epsilon 10)",
+        "everything: the records of all clients",
     ):
         assert part in words, part
     for client in result.clients:
@@ -104,11 +109,12 @@ def test_no_privacy_is_said_first(make_loop, tmp_path):
     assert "No client has differential privacy." in words_of(a_page(a_view(tmp_path), [bare] * 3))
     mixed = words_of(a_page(a_view(tmp_path), [promise(1.0), bare, promise(2.0)]))
     assert "1 of 3 clients do not have differential privacy. No differential privacy per record: training" in mixed
-    assert "no bound" in mixed and "≤" not in mixed.split("What epsilon means")[0]
+    assert "no bound" in mixed and "times as likely as" not in mixed
     loop = make_loop(privacy=None)
     loop.run()
     words = words_of((loop.output_dir / "guarantee.html").read_text())
-    assert "No client has differential privacy." in words and "un-noised gradient steps" in words and "≤" not in words
+    assert "No client has differential privacy." in words and "un-noised gradient steps" in words
+    assert "times as likely as" not in words
 
 
 def test_ten_thousand_clients_are_summed_up(tmp_path):
@@ -116,13 +122,54 @@ def test_ten_thousand_clients_are_summed_up(tmp_path):
     promises = [promise(0.5 + i % 1000 / 1000, covers=(f"{i % 50} steps",)) for i in range(10_000)]
     page = a_page(view, promises)
     assert len(page) < 100_000
-    assert Reader(page).rows() == 1 + 200 + 1 + 3
+    assert Reader(page).rows() == 1 + 200 + 1 + 3 + 3 + 5 + 4
     words = words_of(page)
-    for row in ("smallest 100 10 1.25 0.5 1 ", "largest 10,099 10 1.25 1.499 10000 "):
+    for row in ("smallest 100 0.5 1 30 1.25", "largest 10,099 1.499 10000 30 1.25"):
         assert row in words, row
-    assert "is the largest of 10,000 clients" in words
-    assert "The table shows the 200 of 10,000 clients with the largest epsilon" in words
+    assert "10,000 clients (0, 1, 2" in words and "11 and 9,988 more) trained" in words
+    assert "The next table shows the 200 of 10,000 clients with the largest epsilon" in words
     assert words.count("see guarantees.json for each client") == 1
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "factor", "exception"),
+    [
+        (3.0, 1e-5, "21", "1 in 100,000"),
+        (0.0, 0.0, "1", "0"),
+        (0.69, 3e-4, "2", "1 in 3,333"),
+        (12.0, 0.1, "170,000", "1 in 10"),
+    ],
+)
+def test_odds_are_rounded_to_the_unfavourable_side(epsilon, delta, factor, exception):
+    odds = Odds.of(epsilon, delta)
+    assert (odds.factor, odds.exception) == (factor, exception)
+    assert math.exp(epsilon) <= float(factor.replace(",", "")) * (1 + 1e-9) <= 1.1 * math.exp(epsilon) + 1e-6
+    # the best test between two sets, of which the worst pair has the outcomes 0 to 3 (Kairouz et al. 2015)
+    p = [delta, (1 - delta) / (1 + math.exp(-epsilon)), (1 - delta) / (1 + math.exp(epsilon)), 0.0]
+    best = sum(map(max, p, reversed(p))) / 2
+    assert best <= float(odds.guesses.split()[0]) / 100 <= best + 0.001
+
+
+def test_a_person_with_several_records_gets_the_bound_of_a_group(tmp_path):
+    words = words_of(a_page(a_view(tmp_path), [promise(1.0)] * 3))
+    assert "2 records of one client 7.4 1 in 268 88.2 of 100 cases" in words  # delta (e^2 - 1) / (e - 1)
+    assert "4 records of one client 55 1 in 32" in words
+    assert "4 records of one client no useful bound" in words_of(a_page(a_view(tmp_path), [promise(3.0)] * 3))
+    of_persons = words_of(a_page(a_view(tmp_path), [promise(1.0, unit="person")] * 3))
+    assert "promised to one person" in of_persons and "records of one client" not in of_persons
+
+
+def test_sites_and_other_runs_are_told_apart(tmp_path):
+    words = words_of(a_page(a_view(tmp_path), [promise(1.0)] * 3, at_sites=True))
+    assert "Each client is a site" in words and "dpfl node verify NODE" in words and "not trusted" in words
+    assert "nobody can read from this page what all of them cost" in words
+
+
+def test_the_example_of_the_docs_has_the_parts_of_the_page(tmp_path):
+    example = (Path(__file__).parents[2] / "docs" / "guarantee_example.html").read_text()
+    page = a_page(a_view(tmp_path), [promise(1.0)] * 3)
+    headings, style = re.compile("<h2>.*?</h2>"), re.compile("<style>.*?</style>", re.DOTALL)
+    assert headings.findall(example) == headings.findall(page) and style.findall(example) == style.findall(page)
 
 
 def test_an_overspent_budget_is_seen(tmp_path):

@@ -85,9 +85,9 @@ FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/run.json": (lambda path: description.read(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
     "set/distilled.json": (lambda path: DistilledSet.load(path.parent), 1, with_number),
-    "sites/site.json": (read_site, 1, text_with),
-    "sites/plan.json": (read_terms, 1, text_with),
-    "sites/released.bin": (released, 1, bytes_with),
+    "sites/site.json": (read_site, 2, text_with),
+    "sites/plan.json": (read_terms, 2, text_with),
+    "sites/released.bin": (released, 2, bytes_with),
 }
 
 
@@ -98,7 +98,7 @@ def test_the_sample_is_read_and_another_number_is_refused(name, tmp_path):
     path = tmp_path / Path(name).name
     assert read(path)
     renumber(path, number + 1)
-    with pytest.raises((UserError, wire.WireError), match=f"format {number}, got {number + 1}|of format 2, not of 1"):
+    with pytest.raises((UserError, wire.WireError), match=f"format {number}, got {number + 1}|of format 3, not of 2"):
         read(path)
 
 

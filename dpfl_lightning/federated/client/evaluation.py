@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
-from dpfl_lightning.federated.client.metrics import Metrics, Tables
+from dpfl_lightning.federated.client.metrics import Metrics, Tables, metrics_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
@@ -57,22 +57,25 @@ def evaluate(
 def evaluate_own(
     module: ClientModule, population: Population, model: Tensor, client: int, engine: Engine
 ) -> Evaluation:
-    """Score `model` `[P]`, with the client's personal parameters, on its held-out records, with tables, as `test`.
+    """Score `model` `[P]`, with the client's personal parameters, on its held-out records, as `test`.
+
+    It has the tables of a test set, and all metrics of the task.
 
     **Privacy** The scores and tables are private: they stay with the client.
     """
     rows = population.held_out_of[client]
     own = dataclasses.replace(population, test=rows)
-    (score,) = _scores(module, engine.personalised(model, client), own, [rows], engine, tables_of_first=True)
-    return Evaluation(score, (), _baseline(module, own) if len(rows) else {})
+    names = () if module.task is None else metrics_of(module.task)
+    (score,) = _scores(module, engine.personalised(model, client), own, [rows], engine, True, names)
+    return Evaluation(score, (), _baseline(module, own, names) if len(rows) else {})
 
 
-def _baseline(module: ClientModule, population: Population) -> dict[str, float | None]:
+def _baseline(module: ClientModule, population: Population, every: Sequence[str] = ()) -> dict[str, float | None]:
     """Return the scores of the best constant predictions: on the test set, or the means over held-out records."""
     if (task := module.task) is None or task is CUSTOM:
         return {}
     sets = population.held_out_of if population.test is None else [population.test]
-    names, labels = module.metrics or task.metrics, (population.y[rows] for rows in sets if len(rows))
+    names, labels = every or module.metrics or task.metrics, (population.y[rows] for rows in sets if len(rows))
     return mean_metrics(of_constant(names, task, population.num_classes, y) for y in labels)
 
 
@@ -121,10 +124,12 @@ def _scores(
     sets: Sequence[Tensor],
     engine: Engine,
     tables_of_first: bool,
+    every: Sequence[str] = (),
 ) -> list[Score]:
     """Scores of one model on several sets of rows, which may overlap. Few outputs are held at once.
 
-    The first set has tables if it is a test set: of private records they would be a release.
+    The first set has tables if it is a test set: of private records they would be a release. `every` names the metrics,
+    if they are not those of the run.
     """
     rows, place = torch.cat(list(sets)).unique(return_inverse=True)
     if len(rows) == 0:
@@ -136,7 +141,7 @@ def _scores(
     for first, some_rows in _batches(rows, population, engine):
         output, y = engine.outputs(model, some_rows), population.y[some_rows]
         task = module.task or module.infer_task(output, y, population.num_classes)
-        names = module.metrics or task.metrics
+        names = every or module.metrics or task.metrics
         metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
         with torch.inference_mode():
             of_each = module.reported_loss(model, population.x, some_rows, output, y)

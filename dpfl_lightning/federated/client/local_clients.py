@@ -70,8 +70,8 @@ class LocalClients:
     ) -> None:
         self.population, self.module, self.engine, self.privacy = population, module, engine, privacy
         counts_persons = privacy is not None and privacy.unit == "person"
-        fits, advice = counts_persons == (population.rows_per_person is not None), "Nodes of sites count records."
-        require(fits, "privacy.unit", "be what the population counts", "person" if counts_persons else "record", advice)
+        fits = counts_persons == (population.rows_per_person is not None)
+        require(fits, "privacy.unit", "be what the population counts", "person" if counts_persons else "record")
         check_fits(module, population)
         self._seconds = math.nan
         self.device = module.device

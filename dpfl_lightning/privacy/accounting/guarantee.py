@@ -24,6 +24,12 @@ SEVERAL_RECORDS = (
     "privacy.rows_per_person states what holds for them"
 )
 
+#: what no epsilon of a run that protects persons covers
+OTHER_CLIENTS = "what other clients release about the same person: a person at two clients is two persons"
+
+#: how an epsilon was computed whose events may change by the results of earlier runs
+CHOSEN = "results of earlier runs chose its releases"
+
 #: caveat of every guarantee of a run that reports exact times
 EXACT_TIMES = "exact times of rounds are reported, and they can depend on records"
 
@@ -45,7 +51,7 @@ UNKNOWN_RUNS = (
 )
 
 #: what no epsilon of this package covers, whatever a run does
-NOT_COVERED = (
+NOT_COVERED: tuple[str, ...] = (
     "test and held-out records, on which models are evaluated",
     "numbers of training records or persons, batch sizes, budgets and all other options, which are treated as public",
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
@@ -198,26 +204,30 @@ def guarantee(
 
     `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
     are the numbers of releases of the first events; 1 for the others, as in a ledger. `bound` is what the accountant
-    returned, if known. `most_records` is the public maximum of a person's records up to which is said what holds for
-    persons, if epsilon is about records.
+    returned, if known. `most_records` is the most rows of a person that are used; if epsilon is about records, the
+    public maximum up to which is said what holds for persons.
     """
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
-    unprotected = leaks_of(events)
-    if most_records is not None and most_records > 1 and accountant.unit == "record" and math.isfinite(epsilon):
+    unprotected, drawn = leaks_of(events), sampling_words(events, sampling)
+    not_covered = NOT_COVERED
+    if accountant.unit == "person":
+        drawn, not_covered = f"{drawn} of persons", (*NOT_COVERED, OTHER_CLIENTS)
+        drawn += "" if most_records is None else f", at most {counted(most_records, 'row')} of each"
+    elif most_records is not None and most_records > 1 and math.isfinite(epsilon):
         nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
-        of_persons = nothing if FILTER in method else group_words(events, delta, accountant, most_records)
-        caveats = (*caveats, of_persons)
+        changed = FILTER in method or CHOSEN in method
+        caveats = (*caveats, nothing if changed else group_words(events, delta, accountant, most_records))
     releases_text, bounded = _released(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
-        sampling=sampling_words(events, sampling),
+        sampling=drawn,
         accountant=method,
         unit=accountant.unit,
         adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[accountant.adjacency],
         covers=releases_text if bounded else (),
-        not_covered=(*unprotected, *(() if bounded else releases_text), *NOT_COVERED, *caveats),
+        not_covered=(*unprotected, *(() if bounded else releases_text), *not_covered, *caveats),
         caveats=caveats,
         unprotected=unprotected,
     )
