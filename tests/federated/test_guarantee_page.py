@@ -10,7 +10,7 @@ from fakes import FRAME, a_result, a_view
 from markupsafe import escape
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, OTHER_RUNS, UNKNOWN_RUNS, Guarantee
 from dpfl_lightning.reporting.guarantee_page import Odds, guarantee_page
 
 EVIL = "<script>alert('1')</script> & \"q\""
@@ -68,7 +68,8 @@ def test_a_run_leaves_its_page(make_loop):
         "Poisson sampling",
         "PLD (dp_accounting, upper bound)",
         "noised gradient steps in 3 releases",
-        *NOT_COVERED,
+        *(UNKNOWN_RUNS if gap == OTHER_RUNS else gap for gap in NOT_COVERED),
+        "No other run on the same records is in the account.",
         f"dpfl ledger {loop.output_dir}",
         "all 3 rounds are done",
         "dp-accounting",
