@@ -260,9 +260,8 @@ class FederatedLoop(RunSession):
         ranks = Ranks(device)
         population = population.checked()
         if privacy is not None and privacy.unit == "person":
-            _check_persons(privacy, registered, remote)
-            assert privacy.rows_per_person is not None  # for mypy
-            population = population.by_person(privacy.rows_per_person)
+            _check_persons(privacy, registered)
+        population = population if privacy is None else population.counting(privacy.unit, privacy.rows_per_person)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         sides = population, module, FastEngine() if engine is None else engine, privacy
@@ -333,14 +332,10 @@ def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | No
     return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
 
 
-def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy], remote: Remote | None) -> None:
+def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy]) -> None:
     """Raise UserError if a part of the run does not count persons."""
-    most, key = privacy.rows_per_person, "privacy.unit"
-    advice = "Name the most rows of a person that are used, such as 4."
-    require(most is not None, "privacy.rows_per_person", "be a number with unit person", most, advice)
-    poisson = privacy.sampling == "poisson"
+    poisson, key = privacy.sampling == "poisson", "privacy.unit"
     require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
-    require(remote is None, key, "be record with sites", "person", "The nodes of sites count records.")
     for strategy in strategies:
         name = type(strategy).__name__
         advice = "It releases what counts records, or their classes."

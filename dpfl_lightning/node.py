@@ -73,7 +73,8 @@ def _init(words: Sequence[str]) -> int:
 
     about = (
         "Name the records of a site, from its configuration: data as for fit, privacy.epsilon and privacy.delta as the "
-        "limits on the sum over all plans that it ever accepts (privacy.adjacency), and model.class_path as a class of "
+        "limits on the sum over all plans that it ever accepts (privacy.adjacency, and privacy.unit person with "
+        "privacy.rows_per_person for limits per person), and model.class_path as a class of "
         f"this installation that plans may name. privacy.noise_key is a {_TEST}."
     )
     options, flags = load(words, _init_flags, name="node init", description=about, examples=_INIT, takes=_TAKES)
@@ -83,7 +84,7 @@ def _init(words: Sequence[str]) -> int:
     path = Path(flags.state)
     name = path.absolute().name if flags.name is None else flags.name
     state, site = new_node(path, settings_of(options, name, flags.client))
-    print(f"Site {site.name}: {site.num_records} records, {site.num_classes} classes. {_budget(state)}")
+    print(f"Site {site.name}: {site.num_records} {site.unit}s, {site.num_classes} classes. {_budget(state)}")
     print(f"Send {path / 'site.json'}, which holds public facts only, to the server's operator.")
     if state.settings().test_key:
         print(f"Warning: {_TEST}.")
@@ -168,18 +169,22 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
     client, test = client_of(terms, state.settings()), state.settings().test_key is not None
     planned, plan = cost_of(terms, client), terms.plan
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
-    who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, 'record')}"
+    unit, clipped = planned.guarantee.unit, "record's gradient"
+    if unit == "person":
+        clipped = f"person's gradient, the mean over at most {state.settings().rows_per_person} of the person's rows,"
+    who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, unit)}"
     lines = [
         f"Plan {in_both_forms(digest(terms))}.",
         f"It is for run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
         f"This site is client {state.settings().name}, {who}.",
-        f"Each record's gradient is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
+        f"Each {clipped} is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
         f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
         "the names of their purposes:",
         schedule_text(planned),
         str(planned.guarantee),
         *([f"Not for this node: it has a {_TEST}."] if test else []),
-        "The server learns, too: that this site takes part and when it answers, its number of records, and its budget.",
+        "The server learns, too: that this site takes part and when it answers, its number of "
+        f"{unit}s, and its budget.",
         *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),
     ]
     return "\n".join(lines)
@@ -189,9 +194,9 @@ def _budget(state: StateFolder) -> str:
     """Return in words what the accepted plans reserve, and what is left."""
     settings, plans = state.settings(), state.plans().values()
     withdrawn, (epsilon, delta) = sum(one.withdrawn for one in plans), state.reserved()
-    left = _left(state, (settings.epsilon_limit, settings.delta_limit))
+    left = f"{_left(state, (settings.epsilon_limit, settings.delta_limit))} is left per {settings.unit}"
     accepted = counted(len(plans) - withdrawn, "accepted plan") + (f" and {withdrawn} withdrawn" if withdrawn else "")
-    return f"{accepted}: epsilon {at_most(epsilon)} and delta {at_most(delta)} are reserved; {left} is left."
+    return f"{accepted}: epsilon {at_most(epsilon)} and delta {at_most(delta)} are reserved; {left}."
 
 
 def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
@@ -228,6 +233,16 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
         if (kept := read_scores(state.plan_folder(plan))) is not None:
             print(f"    {kept.words()}")
     print(_budget(state))
+    for line in _in_account(settings.name):
+        print(line)
+
+
+def _in_account(name: str) -> list[str]:
+    """Return what all runs on the records of this site cost together, with simulations on this machine."""
+    from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
+
+    holders = PrivacyAccount(users_file()).holders() if users_file().is_file() else []
+    return [f"Account {users_file()}: {one.together.words()}" for one in holders if name in one.names]
 
 
 def _condition(state: StateFolder, plan: str, reserved: Reservation) -> str:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     besides = loop.config.caveats, loop.clients.unprotected
     planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.most_records)
-    notes = loop.describe()
+    notes = [*loop.describe(), *filter(None, [loop.clients.outlook(loop.run_plan())])]
     names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     persons = loop.population.num_persons
     if flags.json:
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 **client_plan.as_dict(),
                 "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
                 "num_records": client_plan.num_records,
+                "unit": client_plan.guarantee.unit,
                 **({} if persons is None else {"num_persons": persons[client]}),
                 "batch_size": client_plan.batch_size,
             }

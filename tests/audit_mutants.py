@@ -23,14 +23,15 @@ from experiments.pages import fill_page, markdown
 
 ROOT = Path(__file__).parents[1]
 SOUND = "as it is"
-FOUND = mutants.MUTANTS | mutants.OF_RULES
 CASES = {
     "digits": ["--config", "conf/digits.yaml"],
     "Fashion-MNIST": [
         *("--config", "conf/fmnist.yaml", "--rounds", "3", "--model.name", "cnn_tiny"),
         *("--clients.count", "4", "--clients.batch_size", "64", "--privacy.epsilon", "[1,2,3,4]"),
     ],
+    "persons": ["--config", "conf/persons.yaml"],
 }
+FOUND = dict.fromkeys(CASES, mutants.MUTANTS | mutants.OF_RULES) | {"persons": mutants.OF_PERSONS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,10 +52,10 @@ def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
     """Every case by every build; `limits` are further arguments of `audit`."""
     results: dict[str, Any] = {}
     for case, argv in cases.items():
-        for name in (SOUND, *FOUND):
+        for name in (SOUND, *FOUND[case]):
             print(f"{case}: {name}", file=sys.stderr, flush=True)
             options, _ = load([*argv[:1], str(ROOT / argv[1]), *argv[2:]])
-            mutate, expected = FOUND.get(name, (lambda patch: None, None))
+            mutate, expected = FOUND[case].get(name, (lambda patch: None, None))
             with MonkeyPatch.context() as patch:
                 mutate(patch)
                 results.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)

@@ -113,4 +113,4 @@ def changed(message, old: str, new: str) -> bytes:
     text = content[wire.PREFIX.size : end].decode()
     assert old in text
     text = text.replace(old, new, 1).encode()
-    return wire.PREFIX.pack(b"DPFL", 1, len(text), len(content) - end) + text + content[end:]
+    return wire.PREFIX.pack(b"DPFL", wire.VERSION, len(text), len(content) - end) + text + content[end:]

@@ -25,6 +25,13 @@ from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_o
 from dpfl_lightning.sites.wire import digest
 
 SITES = 3
+HELD_OUT = {"name": "digits", "held_out_per_client": 0.25}
+
+#: of a run that protects persons, and of its sites
+OF_PERSONS = {
+    "data": {"name": "digits", "records_per_person": 4},
+    "privacy": {"unit": "person", "rows_per_person": 3},
+}
 
 
 def configured(folder: Path, key: str | None = None, strategies=None, **more) -> Options:
@@ -42,10 +49,11 @@ def configured(folder: Path, key: str | None = None, strategies=None, **more) ->
     return from_mapping({**usual, **more, "privacy": {**privacy, **more.get("privacy", {})}})
 
 
-def settings_for(client: int, sites: int = SITES, key: str | None = None) -> Settings:
-    """What the operator decides of a node with share `client` of the digits."""
-    privacy = {"epsilon": 100.0, "delta": 0.01, "noise_key": key}
-    options = {"data": {"name": "digits"}, "clients": {"count": sites}, "privacy": privacy}
+def settings_for(client: int, sites: int = SITES, key: str | None = None, persons: bool = False) -> Settings:
+    """What the operator decides of a node with share `client` of the digits, whose limits may be of persons."""
+    privacy = {"epsilon": 100.0, "delta": 0.01, "noise_key": key, **(OF_PERSONS["privacy"] if persons else {})}
+    data = OF_PERSONS["data"] if persons else {"name": "digits"}
+    options = {"data": data, "clients": {"count": sites}, "privacy": privacy}
     return settings_of(from_mapping(options), str(client))
 
 
@@ -55,34 +63,58 @@ def key_of(client: int) -> bytes:
 
 
 @functools.cache
-def site(client: int, sites: int = SITES) -> Site:
+def site(client: int, sites: int = SITES, persons: bool = False) -> Site:
     """What a site with share `client` of the digits tells the server."""
-    settings = settings_for(client, sites)
+    settings = settings_for(client, sites, persons=persons)
     return site_of(settings, *site_population(settings), key_of(client))
 
 
 def planned(folder: Path, **more) -> Terms:
     options = configured(folder / "planned", **more)
-    sites = [site(client, options.clients.count) for client in range(options.clients.count)]
+    persons = options.privacy.unit == "person"
+    sites = [site(client, options.clients.count, persons) for client in range(options.clients.count)]
     return terms_of(planning_loop(options, sites), sites)
 
 
-def state_of(folder: Path, client: int, key: str | None = FIXED_KEY, sites: int = SITES) -> StateFolder:
+def state_of(
+    folder: Path, client: int, key: str | None = FIXED_KEY, sites: int = SITES, persons: bool = False
+) -> StateFolder:
     """The folder of a node with share `client` of the digits."""
-    state = folder / f"site{client}"
-    return StateFolder.create(state, settings_for(client, sites, key), site(client, sites), key_of(client))
+    settings, facts = settings_for(client, sites, key, persons), site(client, sites, persons)
+    return StateFolder.create(folder / f"site{client}", settings, facts, key_of(client))
 
 
 def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: float = 100.0) -> list[Node]:
     """Nodes that have accepted the plan."""
-    sites = len(terms.plan.settings)
-    states = [state_of(folder, client, key, sites) for client in range(sites)]
+    sites, persons = len(terms.plan.settings), terms.sites[0].unit == "person"
+    states = [state_of(folder, client, key, sites, persons) for client in range(sites)]
     for state in states:
         accept(state, terms, limit)
     nodes = [Node(state, open_study) for state in states]
     for node in nodes:  # before they serve; in threads of one process their checks would silence warnings for good
         assert node.problem(digest(terms)) is None
     return nodes
+
+
+def federation(folder: Path, strategies=None, count: int = 2) -> tuple[list[Node], Terms, Options]:
+    """Nodes with held-out records, which have accepted a plan, the plan, and the options of the server."""
+    states, sites = [], []
+    for client in range(count):
+        privacy = {"epsilon": 9, "delta": 0.01, "noise_key": FIXED_KEY}
+        settings = settings_of(
+            from_mapping({"data": HELD_OUT, "clients": {"count": count}, "privacy": privacy}), str(client)
+        )
+        sites.append(site_of(settings, *site_population(settings), key_of(client)))
+        states.append(StateFolder.create(folder / f"site{client}", settings, sites[-1], key_of(client)))
+    more = {
+        "clients": {"count": count, "learning_rate": 0.5, "batch_size": 200},
+        "privacy": {"epsilon": [4, 8][:count]},
+    }
+    options = configured(folder / "run", strategies=strategies, data=HELD_OUT, **more)
+    terms = terms_of(planning_loop(options, sites), sites)
+    for state in states:
+        accept(state, terms)
+    return [Node(state, open_study) for state in states], terms, options
 
 
 @contextmanager

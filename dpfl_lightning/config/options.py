@@ -25,6 +25,7 @@ from dpfl_lightning.runtime.text import without_credentials
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 
+MOST_ROWS = 1024  # of a person
 _MOST = 10**9
 _NOISE_KEY = That(lambda value: re.fullmatch("[0-9a-fA-F]{32}", value) is not None, "of 32 hexadecimal digits")
 _ONE_CHOICE = That(lambda value: ("name" in value) != ("class_path" in value), "with a `name` or a `class_path`")
@@ -176,6 +177,9 @@ class PrivacyOptions(Section, section="privacy"):
         rows_per_person: with unit person, the number of rows that a person has in training at most; which ones is
             secret and stays the same for a run. With unit record, a public maximum up to which the guarantee also says
             what holds for persons with several rows. null with unit record says nothing about persons.
+        account: file to which all runs on the same records are charged, so that their epsilons are added up (`dpfl
+            account`). auto: your file (DPFL_ACCOUNT, or under your data folder) for records of your own, none for
+            public data sets and simulations with noise_key; null: none.
         diagnostics: report in every round which fraction of each client's gradients was clipped and how many were not
             finite. Both are released without noise, so such a run has no guarantee, and its report states this.
     """
@@ -191,7 +195,8 @@ class PrivacyOptions(Section, section="privacy"):
     reserve_rounds: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     noise_key: Annotated[str, _NOISE_KEY] | None = None
     unit: Literal["record", "person"] = "record"
-    rows_per_person: Annotated[int, Interval(ge=1, le=1024)] | None = None
+    rows_per_person: Annotated[int, Interval(ge=1, le=MOST_ROWS)] | None = None
+    account: str | None = "auto"
     diagnostics: bool = False
 
     @property
@@ -215,7 +220,7 @@ class EngineOptions(Section, section="engine"):
 
     name: str = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
+    workers: Annotated[int, Interval(ge=1, le=MOST_ROWS)] | None = None
 
 
 @dataclass(frozen=True)

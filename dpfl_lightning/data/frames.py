@@ -320,7 +320,7 @@ class Columns:
             require(missing == 0, f"{table.key}: {name}", must, f"{missing} without one", advice)
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
-        _warn_of_copies(table)
+        _warn_of_copies(table, self.person)
         self._warn_of_constants(table)
         return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
 
@@ -387,12 +387,13 @@ def is_identifier(column: Series) -> bool:
     return bool(running or values.abs().max() >= 1e6 or _OF_AN_IDENTIFIER.search(str(column.name).lower()))
 
 
-def _warn_of_copies(table: Table) -> None:
+def _warn_of_copies(table: Table, person: str | None) -> None:
     """Warn of rows that equal another one in all columns, if a column tells nearly all other rows apart."""
     rows = table.frame.drop_duplicates()
     copies = len(table.frame) - len(rows)
     if copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows):
-        means = "the guarantee is for one of them, and k rows of a person have up to k times its epsilon"
+        means = "with privacy.unit record " * (person is not None)
+        means += "the guarantee is for one of them, and k rows of a person have up to k times its epsilon"
         warn_user(f"{table.key}: {copies} of {len(table.frame)} rows are copies of another row: {means}; remove them")
 
 

@@ -73,9 +73,9 @@ def attribute(records: Any, name: str) -> Any:
     return getattr(records.dataset if isinstance(records, DataLoader) else records, name, None)
 
 
-def codes(place: int, ids: Sequence[str]) -> Tensor:
-    """Return the code of each record's person [n], int64 >= 0: a digest of the client's place and the id."""
-    return torch.from_numpy((_digests(f"client {place}", ids) >> np.uint64(1)).astype(np.int64))
+def codes(ids: Sequence[str]) -> Tensor:
+    """Return the code of each record's person [n], int64 >= 0: a digest of the id, equal at sites and in simulation."""
+    return torch.from_numpy((_digests("person", ids) >> np.uint64(1)).astype(np.int64))
 
 
 def with_nobody(persons: Tensor, count: int) -> Tensor:
@@ -112,8 +112,8 @@ def check_test_persons(test_ids: Sequence[str] | None, ids: Sequence[Sequence[st
 def in_groups(count: int, rows_of: Sequence[np.ndarray], each: int) -> Tensor:
     """Return codes [count] of simulated persons: `each` successive rows of a client are one; other rows are nobody."""
     persons = with_nobody(torch.empty(0, dtype=torch.long), count)
-    for client, rows in enumerate(rows_of):
-        persons[torch.from_numpy(rows)] = codes(client, [str(place // each) for place in range(len(rows))])
+    for rows in rows_of:
+        persons[torch.from_numpy(rows)] = codes([str(place // each) for place in range(len(rows))])
     return persons
 
 

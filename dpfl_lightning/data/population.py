@@ -57,8 +57,9 @@ class Population:
         form: what a `training_step` gets as a batch.
         schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table
             columns, label, fill, dates and units.
-        persons: [n] int64 code of the person of each stored row, different for different clients; None if unknown.
-        rows_per_person: most rows of a person that training uses, if it counts persons (`by_person`), else None.
+        persons: [n] int64 code of the person of each stored row; one code at two clients is two persons; None if
+            unknown.
+        rows_per_person: most rows of a person that training uses, if it counts persons (`counting`), else None.
         units: [N] rows of each client's persons `[persons, rows_per_person]`, -1 where there is none; see `chosen`.
     """
 
@@ -155,10 +156,18 @@ class Population:
         """Return the name of a client for reports; its number if it has none."""
         return self.names[client] if self.names else str(client)
 
-    def by_person(self, rows_per_person: int) -> Population:
-        """Return the population in which training counts persons. Raises UserError if no persons are known."""
+    def counting(self, unit: str, rows_per_person: int | None) -> Population:
+        """Return the population in which training counts records or persons; see `PrivacyOptions`.
+
+        Raises UserError if no persons are known, or the most rows of one.
+        """
+        if unit == "record":
+            return self
+        advice = "Name the most rows of a person that are used, such as 4."
+        must = "be a number with unit person"
+        require(rows_per_person is not None, "privacy.rows_per_person", must, rows_per_person, advice)
         advice = "Name the column or the ids of the persons (person=...), or set privacy.unit to record."
-        require(self.persons is not None, "privacy.unit", "be record for data without persons", "person", advice)
+        require(self.persons is not None, "privacy.unit", "be record for data without persons", unit, advice)
         return dataclasses.replace(self, rows_per_person=rows_per_person)
 
     def chosen(self, key: bytes) -> Population:
@@ -397,8 +406,8 @@ class Population:
             of_test = people.attribute(test, persons) if isinstance(persons, str) else test_persons
             of_test = None if of_test is None else people.ids_of(of_test, len(ys[-1]), "test_persons")
             people.check_test_persons(of_test, ids, is_held_out)
-        each = [people.codes(place, one) for place, one in enumerate(ids)]
-        return dataclasses.replace(population, persons=people.with_nobody(torch.cat(each), len(y)))
+        persons = people.with_nobody(torch.cat([people.codes(one) for one in ids]), len(y))
+        return dataclasses.replace(population, persons=persons, schema={**schema, "person": True})
 
     @classmethod
     def from_dataframe(

@@ -165,8 +165,8 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
     shapes = {"input_shape": facts.input_shape, "num_classes": facts.num_classes}
     profile: dict[str, Any] = {"num_clients": facts.num_clients, **shapes}
     if context == "training":
-        records = facts.num_records
-        profile |= {"num_records": sum(records), "records_per_client": span(records)}
+        counts, units = facts.num_records, f"{facts.unit}s"
+        profile |= {f"num_{units}": sum(counts), f"{units}_per_client": span(counts)}
     public = {"data": data, "seed": info.options.get("seed"), "records": facts.num_records, "context": context}
     return {
         "name": name,
@@ -212,6 +212,7 @@ def claim(guarantee: Guarantee) -> dict[str, str]:
         "unit": guarantee.unit,
         "covered": whose + ("; ".join(guarantee.covers) or "nothing"),
         "not_covered": "; ".join(guarantee.not_covered),
+        **({} if guarantee.together is None else {"all_runs": guarantee.together.words()}),
     }
 
 
@@ -223,8 +224,7 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
         return "\n\n".join([ended, *plan])
     words = in_words(vars(result))
     said, count = claim(result.guarantee), counted(len(result.clients), "client")
-    largest = f"Epsilon {stated(result.guarantee)} per {said['unit']}"
-    largest = f"**{'Simulated: ' * result.simulated}{largest}**, the largest of {count}."
+    largest = f"**{'Simulated: ' * result.simulated}Epsilon {stated(result.guarantee)}**, the largest of {count}."
     scores = [*([f"**{words}**"] if words else []), largest, *remarks([vars(result)])]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {count}: mean accuracy {result.accuracy_mean:.2%}"

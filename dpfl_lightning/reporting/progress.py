@@ -91,6 +91,8 @@ class Progress(Callback):
             self._print(f"Task: {run.task}")
         named = {"unit": "per ", "delta": "delta ", "noise": "noise "}
         self._print(f"Guarantee: {'; '.join(named.get(key, '') + words for key, words in assumptions(view).items())}")
+        if run.account:
+            self._print(run.account)
         self._print(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
             self._print(f"Resuming at round {run.first_round} of {run.rounds}.")
@@ -108,8 +110,9 @@ class Progress(Callback):
         score = listed(scores_of(vars(report), "test_"))
         largest = max(report.epsilon_spent)
         epsilon = f"max epsilon {at_most(largest)}" if math.isfinite(largest) else "no bound on epsilon"
-        epsilon += " (simulated)" * run.simulated
-        speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
+        epsilon += " per person" * (view.facts.unit == "person") + " (simulated)" * run.simulated
+        units = f"{view.facts.unit}s"
+        speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} {units}/s"
         gradients = _gradients(report.diagnostics)
         if self._bar is not None:
             self._score = score or self._score  # in a round without evaluation, the last score stays
@@ -283,7 +286,9 @@ def _groups(result: RunResult) -> str:
 def _times(view: View, result: RunResult) -> str:
     if not view.run.exact_times:
         return f"at most {duration(result.wall_seconds)}"
-    training = f"{duration(result.training_seconds)} of it in rounds ({result.records_per_second:,.0f} records/s)"
+    training = (
+        f"{duration(result.training_seconds)} of it in rounds ({result.records_per_second:,.0f} {view.facts.unit}s/s)"
+    )
     return f"{duration(result.wall_seconds)}, {training}"
 
 

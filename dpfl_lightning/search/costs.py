@@ -11,7 +11,7 @@ from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, exact_sum, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.text import at_most, columns, counted
@@ -28,6 +28,7 @@ class Cost:
         delta: `[N]`, in [0, 1).
         events: what each client releases at most, and the caveats of its guarantee, `[N]`.
         accountant, adjacency, sampling: those of the run, by name.
+        rows_per_person: of the run, see `guarantee`.
         names: the clients'.
         chosen: whether results of earlier runs on the same records may change the events. Then only the budgets are
             known in advance.
@@ -39,6 +40,7 @@ class Cost:
     accountant: str = "pld"
     adjacency: str = "add_remove"
     sampling: str = "poisson"
+    rows_per_person: int | None = None
     names: tuple[str, ...] = ()
     chosen: bool = False
 
@@ -73,6 +75,7 @@ def planned_cost(loop: FederatedLoop) -> Cost:
         accountant.name,
         accountant.adjacency,
         loop.clients.sampling,
+        loop.clients.most_records,
         loop.config.facts.names,
         loop.config.replans,
     )
@@ -93,6 +96,7 @@ def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:
         require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
     accountant = get_accountant(first.accountant, first.adjacency)
     sampling = SAMPLERS[weakest(cost.sampling for cost in costs)].words
+    most = max((cost.rows_per_person for cost in costs if cost.rows_per_person), default=None)
     runs = _by_client(costs)
     fixed = {name: [(cost, row) for cost, row in own if not cost.chosen] for name, own in runs.items()}
     released = [tuple(event for cost, row in own for event in cost.events[row]) for own in fixed.values()]
@@ -104,11 +108,10 @@ def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:
         if chosen := [(cost, row) for cost, row in runs[name] if cost.chosen]:
             epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[row]) for cost, row in chosen)])
             delta = exact_sum([delta, *(cost.delta[row] for cost, row in chosen)])
-            reason = "results of earlier runs chose its releases"
-            added = f"addition of the budgets of {counted(len(chosen), 'run')} ({reason})"
+            added = f"addition of the budgets of {counted(len(chosen), 'run')} ({CHOSEN})"
             method = f"{method}, and {added}" if fixed[name] else added
         events = [event for cost, row in runs[name] for event in cost.events[row]]
-        return guarantee(events, delta, accountant, sampling, bound=(epsilon, method))
+        return guarantee(events, delta, accountant, sampling, bound=(epsilon, method), most_records=most)
 
     return {name: promise(name) for name in runs}
 
@@ -166,6 +169,7 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
         "epsilon": [finite_or_none(promise.epsilon) for promise in promises],
         "delta": [promise.delta for promise in promises],
         "names": list(by_name),
+        "unit": worst.unit,
         "guarantee": worst.words(),
         "composed": not any(cost.chosen for cost in costs),
         "not_covered": list(worst.not_covered),
@@ -173,13 +177,13 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
 
 
 def headline(cost: Mapping[str, Any]) -> str:
-    """State what all private trials cost a record together, for the first line of a report."""
+    """State what all private trials cost a record or person together, for the first line of a report."""
     numbers = list(map(_bound, cost["epsilon"]))
     how = "composed" if cost["composed"] else "budgets are added"
     largest = cost["names"][numbers.index(max(numbers))]
     return (
-        f"PRIVATE: all trials ({counted(cost['runs'], 'run')}) together cost a record of a client at most epsilon "
-        f"{at_most(max(numbers))} at delta {at_most(max(cost['delta']))} (client {largest} has the largest "
+        f"PRIVATE: all trials ({counted(cost['runs'], 'run')}) together cost a {cost['unit']} of a client at most "
+        f"epsilon {at_most(max(numbers))} at delta {at_most(max(cost['delta']))} (client {largest} has the largest "
         f"epsilon; {how})."
     )
 

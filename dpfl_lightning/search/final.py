@@ -67,7 +67,7 @@ def with_the_trials(begun: Sequence[Mapping[str, Any]], trial: Options, final: O
     if not (costs := costs_of(begun)):
         return None
     if clients_of(trial) != clients_of(final):
-        return "The trials had other clients (data, seed or clients.count differ): add a record's epsilons of both."
+        return "The trials had other clients (data, seed or clients.count differ): add the epsilons of both."
     own = planned_cost(build_loop(final))
     try:
         promises = composed_costs([*costs, dataclasses.replace(own, chosen=own.chosen or chosen)]).values()

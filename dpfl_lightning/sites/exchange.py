@@ -39,11 +39,13 @@ class Site:
     """Public facts about a site and its records, which `site.json` holds.
 
     Args:
+        num_records: of training, or its number of persons if `unit` is person.
         inputs, labels: no records `[0, ...]`, which have the shape and the type of those of the site.
         features: names and public constants of the inputs from a table; else None.
         form: what a `training_step` gets as a batch.
         public_key: of the Ed25519 key with which its node signs, 64 hexadecimal digits.
         schema: what sites must agree on, see `Population.schema`.
+        unit, rows_per_person: what its node protects; see `PrivacyOptions`.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Site:
     public_key: str
     form: BatchForm = PAIR
     schema: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "record"
+    rows_per_person: int | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms
@@ -90,7 +91,10 @@ def _check_site(key: str, site: Site) -> None:
 
 def difference(site: Site, known: Site) -> str:
     """Return in words how the records of a site differ from the known ones; empty if they are alike."""
-    ours, theirs = ({**one.schema, **(one.features or {})} for one in (site, known))
+    keys = "unit", "rows_per_person"
+    ours, theirs = (
+        {**one.schema, **(one.features or {}), **{key: getattr(one, key) for key in keys}} for one in (site, known)
+    )
     columns, expected = (facts.get("columns", facts.get("names", [])) for facts in (ours, theirs))
     more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
     if more or fewer:
@@ -115,6 +119,12 @@ def difference(site: Site, known: Site) -> str:
     ]
     shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (site, known))
     return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
+
+
+def several_records(site: Site) -> tuple[str, ...]:
+    """Return the caveat of an epsilon of records whose persons may have several, as in a simulation."""
+    silent = site.schema.get("person") and site.unit == "record" and site.rows_per_person is None
+    return (SEVERAL_RECORDS,) if silent else ()
 
 
 def _read(kind: type[T], path: Path, key: str, must: str) -> T:

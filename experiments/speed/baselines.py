@@ -14,6 +14,7 @@
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +58,14 @@ class Contestant:
 
 
 def contestants(case: Case, device: torch.device, engine: SerialEngine) -> list[Contestant]:
-    """All three, set up, for the same net and records; `engine` is ours."""
-    default = torch.get_num_threads()
+    """All three, set up, for the same net and records; `engine` is ours. Beside persons are only our own records."""
+    default, other = torch.get_num_threads(), copy.copy(engine)
     net, pairs = build_net(case), random_records(case)
     ours = our_round(case, net, pairs, device, engine)
     chosen = torch.get_num_threads()  # the engine's choice is for the whole process
+    if case.rows > 1:
+        records = our_round(dataclasses.replace(case, rows=1), net, pairs, device, other)
+        return [Contestant("ours", chosen, ours), Contestant("records", chosen, records)]
     torch.set_num_threads(default)
     there = [(x.to(device), y.to(device)) for x, y in pairs]
     plain = rivals_round(net.to(device), there, case.sizes, plain_epoch)
@@ -111,16 +115,21 @@ def our_loop(
     **options: Any,
 ) -> tuple[FederatedLoop, ServerState]:
     """A loop with planned rounds, whose engine is not set up yet, and the state before the first."""
+    persons: list[list[str]] | None = None
+    protects: dict[str, Any] = {}
+    if case.rows > 1:
+        persons = [[str(row // case.rows) for row in range(case.records)]] * case.clients
+        protects = {"unit": "person", "rows_per_person": case.rows}
     loop = FederatedLoop(
-        Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES),
+        Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES, persons=persons),
         ClientModule(copy.deepcopy(net)),
         rounds=rounds,
         clients=ClientOptions(
             count=case.clients,
-            batch_size=tuple(case.sizes),
+            batch_size=tuple(size // case.rows for size in case.sizes),
             learning_rate=LEARNING_RATE,
         ),
-        privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM),
+        privacy=PrivacyOptions(noise_multiplier=noise_multiplier, clip_norm=CLIP_NORM, **protects),
         engine=engine,
         device=device.type,
         **options,
@@ -138,7 +147,7 @@ def our_round(
 ) -> Callable[[], Tensor]:
     """A whole round of the engine."""
     loop, state = our_loop(case, net, pairs, device, engine)
-    engine.setup(loop.module, loop.population, Streams(), "poisson")
+    engine.setup(loop.module, loop.population.chosen(b""), Streams(), "poisson")
 
     def one_round() -> Tensor:
         equal = torch.ones(1, case.clients)  # the mean

@@ -19,7 +19,8 @@ class Case:
     """One round: every client takes one local epoch on its records, and the mean is the new model.
 
     `unit` is what is counted a second, records or clients. `batch_sizes` has one for each client; if it is empty, all
-    have `batch_size`. Records are sequences of that many `words`, or numbers.
+    have `batch_size`. Records are sequences of that many `words`, or numbers. With `rows` above 1 ours protects persons
+    with so many records, and draws as many records a batch; it is measured beside itself with records.
     """
 
     model: str
@@ -30,6 +31,7 @@ class Case:
     unit: str = "records"
     words: int = 0
     batch_sizes: tuple[int, ...] = ()
+    rows: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -51,6 +53,7 @@ class Case:
 
 CASES = {
     "common": Case("cnn_small", (1, 28, 28), clients=20, records=2400, batch_size=64),
+    "persons": Case("cnn_small", (1, 28, 28), clients=20, records=2400, batch_size=64, rows=4),
     "small_clients": Case("cnn_small", (1, 28, 28), clients=500, records=24, batch_size=24, unit="clients"),
     "batch_16": Case("cnn_small", (1, 28, 28), clients=4, records=1200, batch_size=16),
     "lenet5": Case("lenet5", (1, 28, 28), clients=4, records=1200, batch_size=64),

@@ -58,7 +58,7 @@ def measure(
         "seconds_per_round": {"ours": turns["ours"]},
         **({"gpu": gpu} if device.type == "cuda" else {}),
     }
-    for rival in ("nonprivate", "opacus"):
+    for rival in [one.name for one in everyone[1:]]:
         found = beside(found, case, rival, turns["ours"], turns[rival])
     for peer in PEERS if peers_python else ():
         try:

@@ -15,6 +15,7 @@ PAGE = "bench"
 RIVALS = {
     "nonprivate": "plain SGD without privacy",
     "opacus": "Opacus' loop",
+    "records": "ours with `privacy.unit: record`",
     "flower": "Flower (Ray) with Opacus clients",
     "pfl": "pfl-research without privacy",
 }

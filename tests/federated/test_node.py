@@ -228,7 +228,7 @@ def test_on_the_socket_replies_leave_at_slots_and_hostile_streams_end(node, term
         for content in (wire.encode(Hello(digest(terms), "")), wire.encode(Hello("?", ""))):
             _, seconds = exchange(content)
             assert seconds >= slot
-        huge = wire.PREFIX.pack(b"DPFL", 1, 100, 1 << 60)
+        huge = wire.PREFIX.pack(b"DPFL", wire.VERSION, 100, 1 << 60)
         assert exchange(huge)[0] == exchange(b"\0" * wire.PREFIX.size)[0] == Refused("malformed")
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))

@@ -13,6 +13,7 @@ from sites import a_request, asked, charges, configured, nodes_of, over, planned
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.messages.clients import LostClients
+from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.node import main
@@ -112,6 +113,60 @@ def test_a_limit_is_raised_by_a_word_and_never_silently(state, said, terms, tmp_
     assert "2 accepted plans: epsilon 4 " in said("status")
     said("withdraw", plan=digest(terms)[:8])
     assert "1 accepted plan and 1 withdrawn: epsilon 2 " in said("status")
+
+
+def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, terms, capsys):
+    of_persons = planned(tmp_path, **sites.OF_PERSONS, clients={"count": 3, "batch_size": 60})
+    state = state_of(tmp_path / "persons", 0, key=None, persons=True)
+    (tmp_path / "plan.json").write_text(wire.to_text(of_persons))
+    assert main(["accept", str(state.path), str(tmp_path / "plan.json")]) == 0
+    shown = capsys.readouterr().out
+    count = site(0, persons=True).num_records
+    for words in (
+        f"with {count} persons",
+        "Each person's gradient, the mean over at most 3 of the person's rows, is clipped",
+        "privacy per person (add or remove one person of one client), Poisson sampling of persons, at most 3 rows of",
+        "a person at two clients is two persons",
+        "its number of persons",
+        "is left per person",
+    ):
+        assert words in shown, words
+    with pytest.raises(UserError, match="public facts of this site, got 'unit record instead of person'"):
+        accept(state, terms)
+    with pytest.raises(UserError, match="public facts of this site, got 'unit person instead of record'"):
+        accept(state_of(tmp_path, 0, key=None), of_persons)
+    for key, value, ours in (("unit", "record", "person"), ("rows_per_person", 4, "3")):
+        options = {**of_persons.plan.options, "privacy": {**of_persons.plan.options["privacy"], key: value}}
+        forged = dataclasses.replace(of_persons, plan=dataclasses.replace(of_persons.plan, options=options))
+        with pytest.raises(UserError, match=f"`PLAN` must have the privacy.{key} of this site, {ours}, got .?{value}"):
+            accept(state, forged)
+        with pytest.raises(UserError, match=f"`privacy.{key}` must be that of site 0, {ours}, got .?{value}"):
+            server = configured(tmp_path, privacy={**sites.OF_PERSONS["privacy"], key: value})
+            remote_population(server, of_persons.sites)
+
+
+def test_gradients_of_classes_are_refused_where_persons_are_protected(tmp_path):
+    terms = planned(tmp_path, **sites.OF_PERSONS, clients={"count": 3})  # one step
+    state = state_of(tmp_path, 0, key=None, persons=True)
+    accept(state, terms)
+    node = Node(state, open_study)
+    assert asked(node, a_request(terms, MODEL, job=ClassGradients(num_classes=10))).code == "not_planned"
+    assert not charges(state, terms) and asked(node, a_request(terms, MODEL)).value.shape == MODEL.shape
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("most", "says"),
+    [(None, "a person may have several"), (4, "for all records of a person with several, at the same delta")],
+)
+def test_a_plan_of_records_says_at_sites_what_holds_for_persons(most, says, tmp_path, monkeypatch):
+    privacy, data = {"rows_per_person": most}, {"name": "digits", "records_per_person": 4}
+    monkeypatch.setattr(sites, "OF_PERSONS", {"data": data, "privacy": privacy})
+    person = dataclasses.replace(site(0, 1, persons=True), schema={"person": "patient"}, rows_per_person=most)
+    options = configured(tmp_path, data=data, privacy={"epsilon": 2, **privacy}, clients={"count": 1})
+    terms = terms_of(planning_loop(options, [person]), [person])
+    assert says in str(cost_of(terms, 0).guarantee)
+    assert most or says in " ".join(terms.plan.caveats)
 
 
 def test_lines_that_release_nothing_are_refused(terms):

@@ -329,7 +329,7 @@ def finished(tmp_path_factory):
 
 def drips(connection):
     """A reply of an allowed size that never ends."""
-    connection.sendall(wire.PREFIX.pack(b"DPFL", 1, 100, 1000))
+    connection.sendall(wire.PREFIX.pack(b"DPFL", wire.VERSION, 100, 1000))
     with contextlib.suppress(OSError):
         while True:
             connection.sendall(b" ")
@@ -338,7 +338,7 @@ def drips(connection):
 
 def floods(connection):
     """A reply of four gigabytes."""
-    connection.sendall(wire.PREFIX.pack(b"DPFL", 1, 100, 1 << 32) + bytes(1000))
+    connection.sendall(wire.PREFIX.pack(b"DPFL", wire.VERSION, 100, 1 << 32) + bytes(1000))
 
 
 @pytest.mark.parametrize(("false", "words"), [(drips, "within --node_wait, got nothing from"), (floods, "too long")])

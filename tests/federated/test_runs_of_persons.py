@@ -18,8 +18,11 @@ from dpfl_lightning.federated.client.engines.serial import DrawnBatches
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.plan import main as plan
+from dpfl_lightning.privacy.accounting.guarantee import OTHER_CLIENTS
 from dpfl_lightning.privacy.clipping.inputs import Block
+from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.progress import Progress
+from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
@@ -58,6 +61,23 @@ def run_of(make_loop, **options):
     return make_loop(**options)
 
 
+@pytest.mark.parametrize(
+    ("privacy", "relation"),
+    [
+        ({"mechanism": "laplace", "delta": 0.0}, "add or remove one person of one client), full batches of persons"),
+        ({"adjacency": "replace_one"}, "replace one person of one client), Poisson sampling of persons"),
+    ],
+)
+def test_other_noise_and_relations_are_of_persons_too(make_loop, privacy, relation):
+    full = dataclasses.replace(CLIENTS, batch_size=None if "mechanism" in privacy else 8)
+    loop = run_of(make_loop, privacy=per_person(**privacy), clients=full)
+    result = loop.run()
+    assert f"-differential privacy per person ({relation}, at most 4 rows of each" in result.guarantee.words()
+    assert 4.9 < result.guarantee.epsilon <= 5
+    (relation,) = {one.event.as_dict()["kind"] for one in loop.schedule.clients[0].planned}
+    assert relation == ("laplace" if "mechanism" in privacy else "gaussian")
+
+
 @pytest.mark.parametrize("batch_size", [8, None])
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_every_engine_trains_on_persons_as_the_reference(make_loop, engine, batch_size):
@@ -73,11 +93,18 @@ def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
     assert loop.config.facts.num_records == loop.population.num_persons
     loop.run()
     shown = capsys.readouterr().out
-    assert "persons" in shown and "records  batch" not in shown and "per person" in shown
+    assert "persons  batch" in shown and "records  batch" not in shown and "max epsilon" in shown
+    assert all("per person" in line for line in shown.splitlines() if "max epsilon" in line)
     folder = loop.config.output_dir
-    words = "differential privacy per person (add or remove one person of one client)"
+    words = "differential privacy per person (add or remove one person of one client), Poisson sampling of persons"
     for file in ("result.json", "guarantees.json", "guarantee.html"):
-        assert words in (folder / file).read_text(), file
+        assert f"{words}, at most 4 rows of each" in (folder / file).read_text(), file
+    result, run = (json.loads((folder / file).read_text()) for file in ("result.json", "run.json"))
+    assert {client["unit"] for client in result["clients"]} == {run["tags"]["unit"]} == {"person"}
+    assert run["tags"]["sampling"] == "Poisson sampling of persons, at most 4 rows of each"
+    assert '"num_persons": ' in run["datasets"]["training"]["profile"]
+    about = markdown([], result=read_result(folder))
+    assert " per person**, the largest of 4 clients" in about and OTHER_CLIENTS in about
     assert json.loads((folder / "ledger.jsonl").open().readline())["adjacency"] == "add_remove_of_persons"
     assert ledger([str(folder)]) == 0
     assert words in capsys.readouterr().out
@@ -100,7 +127,7 @@ def test_an_epsilon_of_records_says_what_holds_for_persons(make_loop, capsys, mo
 
 
 def test_rows_of_a_person_follow_from_this_person_and_the_secret():
-    one, more = (population.by_person(4).chosen(b"secret") for population in (people(), people(extra=9)))
+    one, more = (population.counting("person", 4).chosen(b"secret") for population in (people(), people(extra=9)))
     known = {int(one.persons[rows[0]]): one.x[rows[rows >= 0]] for units in one.units for rows in units}
     others = {int(more.persons[rows[0]]): more.x[rows[rows >= 0]] for units in more.units for rows in units}
     assert known.keys() <= others.keys() and len(others) <= len(known) + 1
@@ -111,7 +138,7 @@ def test_rows_of_a_person_follow_from_this_person_and_the_secret():
 
 
 def test_a_batch_holds_blocks_of_persons():
-    population = people().by_person(4).chosen(b"secret")
+    population = people().counting("person", 4).chosen(b"secret")
     (x, y), *_ = DrawnBatches(population, 0, [np.arange(population.num_records[0])])
     sizes = sorted((x.weights > 0).sum(1).tolist())
     assert x.x.shape[:2] == y.shape == (population.num_records[0], 4)

@@ -58,8 +58,8 @@ def test_an_undefined_score_says_why(a):
 def test_seeds_and_their_clients_are_means_with_the_epsilon_of_all_runs(a):
     results = [a(test_accuracy=0.5), a(test_accuracy=0.7)]
     assert [list(row.values()) for row in seed_rows([4, 7], results, "5.5 at delta 0.001")] == [
-        ["4", "50.00%", "3 at delta 0.001"],
-        ["7", "70.00%", "3 at delta 0.001"],
+        ["4", "50.00%", "3 at delta 0.001 per record"],
+        ["7", "70.00%", "3 at delta 0.001 per record"],
         ["all", "60.00% \N{PLUS-MINUS SIGN} 14.14%", "5.5 at delta 0.001"],
     ]
     rows = rows_of(client_columns(results))

@@ -1,10 +1,16 @@
 """A site whose table or section `data` differs from the others': its records match, or it is refused by a sentence."""
 
+import dataclasses
+
 import numpy as np
 import pandas
 import pytest
+import torch
+from conftest import FIXED_KEY
 from sites import over
 
+from dpfl_lightning import Population
+from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import evaluate_run
@@ -12,7 +18,7 @@ from dpfl_lightning.sites.exchange import Site
 from dpfl_lightning.sites.node import accept
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Node
-from dpfl_lightning.sites.server.deploy import export, planning_loop
+from dpfl_lightning.sites.server.deploy import export, planning_loop, terms_of, with_columns
 
 ROWS = 60
 TABLE = pandas.DataFrame(
@@ -106,13 +112,13 @@ AT_THE_SERVER = {
 }
 
 
-def site_with(folder, name, table, written, given):
+def site_with(folder, name, table, written, given, **protects):
     """Set up the node of a site as `dpfl node init` does; return its folder and its facts."""
     folder.mkdir(exist_ok=True)
     table.to_csv(folder / f"{name}.csv", index=False, **written)
     arguments = {"df": str(folder / f"{name}.csv"), **GIVEN, **given}
     data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
-    settings = settings_of(from_mapping({"data": data, "privacy": {"epsilon": 4, "delta": 1e-3}}), name)
+    settings = settings_of(from_mapping({"data": data, "privacy": {"epsilon": 4, "delta": 1e-3, **protects}}), name)
     return accept.new_node(folder / name, settings)
 
 
@@ -172,6 +178,40 @@ def test_facts_that_changed_after_the_plan_are_refused_by_the_node(aarhus, tmp_p
     ):
         accept.accept(other, terms)
     assert other.reserved() == (0, 0) and state.reserved() == (0, 0)
+
+
+def test_a_run_over_tables_of_persons_has_the_bits_of_the_simulation(tmp_path):
+    """Also of a site whose table calls the person something else, and of a person who is at both."""
+    tables = {
+        name: TABLE.assign(patient=np.arange(ROWS) // 3 + shift) for name, shift in (("aarhus", 0), ("bergen", 5))
+    }
+    given, protects = {"person": "patient"}, {"unit": "person", "rows_per_person": 2}
+    other = tables["bergen"].rename(columns={"patient": "CPR"})
+    made = [
+        site_with(tmp_path, "aarhus", tables["aarhus"], {}, given, **protects, noise_key=FIXED_KEY),
+        site_with(
+            tmp_path, "bergen", other, {}, given | {"rename": {"CPR": "patient"}}, **protects, noise_key=FIXED_KEY
+        ),
+    ]
+    assert [site.num_records for _, site in made] == [ROWS // 3, ROWS // 3]
+    options = server(tmp_path, **given)
+    several_steps = dataclasses.replace(options.clients, batch_size=8)  # of one, both may be in one pass
+    privacy = dataclasses.replace(options.privacy, **protects)
+    options = dataclasses.replace(options, privacy=privacy, clients=several_steps)
+    options = with_columns(options, [site for _, site in made])
+    terms = terms_of(planning_loop(options, [site for _, site in made]), [site for _, site in made])
+    for state, _ in made:
+        accept.accept(state, terms)
+    nodes = [Node(state, accept.open_study) for state, _ in made]
+    loop = over(nodes, terms, options)
+    loop.run()
+    privacy = dataclasses.replace(options.privacy, noise_key=FIXED_KEY)
+    people = Population.from_dataframe(tables, **GIVEN, **given)
+    simulated = build_loop(dataclasses.replace(options, privacy=privacy, output_dir=str(tmp_path / "same")), (), people)
+    simulated.run()
+    assert torch.equal(loop.state.models, simulated.state.models)
+    for node in nodes:
+        node.close()
 
 
 def test_a_run_over_tables_is_scored_again_with_the_columns_of_the_sites(tmp_path):

@@ -9,7 +9,7 @@ import fake_flower
 import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut
-from sites import SITES, charges, configured, listening, nodes_of, over, planned, state_of, with_copy
+from sites import OF_PERSONS, SITES, charges, configured, listening, nodes_of, over, planned, state_of, with_copy
 
 from dpfl_lightning.build import build_loop
 from dpfl_lightning.errors import UserError, UserNotice
@@ -74,10 +74,13 @@ def compared(folder, **more):
     return simulated.state.models, loop.state.models
 
 
-def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(tmp_path):
-    expected, model = compared(tmp_path, strategies={"ifca": {}})  # updates and questions
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_the_federation_has_the_bits_and_ledgers_of_the_simulation(unit, tmp_path, capsys):
+    more = {**OF_PERSONS, "clients": {"count": 3, "batch_size": 60}} if unit == "person" else {}
+    expected, model = compared(tmp_path, strategies={"ifca": {}}, **more)  # updates and questions
     assert torch.equal(model, expected)
     assert ledger([str(tmp_path / "real")]) == 0
+    assert f"-differential privacy per {unit} (" in capsys.readouterr().out
     scores = evaluate_run(configured(tmp_path), tmp_path / "real")
     assert scores["test_accuracy"] is not None
     assert not any(one["accuracy"] for one in scores["clients"]), "the server holds none of their records"

@@ -117,7 +117,7 @@ def test_only_known_values_can_be_sent():
         ("float32", "complex64"),
         ('"job": {"kind": "LocalTraining"}', '"job": {"kind": "GaussianEvent"}'),
         ('"job": {"kind": "LocalTraining"}', '"job": ' + "[" * 50_000 + "]" * 50_000),
-        ('"dpfl": 1', '"dpfl": 2'),
+        ('"dpfl": 2', '"dpfl": 3'),
     ],
 )
 def test_a_changed_header_is_refused(old, new):
@@ -133,7 +133,7 @@ def test_lengths_are_checked_before_anything_is_read():
         content[:-1],
         content + b"\0",
         b"XXXX" + content[4:],
-        content[:4] + b"\2" + content[5:],
+        content[:4] + b"\3" + content[5:],
     ):
         with pytest.raises(wire.WireError):
             wire.decode(Request, wrong)
@@ -142,7 +142,7 @@ def test_lengths_are_checked_before_anything_is_read():
     with pytest.raises(wire.WireError, match="too long"):
         wire.decode(Request, content, wire.Limits(8, len(content)))
     with pytest.raises(wire.WireError, match="too long"):
-        wire.sizes(wire.PREFIX.pack(b"DPFL", 1, 10, 2**62), wire.Limits(1 << 20, 1 << 20))
+        wire.sizes(wire.PREFIX.pack(b"DPFL", wire.VERSION, 10, 2**62), wire.Limits(1 << 20, 1 << 20))
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])

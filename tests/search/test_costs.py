@@ -107,8 +107,30 @@ def test_a_trial_that_died_counts_with_everything_it_planned_and_caveats_are_nam
     assert summary(costs_of([{}])) is None
 
 
+def test_costs_of_persons_say_so():
+    of_persons = {"adjacency": "add_remove_of_persons", "rows_per_person": 4}
+    total = total_cost(*[trial(**of_persons)] * 2)
+    assert (
+        "per person (add or remove one person of one client), full batches of persons, at most 4 rows of each"
+        in (total["guarantee"])
+    )
+    assert "together cost a person of a client at most epsilon" in headline(total)
+    known, chosen = trial(rows_per_person=4), trial(rows_per_person=4, chosen=True)
+    assert "for all records of a person with several" in total_cost(known)["guarantee"]
+    assert "nothing is stated for persons with several records" in total_cost(known, chosen)["guarantee"]
+    with pytest.raises(UserError, match=r"privacy\.adjacency"):
+        total_cost(trial(), trial(**of_persons))
+
+
 def test_the_headline_holds_for_every_client():
-    total = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "names": ["0", "1"], "runs": 2, "composed": True}
+    total = {
+        "epsilon": [2.0, 4.0],
+        "delta": [2e-3, 2.4644e-5],
+        "names": ["0", "1"],
+        "runs": 2,
+        "composed": True,
+        "unit": "record",
+    }
     words = headline(total)
     assert words.startswith("PRIVATE: all trials (2 runs) together")
     assert "at most epsilon 4 at delta 0.002 (client 1 has the largest epsilon; composed)" in words

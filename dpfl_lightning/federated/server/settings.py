@@ -79,7 +79,8 @@ def reported_epsilons(
 
 def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, names: Sequence[str | int]) -> None:
     """Check values against the client's number of records and against the mechanism."""
-    noised = NOISED["gaussian" if privacy is None else privacy.mechanism]
+    given = privacy or PrivacyOptions()
+    noised, units = NOISED[given.mechanism], f"{given.unit}s"
     first_with: dict[ClientSettings, int] = {}  # equal clients are checked once
     for i, client in enumerate(settings):
         first_with.setdefault(client, i)
@@ -87,12 +88,12 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
         batch, size, name = client.batch_size, client.num_records, names[i]
         by_name = f"{{{name}: {min(batch, size)}, ...}}" if isinstance(name, str) else "a list"
         advice = (
-            f"Client {name} has {size} records. Give {by_name} with a value for each client, or null (full batches)."
+            f"Client {name} has {size} {units}. Give {by_name} with a value for each client, or null (full batches)."
         )
-        require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
+        require(batch <= size, "clients.batch_size", f"be at most the {units}", batch, advice)
         must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
         require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
-        must = f"be null (all {size} of client {name}'s records) with {noised.protection}"
+        must = f"be null (all {size} of client {name}'s {units}) with {noised.protection}"
         full = noised.amplified or batch == size
         require(full, "clients.batch_size", must, batch, "Its accountant needs full batches.")
         must, pure = f"be in (0, 1) with {noised.protection}", [name for name in NOISED if not NOISED[name].needs_delta]
@@ -102,8 +103,8 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, n
     if loose and privacy is not None:
         client = settings[loose[0]]
         warn_user(
-            f"`privacy.delta` should be below 1 / records, got {client.delta} for client {names[loose[0]]} with "
-            f"{client.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it."
+            f"`privacy.delta` should be below 1 / {units}, got {client.delta} for client {names[loose[0]]} with "
+            f"{client.num_records} {units} ({len(loose)} clients): publishing one of them at random would satisfy it."
         )
 
 

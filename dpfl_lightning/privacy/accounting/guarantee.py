@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS, Accountant, finite_or_none
@@ -24,6 +24,12 @@ SEVERAL_RECORDS = (
     "privacy.rows_per_person states what holds for them"
 )
 
+#: what no epsilon of a run that protects persons covers
+OTHER_CLIENTS = "what other clients release about the same person: a person at two clients is two persons"
+
+#: how an epsilon was computed whose events may change by the results of earlier runs
+CHOSEN = "results of earlier runs chose its releases"
+
 #: caveat of every guarantee of a run that reports exact times
 EXACT_TIMES = "exact times of rounds are reported, and they can depend on records"
 
@@ -38,15 +44,54 @@ ENDS_BY_RESULTS = "the run may end by its results, so what is guaranteed is the 
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
 FILTER = "as a privacy filter: the whole budget is what holds"
 
+#: not covered, without an account and with one
+OTHER_RUNS = "other runs on the same records, copies of this run's folder included: their epsilons add up"
+UNKNOWN_RUNS = (
+    "runs on the same records that are not in the account: of other users and machines, or with privacy.account null"
+)
+
 #: what no epsilon of this package covers, whatever a run does
-NOT_COVERED = (
+NOT_COVERED: tuple[str, ...] = (
     "test and held-out records, on which models are evaluated",
     "numbers of training records or persons, batch sizes, budgets and all other options, which are treated as public",
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
     "the clients of an experiment",
     "times, memory, sizes of files and errors of the computation, which can depend on records",
-    "other runs on the same records, copies of this run's folder included: their epsilons add up",
+    OTHER_RUNS,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What all runs in the account of a data holder reveal together, composed as if one run had planned them.
+
+    `runs` is the number of the others, `limit` the epsilon that all may have at this delta, None without a limit.
+    """
+
+    runs: int
+    epsilon: float
+    delta: float
+    accountant: str
+    adjacency: str
+    sampling: str
+    limit: float | None = None
+
+    def words(self) -> str:
+        """Return what the runs cost together, as one sentence.
+
+        >>> Together(runs=2, epsilon=5.5, delta=1e-4, accountant="", adjacency="", sampling="", limit=8.0).words()
+        'With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001.'
+        """
+        if not self.runs and self.limit is None:
+            return "No other run on the same records is in the account."
+        runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
+        cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
+        cost += "" if self.limit is None else f" of a limit of {at_most(self.limit)}"
+        return f"{runs} on the same records: {cost}, at delta {at_most(self.delta)}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields for JSON; an infinite epsilon is None."""
+        return {**vars(self), "epsilon": finite_or_none(self.epsilon)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +101,7 @@ class Guarantee:
     `epsilon` is an upper bound, rounded up to 1e-6; inf means no guarantee. `sampling` says how batches are drawn,
     `accountant` how epsilon was computed. `covers` names the releases that epsilon covers, none if it is infinite;
     `not_covered` includes the caveats and `unprotected`, what is released without noise, so that epsilon is infinite.
+    `together` is what the account of the data holder says about all runs; None without an account.
     """
 
     epsilon: float
@@ -68,6 +114,7 @@ class Guarantee:
     not_covered: tuple[str, ...] = NOT_COVERED
     caveats: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
+    together: Together | None = None
 
     @property
     def simulated(self) -> bool:
@@ -89,7 +136,15 @@ class Guarantee:
                 f"({self.adjacency}), {self.sampling}, accounted by {self.accountant}."
             )
             sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
-        return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
+        said = [sentence, *([] if self.together is None else [self.together.words()])]
+        return " ".join([*said, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
+
+    def with_account(self, together: Together | None) -> Self:
+        """Return the guarantee beside that of all runs in the account, if there is one."""
+        if together is None:
+            return self
+        gaps = tuple(UNKNOWN_RUNS if gap == OTHER_RUNS else gap for gap in self.not_covered)
+        return replace(self, together=together, not_covered=gaps)
 
     def __str__(self) -> str:
         said = (*self.caveats, *self.unprotected)
@@ -98,6 +153,8 @@ class Guarantee:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and `words` for JSON; an infinite epsilon is None."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        if (one := self.together) is not None:
+            fields["together"] = one.as_dict()
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
     @classmethod
@@ -105,8 +162,10 @@ class Guarantee:
         """Return the guarantee that `as_dict` describes. Raises TypeError, ValueError or KeyError if it is none."""
         fields: dict[str, Any] = {name: value for name, value in content.items() if name != "words"}
         lists = {name: tuple(map(str, value)) for name, value in fields.items() if isinstance(value, list)}
-        epsilon = math.inf if fields["epsilon"] is None else float(fields["epsilon"])
-        return cls(**{**fields, **lists, "epsilon": epsilon, "delta": float(fields["delta"])})
+        one = fields.get("together")
+        together = None if one is None else Together(**{**one, "epsilon": _epsilon(one["epsilon"])})
+        numbers = {"epsilon": _epsilon(fields["epsilon"]), "delta": float(fields["delta"])}
+        return cls(**{**fields, **lists, **numbers, "together": together})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,26 +204,30 @@ def guarantee(
 
     `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
     are the numbers of releases of the first events; 1 for the others, as in a ledger. `bound` is what the accountant
-    returned, if known. `most_records` is the public maximum of a person's records up to which is said what holds for
-    persons, if epsilon is about records.
+    returned, if known. `most_records` is the most rows of a person that are used; if epsilon is about records, the
+    public maximum up to which is said what holds for persons.
     """
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
-    unprotected = leaks_of(events)
-    if most_records is not None and most_records > 1 and accountant.unit == "record" and math.isfinite(epsilon):
+    unprotected, drawn = leaks_of(events), sampling_words(events, sampling)
+    not_covered = NOT_COVERED
+    if accountant.unit == "person":
+        drawn, not_covered = f"{drawn} of persons", (*NOT_COVERED, OTHER_CLIENTS)
+        drawn += "" if most_records is None else f", at most {counted(most_records, 'row')} of each"
+    elif most_records is not None and most_records > 1 and math.isfinite(epsilon):
         nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
-        of_persons = nothing if FILTER in method else group_words(events, delta, accountant, most_records)
-        caveats = (*caveats, of_persons)
+        changed = FILTER in method or CHOSEN in method
+        caveats = (*caveats, nothing if changed else group_words(events, delta, accountant, most_records))
     releases_text, bounded = _released(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
-        sampling=sampling_words(events, sampling),
+        sampling=drawn,
         accountant=method,
         unit=accountant.unit,
         adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[accountant.adjacency],
         covers=releases_text if bounded else (),
-        not_covered=(*unprotected, *(() if bounded else releases_text), *NOT_COVERED, *caveats),
+        not_covered=(*unprotected, *(() if bounded else releases_text), *not_covered, *caveats),
         caveats=caveats,
         unprotected=unprotected,
     )
@@ -174,7 +237,13 @@ def weakest(guarantees: Sequence[Guarantee]) -> RunGuarantee:
     """Return the guarantee of the client with the largest epsilon, which is that of the run."""
     one = max(guarantees, key=lambda guarantee: guarantee.epsilon)
     unbounded = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
-    return RunGuarantee(**vars(one), clients=len(guarantees), unbounded=unbounded)
+    accounts = [guarantee.together for guarantee in guarantees if guarantee.together is not None]
+    together = max(accounts, key=lambda account: account.epsilon, default=None)
+    return RunGuarantee(**{**vars(one), "together": together}, clients=len(guarantees), unbounded=unbounded)
+
+
+def _epsilon(value: Any) -> float:
+    return math.inf if value is None else float(value)
 
 
 def leaks_of(events: Iterable[Event]) -> tuple[str, ...]:

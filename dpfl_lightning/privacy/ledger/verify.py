@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpfl_lightning.config.options import MOST_ROWS
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Release, noised_steps
@@ -14,7 +15,6 @@ from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guara
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 
-_MOST_ROWS = 1024  # of a person, by the options
 ANYBODY = "any client"
 
 
@@ -73,10 +73,9 @@ class Composed:
         accountant = get_accountant(self.header.accountant, self.header.adjacency)
         events, account = self.events[row], self.accounts[row]
         caveats, sampling = map(Caveat, self.header.caveats), SAMPLERS[self.header.sampling].words
-        most = self.header.identity.get("privacy.rows_per_person")
-        most_records = most if type(most) is int and 1 <= most <= _MOST_ROWS else None
-        bound = self.bounds[row]
-        return guarantee([*events, *caveats], account.delta, accountant, sampling, (), bound, most_records)
+        stated = [one.verified.header.identity.get("privacy.rows_per_person") for one in self.ledgers]
+        most = max((one for one in stated if type(one) is int and 1 <= one <= MOST_ROWS), default=None)
+        return guarantee([*events, *caveats], account.delta, accountant, sampling, (), self.bounds[row], most)
 
 
 @dataclasses.dataclass(frozen=True)

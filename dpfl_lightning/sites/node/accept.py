@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.names import check_names
-from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.identity import module_digest
@@ -28,16 +29,19 @@ from dpfl_lightning.sites.node.records import seated, site_population
 from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
 from dpfl_lightning.sites.node.study import Study
 from dpfl_lightning.sites.receipt import new_key, public_key
-from dpfl_lightning.sites.terms import check_version, difference
+from dpfl_lightning.sites.terms import check_version, difference, several_records
+
+#: options of the section privacy that say how releases are made, and what they protect
+_OF_RELEASES = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "unit", "rows_per_person")
 
 
 def site_of(settings: Settings, population: Population, client: int, key: bytes) -> Site:
     """Return the public facts about a site, its records, and the key with which its node signs."""
     inputs, labels = population.empty_batch
     size, classes, features = population.num_records[client], population.num_classes, population.features
-    return Site(
-        settings.name, size, classes, inputs, labels, features, public_key(key), population.form, population.schema
-    )
+    protects = settings.unit, settings.rows_per_person
+    schema = population.form, population.schema
+    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), *schema, *protects)
 
 
 def client_of(terms: Terms, settings: Settings) -> int:
@@ -51,16 +55,18 @@ def client_of(terms: Terms, settings: Settings) -> int:
 def cost_of(terms: Terms, client: int) -> ClientPlan:
     """Return the releases of a client in a plan, and what they cost, composed again by this installation.
 
-    Its guarantee has no caveat: those of the plan are words of the server. Raises UserError if something is released
+    Of its caveats none is of the plan, as they are words of the server. Raises UserError if something is released
     without noise, or the cost is above the budget that the plan states.
     """
     schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
     for line in schedule.planned:
         require(line.event.private or line.count <= 0, "PLAN", "plan noised releases only", line.event)
         require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
-    accountant = get_accountant(terms.plan.accountant, str(_privacy(terms)["adjacency"]))
-    size = [(settings.num_records, settings.batch_size)]
-    (planned,) = client_plans([schedule], accountant, size, SAMPLERS["poisson"].words)
+    privacy = PrivacyOptions(**_privacy(terms))
+    accountant = get_accountant(terms.plan.accountant, privacy.relation)
+    size, words = [(settings.num_records, settings.batch_size)], SAMPLERS["poisson"].words
+    caveats, most = several_records(terms.sites[client]), privacy.rows_per_person
+    (planned,) = client_plans([schedule], accountant, size, words, caveats, most_records=most)
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
     require(
         math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."
@@ -88,7 +94,11 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     other = fields and (difference(terms.sites[client], site) or f"other {fields}")
     require(not other, "PLAN", "have the public facts of this site", other, advice)
     stated = terms.plan.settings[client].num_records
-    require(stated == site.num_records, "PLAN", f"state the {site.num_records} records of this site", stated)
+    require(stated == site.num_records, "PLAN", f"state the {site.num_records} {site.unit}s of this site", stated)
+    advice = "Refuse the plan: the limits of `dpfl node init` are on sums of this kind."
+    for key, planned in _privacy(terms).items():
+        ours = getattr(settings, key, planned)
+        require(planned == ours, "PLAN", f"have the privacy.{key} of this site, {ours}", planned, advice)
     options = _options(terms, settings)
     sizes, names = tuple(one.num_records for one in terms.plan.settings), client_names(terms.sites)
     shape = record_shape(site.inputs)
@@ -160,9 +170,7 @@ def reservation_of(state: StateFolder, terms: Terms) -> Reservation:
     """Return what a plan would reserve. Raises UserError unless it fits the records and this installation."""
     settings = state.settings()
     clients, client = clients_of(terms, state), client_of(terms, settings)
-    cost, adjacency, relation = cost_of(terms, client).guarantee, _privacy(terms)["adjacency"], settings.adjacency
-    advice = "Refuse the plan: sums are of one adjacency, privacy.adjacency of `dpfl node init`."
-    require(adjacency == relation, "PLAN", f"have the adjacency of the site's limits, {relation}", adjacency, advice)
+    cost = cost_of(terms, client).guarantee
     numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
     return Reservation(cost.epsilon, cost.delta, client, numbers)
 
@@ -181,12 +189,9 @@ def _options(terms: Terms, settings: Settings) -> Options:
     return from_mapping({**values, "privacy": privacy, "clients": count})
 
 
-def _privacy(terms: Terms) -> dict[str, object]:
+def _privacy(terms: Terms) -> dict[str, Any]:
     """Return how releases are made, as a plan states it."""
-    given, names = (
-        terms.plan.options.get("privacy"),
-        ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds"),
-    )
+    given, names = terms.plan.options.get("privacy"), _OF_RELEASES
     if not isinstance(given, dict) or not {*names} <= given.keys():
         raise UserError(f"`PLAN` must state the options of privacy ({', '.join(names)}), got others.")
     require(given["sampling"] == "poisson", "PLAN", "draw Poisson samples", given["sampling"])

@@ -22,7 +22,7 @@ from dpfl_lightning.sites.node.state import Settings
 
 #: keys of a configuration that a site decides; the plan decides all others
 _OF_A_SITE = {"seed", "clients.count", "model.class_path"} | {
-    f"privacy.{name}" for name in ("epsilon", "delta", "adjacency", "noise_key")
+    f"privacy.{name}" for name in ("epsilon", "delta", "adjacency", "noise_key", "unit", "rows_per_person")
 }
 
 
@@ -47,7 +47,8 @@ def settings_of(options: Options, name: str, client: str | None = None) -> Setti
     data |= {name: tree_map(_absolute, data[name]) for name in ("folder", "init_args")}
     config = {"seed": options.seed, "data": data, "clients": {"count": options.clients.count}, "privacy": None}
     model = options.model.get("class_path")
-    return Settings(name, client or name, config, epsilon, delta, privacy.adjacency, model, privacy.noise_key)
+    protects = privacy.adjacency, privacy.unit, privacy.rows_per_person
+    return Settings(name, client or name, config, epsilon, delta, *protects, model, privacy.noise_key)
 
 
 def _absolute(value: Any) -> Any:
@@ -61,7 +62,7 @@ def site_population(settings: Settings) -> tuple[Population, int]:
 
     Raises UserError if there is none, or it has several clients and none of the site's name.
     """
-    population = build_population(from_mapping(settings.config))
+    population = build_population(from_mapping(settings.config)).counting(settings.unit, settings.rows_per_person)
     names = [population.name_of(client) for client in range(population.num_clients)]
     if len(names) == 1:
         return population, 0

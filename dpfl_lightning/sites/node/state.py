@@ -35,6 +35,7 @@ class Settings:
         client: whose records are served, if the data have several clients.
         config: the part of a configuration that says where the records are.
         epsilon_limit, delta_limit: on the sum over all accepted plans, under `adjacency`.
+        unit, rows_per_person: what the limits protect, see `PrivacyOptions`; a plan must have the same.
         model: `module.Class` of the site's installation that plans may name as `model.class_path`; None allows the
             models of this package only.
         test_key: 32 hexadecimal digits from which noise follows in tests: it protects nobody. None draws fresh noise.
@@ -46,6 +47,8 @@ class Settings:
     epsilon_limit: float
     delta_limit: float
     adjacency: str = "add_remove"
+    unit: str = "record"
+    rows_per_person: int | None = None
     model: str | None = None
     test_key: str | None = None
 

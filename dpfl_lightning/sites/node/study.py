@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.evaluation import evaluate_own
 from dpfl_lightning.federated.client.local_clients import LocalClients
@@ -91,6 +92,7 @@ class Study:
     def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
+        self._of_persons = clients.population.rows_per_person is not None
         self._name = terms.sites[client].name
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
@@ -223,6 +225,7 @@ class Study:
         named = job.parameters is None or set() < {*job.parameters} <= module.named_trainable.keys()
         counted = job.counts or not (job.most_records is None or job.most_records >= 1)
         fits = job.num_classes == self._num_classes and named and event.steps == 1 and not counted
+        fits = fits and not self._of_persons
         if images is not None:
             rows = len(images.operations) == len(images.numbers) == job.num_classes
             numbers = all(len(row) == NUMBERS and all(0 <= one < 1 for one in row) for row in images.numbers)
@@ -243,9 +246,9 @@ class Study:
             raise NotPlanned("mechanism")
         try:
             query = ChargedQuery.of(question)
-            check_answerable(query)
+            check_answerable(query, self._of_persons)
             planned = event_of(query, client) == self._planned(query.purpose)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, UserError):
             raise NotPlanned("question") from None
         fits = planned and (not isinstance(question, FeatureSums) or question.num_classes == self._num_classes)
         if not fits or (isinstance(question, SelectModel | MeanLoss) and not 0 < question.loss_bound < math.inf):

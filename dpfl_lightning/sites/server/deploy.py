@@ -27,7 +27,7 @@ from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names
 from dpfl_lightning.sites.server.clients import RemoteClients, Sites
-from dpfl_lightning.sites.terms import check_version, difference
+from dpfl_lightning.sites.terms import check_version, difference, several_records
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,13 +40,22 @@ class AbsentRecords(Population):
     def num_records(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.sizes
 
+    def counting(self, unit: str, rows_per_person: int | None) -> AbsentRecords:
+        """Return the same clients: the sites have counted their persons, if these are protected."""
+        return dataclasses.replace(self, rows_per_person=rows_per_person if unit == "person" else None)
+
 
 def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     """Return the clients of a run, whose records are at the sites, with the test set that `data.*` names.
 
-    Raises UserError if the records of the sites or the test set are not alike, or two sites have one key.
+    Raises UserError if the records of the sites or the test set are not alike, two sites have one key, or the run
+    protects another unit than the sites.
     """
     first, owners = sites[0], dict[str, str]()
+    for key in ("unit", "rows_per_person") if options.privacy else ():
+        ours, theirs = getattr(options.privacy, key), getattr(first, key)
+        advice = "Sites state it by `dpfl node init`."
+        require(ours == theirs, f"privacy.{key}", f"be that of site {first.name}, {theirs}", ours, advice)
     for site in sites:
         if (owner := owners.get(site.public_key)) is not None:
             must, advice = "be of different nodes, each with a key of its own", "Run `dpfl node init` at each site."
@@ -76,6 +85,7 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
         features=first.features,
         form=first.form,
         schema=first.schema,
+        caveats=several_records(first),
         sizes=tuple(site.num_records for site in sites),
     )
 
