@@ -59,6 +59,7 @@ class RunInfo:
         exact_times: whether times are reported as measured.
         task: of the model, in words.
         replans: whether a strategy may change the schedule during the run.
+        account: what the run will cost together with others on the same records, in words; empty without an account.
     """
 
     output_dir: Path
@@ -79,6 +80,7 @@ class RunInfo:
     task: str = ""
     strategies: tuple[str, ...] = ()
     replans: bool = False
+    account: str = ""
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class RunSession:
             if not resume and not self.clients.planned_rounds(path):
                 self.folder.release()
             raise
-        self.info = dataclasses.replace(self.info, engine=self.clients.description)  # known from here on
+        self.info = dataclasses.replace(self.info, engine=self.clients.description, account=self.clients.account_words)
         return saved
 
     def _begin(self) -> None:
