@@ -16,6 +16,7 @@ COMMANDS = (
     "noise",
     "fit",
     "ledger",
+    "account",
     "evaluate",
     "report",
     "sync",

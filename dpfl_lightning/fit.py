@@ -268,7 +268,10 @@ def composed_over_seeds(results: Sequence[Mapping[str, Any]]) -> RunGuarantee:
         total = exact_sum(one.epsilon for one in each)
         worst = dataclasses.replace(worst, epsilon=total, delta=delta, accountant=method)
     unbounded = max(sum(client["epsilon_spent"] is None for client in clients) for clients in rows)
-    return RunGuarantee(**vars(worst), clients=len(rows[0]), unbounded=unbounded, runs=len(paths))
+    accounts = [one["guarantee"].together for one in results if one["guarantee"].together is not None]
+    together = max(accounts, key=lambda account: account.runs, default=None)  # of the last run
+    all_of = worst.with_account(together)
+    return RunGuarantee(**vars(all_of), clients=len(rows[0]), unbounded=unbounded, runs=len(paths))
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

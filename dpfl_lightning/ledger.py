@@ -12,6 +12,7 @@ from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
 from dpfl_lightning.privacy.sampling import SAMPLERS
@@ -151,7 +152,17 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
     if by_results:
         paid = at_most(max(account.epsilon for account in report.accounts))
         lines.append(f"Paid so far: epsilon at most {paid}, which is not the guarantee, as {ENDS_BY_RESULTS}.")
-    return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}"])
+    return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}", *_in_account(report)])
+
+
+def _in_account(report: Composed) -> list[str]:
+    """Return what the user's account says about the clients of the runs, if it knows them."""
+    if not users_file().is_file():
+        return []
+    account = PrivacyAccount(users_file())
+    holders = [one for ledger in report.ledgers for one in account.holders(ledger.verified.header.run)]
+    worst = max(holders, key=lambda one: one.together.epsilon, default=None)
+    return [] if worst is None else [f"Account {account.path}, {' = '.join(worst.names)}: {worst.together.words()}"]
 
 
 def _what_was_verified(ledger: VerifiedLedger) -> list[str]:

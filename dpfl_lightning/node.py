@@ -233,6 +233,16 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
         if (kept := read_scores(state.plan_folder(plan))) is not None:
             print(f"    {kept.words()}")
     print(_budget(state))
+    for line in _in_account(settings.name):
+        print(line)
+
+
+def _in_account(name: str) -> list[str]:
+    """Return what all runs on the records of this site cost together, with simulations on this machine."""
+    from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
+
+    holders = PrivacyAccount(users_file()).holders() if users_file().is_file() else []
+    return [f"Account {users_file()}: {one.together.words()}" for one in holders if name in one.names]
 
 
 def _condition(state: StateFolder, plan: str, reserved: Reservation) -> str:

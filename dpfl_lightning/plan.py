@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
     besides = loop.config.caveats, loop.clients.unprotected
     planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.most_records)
-    notes = loop.describe()
+    notes = [*loop.describe(), *filter(None, [loop.clients.outlook(loop.run_plan())])]
     names = [loop.config.facts.name_of(client) for client in range(len(planned))]
     persons = loop.population.num_persons
     if flags.json:

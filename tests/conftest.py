@@ -1,5 +1,6 @@
 """Small federations for every test."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Released
 
 torch.set_num_threads(1)  # tests run side by side
+_NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,6 +31,22 @@ def no_waits_for_the_disk():
         patch.setattr("os.fsync", lambda descriptor: None)
         patch.setattr("dpfl_lightning.privacy.ledger.ledger._sync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_state_of_the_tests(tmp_path_factory):
+    """What the user's accounts remember is left alone."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        patch.setenv("DPFL_ACCOUNT", str(folder / "account.jsonl"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def an_account_of_the_test(the_state_of_the_tests, monkeypatch):
+    """Each test has an account of its own."""
+    monkeypatch.setenv("DPFL_ACCOUNT", str(the_state_of_the_tests / f"{next(_NUMBERS)}.jsonl"))
 
 
 def blobs(num_clients: int = 4, records: int = 60, classes: int = 3, features: int = 6, seed: int = 0) -> Population:

@@ -62,7 +62,9 @@ def noise_aware_weights(
     everyone = range(CLIENTS)
     std = (variances / NUM_PARAMS).sqrt()
     facts = SimpleNamespace(num_clients=CLIENTS, num_records=(RECORDS,) * CLIENTS)
-    module = SimpleNamespace(sent=lambda deltas: deltas)
+    module = SimpleNamespace(
+        sent=lambda deltas: deltas, personal=(), named_trainable={"weight": torch.zeros(NUM_PARAMS)}
+    )
     rates, steps = tuple((length / length.max()).tolist()), (1,) * CLIENTS  # the length of an update without noise
     for number, deltas in enumerate(rounds, start=1):
         seen = ClientUpdates(tuple(everyone), steps, tuple(std.tolist()), deltas, model_of=(0,) * CLIENTS)

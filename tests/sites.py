@@ -25,6 +25,7 @@ from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_o
 from dpfl_lightning.sites.wire import digest
 
 SITES = 3
+HELD_OUT = {"name": "digits", "held_out_per_client": 0.25}
 
 #: of a run that protects persons, and of its sites
 OF_PERSONS = {
@@ -93,6 +94,27 @@ def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: flo
     for node in nodes:  # before they serve; in threads of one process their checks would silence warnings for good
         assert node.problem(digest(terms)) is None
     return nodes
+
+
+def federation(folder: Path, strategies=None, count: int = 2) -> tuple[list[Node], Terms, Options]:
+    """Nodes with held-out records, which have accepted a plan, the plan, and the options of the server."""
+    states, sites = [], []
+    for client in range(count):
+        privacy = {"epsilon": 9, "delta": 0.01, "noise_key": FIXED_KEY}
+        settings = settings_of(
+            from_mapping({"data": HELD_OUT, "clients": {"count": count}, "privacy": privacy}), str(client)
+        )
+        sites.append(site_of(settings, *site_population(settings), key_of(client)))
+        states.append(StateFolder.create(folder / f"site{client}", settings, sites[-1], key_of(client)))
+    more = {
+        "clients": {"count": count, "learning_rate": 0.5, "batch_size": 200},
+        "privacy": {"epsilon": [4, 8][:count]},
+    }
+    options = configured(folder / "run", strategies=strategies, data=HELD_OUT, **more)
+    terms = terms_of(planning_loop(options, sites), sites)
+    for state in states:
+        accept(state, terms)
+    return [Node(state, open_study) for state in states], terms, options
 
 
 @contextmanager

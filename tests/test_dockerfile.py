@@ -1,4 +1,7 @@
-"""The Dockerfile and compose.yaml without Docker: linted, and checked in parts; the server of compose.yaml runs."""
+"""The Dockerfile and compose.yaml without Docker: linted, and checked in parts; the server of compose.yaml runs.
+
+With buildah and debootstrap, as root, and the wheels in the folder `DPFL_WHEELS`, the image is built and run.
+"""
 
 import fnmatch
 import json
@@ -118,6 +121,17 @@ def test_results_are_in_the_volume_of_a_user_without_rights(target):
     assert environment(target)["MLFLOW_TRACKING_URI"].startswith("sqlite:////results/")
     assert environment(target)["DPFL_DATA"].startswith("/results/")
     assert ("NVIDIA_VISIBLE_DEVICES" in environment(target)) == (target == "gpu")
+
+
+@pytest.mark.slow
+def test_the_image_is_built_and_run_without_docker(tmp_path):
+    missing = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0 or "DPFL_WHEELS" not in os.environ:
+        pytest.skip("needs root, buildah, debootstrap, and the folder DPFL_WHEELS: see deploy/try_image.sh")
+    words = ["deploy/try_image.sh", str(tmp_path), os.environ["DPFL_WHEELS"]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "shows both runs" in done.stdout
 
 
 # ---- compose.yaml

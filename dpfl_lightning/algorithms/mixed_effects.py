@@ -19,6 +19,7 @@ All functions read released updates alone: post-processing.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dpfl_lightning.algorithms.random_effects import limited_shares
-from dpfl_lightning.algorithms.update_geometry import folded
+from dpfl_lightning.algorithms.update_geometry import cut, folded, ward
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64] | Sequence[int]
 
 #: 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _TRACY_WIDOM = 3.27
+_UNEXPLAINED = 0.1  # of squared differences between clients, if these form groups
+_LONGEST = 3.0  # a difference may be this many times as long as the median one
 _MOST_INPUTS = 1 << 10  # of a layer, so that its main directions are found in seconds
 _KEPT = 1 << 25  # numbers of the sums of all clients together
 _PRODUCTS = 1 << 22  # entries of products between clients, of all layers together
@@ -94,32 +97,35 @@ def wigner_edge(variance: float, size: int) -> float:
     return math.sqrt(variance * size) * (2 + _TRACY_WIDOM * size ** (-2 / 3))
 
 
-def spike_strength(values: Array, variance: float, size: int) -> Array:
-    """Return the signal along eigenvectors of a signal plus noise whose eigenvalues exceed `wigner_edge`.
+def spike_strength(values: Array, variance: float, size: int) -> tuple[Array, Array]:
+    """Return the strengths of signals in noise by their eigenvalues above `wigner_edge`, and how right directions are.
 
-    A signal of strength s has the eigenvalue `s + V / s` with `V = variance * size`, and its eigenvector has the share
-    `1 - V / s^2` of it.
+    With `V = variance * size`, a signal of strength s has the eigenvalue `s + V / s`, and the squared product of its
+    eigenvector with its direction is `1 - V / s^2`.
 
     Reference: Capitaine, Donati-Martin and Feral (2009); Benaych-Georges and Nadakuditi (2011).
 
-    >>> spike_strength(np.array([2.5]), variance=0.01, size=100).round(2).tolist()
-    [1.5]
+    >>> spike_strength(np.array([2.5]), variance=0.01, size=100)
+    (array([2.]), array([0.75]))
     """
     everything = variance * size
     strength = (values + np.sqrt(np.maximum(values**2 - 4 * everything, 0.0))) / 2
-    return strength - everything / strength
+    return strength, 1 - everything / strength**2
 
 
 def shrunken(estimate: Array, variance: Array | float) -> Array:
-    """Return estimates >= 0 of variances, shrunken as far as their own sampling variances explain them.
+    """Return estimates >= 0 of variances between clients, shrunken as far as their own errors may explain them.
 
-    Reference: the positive part of the non-negative garrote (Breiman, 1995), `x (1 - variance / x^2)`.
+    Estimates below two standard errors are 0, and larger ones are hardly changed: what a client seems to have alone by
+    mistake costs it the noise that others would have averaged out.
 
-    >>> shrunken(np.array([-1.0, 0.5, 2.0]), 1.0).tolist()
-    [0.0, 0.0, 1.5]
+    Reference: the positive part of the non-negative garrote (Breiman, 1995), `x (1 - 4 variance / x^2)`.
+
+    >>> shrunken(np.array([-1.0, 1.0, 4.0]), 1.0).tolist()
+    [0.0, 0.0, 3.0]
     """
-    positive = np.maximum(estimate, 0.0)
-    return np.maximum(positive - variance / np.maximum(positive, 1e-300), 0.0)
+    positive = np.maximum(estimate, 1e-300)
+    return np.maximum(positive - 4 * variance / positive, 0.0) * (estimate > 0)
 
 
 @torch.no_grad()
@@ -198,26 +204,48 @@ class _Means:
     variance: float
     scale: Array
 
-    def along(self, vectors: Array) -> Array:
-        """Return the products along vectors `[n, k]`: `[k]`."""
-        return np.einsum("nk,nm,mk->k", vectors, self.products, vectors)
-
-    def of_equal(self, vectors: Array) -> Array:
-        """Return what a covariance `I` adds to the products along vectors `[n, k]`: `[k]`."""
-        return np.einsum("nk,n,nk->k", vectors, self.scale**-2, vectors)
-
 
 @dataclass(frozen=True)
 class RandomEffects:
-    """What is known of the random effects of N clients.
+    """What is known of the random effects of N clients; n of them were seen in two rounds.
 
     Args:
         covariance: G of each block of layers, `[B, N, N]`.
-        contrasts: along which groups of clients differ, `[N, k]`; k + 1 groups have k.
+        clients: which these are, `[n]`.
+        positions: what groups of clients differ in, `[n, k]`, in units of `scale`; k + 1 groups differ in k directions.
+        doubt: which part of the squared positions is noise.
+        scale: standard deviation of the noise of each client's mean update, `[n]`.
     """
 
     covariance: Array
-    contrasts: Array
+    clients: NDArray[np.int64]
+    positions: Array
+    doubt: float
+    scale: Array
+
+    def groups(self) -> list[NDArray[np.int64]]:
+        """Return the clients of each group; one group if no differences are found, none if they form no groups.
+
+        Groups are those of the weighted Ward clustering, as many as explain nine tenths of all differences, but at most
+        two more than there are directions.
+        """
+        count, directions = self.positions.shape
+        if directions == 0:
+            return [self.clients]
+        points = self.positions * self.scale[:, None]
+        added, merges = ward((points @ points.T)[None], self.scale**-2)
+        total = added[0].sum()
+        for groups in range(2, min(directions + 2, count // 2) + 1):
+            unexplained = added[0][: count - groups].sum() / total
+            if unexplained < _UNEXPLAINED + self.doubt * (count - groups) / (count - 1):
+                return [self.clients[members] for members in cut(merges[0], groups)]
+        return []
+
+    def own_weight(self) -> float:
+        """Return the mean weight of a client's own update in its prediction, over the rounds so far: 1 / n to 1."""
+        place = np.ix_(self.clients, self.clients)
+        every = range(len(self.clients))
+        return fmean(np.diag(blup_weights(one[place], self.scale**2, every)).mean() for one in self.covariance)
 
 
 @dataclass
@@ -271,8 +299,8 @@ class RoundProducts:
     def _multiply(self, block: int, now: Tensor, before: Tensor, noise: Array, place: tuple[NDArray[Any], ...]) -> None:
         """Add the products of matrices `now` `[C, out, in]` with sums `before` `[n, out, in]` of earlier rounds.
 
-        What is along the mean of all clients does not count: gradients get shorter in the course of a round, so clients
-        with more steps have shorter means, and this is no difference between their data.
+        How long they are along the mean of all clients does not count: gradients get shorter in the course of a round,
+        so clients with more steps have shorter means, and this is no difference between their data.
         """
         seen = place[1][0]
         inputs = main_inputs(before, torch.from_numpy(self.noise[seen]).to(before))
@@ -281,7 +309,7 @@ class RoundProducts:
         rounds, precision = self.rounds[seen], self.rounds[seen] / self.noise[seen]
         vectors = [(one.double() @ inputs).flatten(1).cpu().numpy() for one in (now, before)]
         mean = normalised(precision @ vectors[1])
-        a, b = (one - np.outer(one @ mean, mean) for one in vectors)
+        a, b = (one - np.outer(np.maximum(one @ mean, 0.0), mean) for one in vectors)
         self.products[block][place] += a @ b.T
         self.variance[block][place] += np.outer(noise, (b**2).sum(axis=1))  # given the earlier rounds
         self.pairs[block][place] += a.shape[1] * rounds
@@ -297,21 +325,21 @@ class RoundProducts:
     def effects(self) -> RandomEffects:
         """Return what the products show of the random effects."""
         blocks, count = self.products.shape[:2]
-        known = np.flatnonzero(self.rounds > 1)
-        contrasts, covariance = np.zeros((count, 0)), np.zeros((blocks, count, count))
-        if len(known) > 2 and self.pairs.any():
-            every = self._means(slice(None), known)
-            shared = 1 / every.scale
-            rest = np.linalg.qr(shared[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
-            values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
-            found = values > wigner_edge(every.variance, len(values))
-            between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
-            contrasts = np.zeros((count, between.shape[1]))
-            contrasts[known] = between * every.scale[:, None]
-            for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
-                one = self._means(slice(block, block + 1), known)
-                covariance[block][np.ix_(known, known)] = _covariance(one, between, others)
-        return RandomEffects(covariance, contrasts)
+        clients = np.flatnonzero(self.rounds > 1)
+        covariance = np.zeros((blocks, count, count))
+        if len(clients) < 2 or not self.pairs.any():
+            return RandomEffects(covariance, clients, np.zeros((len(clients), 0)), 0.0, np.ones(len(clients)))
+        every = self._means(slice(None), clients)
+        rest = np.linalg.qr(1 / every.scale[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
+        values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
+        found = values > wigner_edge(every.variance, len(values))
+        between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
+        for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
+            one = self._means(slice(block, block + 1), clients)
+            covariance[block][np.ix_(clients, clients)] = _covariance(one, between, others)
+        strength, overlap = spike_strength(values[found], every.variance, len(values))
+        doubt = float(1 - strength @ overlap / max(strength.sum(), 1e-300))
+        return RandomEffects(covariance, clients, between * np.sqrt(strength), doubt, every.scale)
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in _ARRAYS}
@@ -329,7 +357,8 @@ _ARRAYS = ("products", "variance", "pairs", "noise", "rounds")
 def _covariance(one: _Means, between: Array, others: Array) -> Array:
     """Return G of a layer: `sum_k s_k u_k u_k'` of contrasts between groups, and `tau^2 I` of single clients.
 
-    Method of moments: a product along a direction u of length 1 has the mean `u' G u`, whitened.
+    Method of moments: a product along a direction u of length 1 has the mean `u' G u`, whitened. A client adds to tau^2
+    at most nine times the median, so that one that sends anything does not make all others count as different.
 
     Args:
         between: directions in which groups of clients differ `[n, k]`.
@@ -337,11 +366,16 @@ def _covariance(one: _Means, between: Array, others: Array) -> Array:
     """
     error, alone = 2 * one.variance, 0.0
     if others.shape[1]:
-        unit = one.of_equal(others).sum()
-        alone = float(shrunken(one.along(others).sum() / unit, error * others.shape[1] / unit**2))
-    strength = shrunken(one.along(between) - alone * one.of_equal(between), error)
+        apart = others @ others.T
+        unit = np.einsum("nm,m,nm->n", apart, one.scale**-2, apart)
+        own = np.einsum("nm,mk,nk->n", apart, one.products, apart)
+        most = _LONGEST**2 * max(np.median(own / unit), 0.0) * unit + 2 * math.sqrt(error) * np.diag(apart)
+        alone = np.minimum(own, most).sum() / unit.sum()
+        alone = float(shrunken(alone, error * others.shape[1] / unit.sum() ** 2))
+    of_alone = np.einsum("nk,n,nk->k", between, one.scale**-2, between)
+    strength = np.einsum("nk,nm,mk->k", between, one.products, between) - alone * of_alone
     columns = between * one.scale[:, None]
-    return columns * strength @ columns.T + alone * np.eye(len(one.scale))
+    return columns * shrunken(strength, error) @ columns.T + alone * np.eye(len(one.scale))
 
 
 def normalised(vector: Array) -> Array:

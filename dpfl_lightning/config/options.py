@@ -177,6 +177,9 @@ class PrivacyOptions(Section, section="privacy"):
         rows_per_person: with unit person, the number of rows that a person has in training at most; which ones is
             secret and stays the same for a run. With unit record, a public maximum up to which the guarantee also says
             what holds for persons with several rows. null with unit record says nothing about persons.
+        account: file to which all runs on the same records are charged, so that their epsilons are added up (`dpfl
+            account`). auto: your file (DPFL_ACCOUNT, or under your data folder) for records of your own, none for
+            public data sets and simulations with noise_key; null: none.
         diagnostics: report in every round which fraction of each client's gradients was clipped and how many were not
             finite. Both are released without noise, so such a run has no guarantee, and its report states this.
     """
@@ -193,6 +196,7 @@ class PrivacyOptions(Section, section="privacy"):
     noise_key: Annotated[str, _NOISE_KEY] | None = None
     unit: Literal["record", "person"] = "record"
     rows_per_person: Annotated[int, Interval(ge=1, le=MOST_ROWS)] | None = None
+    account: str | None = "auto"
     diagnostics: bool = False
 
     @property

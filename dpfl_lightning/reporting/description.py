@@ -212,6 +212,7 @@ def claim(guarantee: Guarantee) -> dict[str, str]:
         "unit": guarantee.unit,
         "covered": whose + ("; ".join(guarantee.covers) or "nothing"),
         "not_covered": "; ".join(guarantee.not_covered),
+        **({} if guarantee.together is None else {"all_runs": guarantee.together.words()}),
     }
 
 

@@ -158,7 +158,7 @@ def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequenc
     """Return what the account of each data holder says about all runs; empty without an account."""
     rows = []
     for client in order[:_MOST_ROWS]:
-        one = getattr(guarantees[client], "together", None)
+        one = guarantees[client].together
         if one is not None:
             finite = math.isfinite(one.epsilon)
             rows.append(

@@ -91,6 +91,8 @@ class Progress(Callback):
             self._print(f"Task: {run.task}")
         named = {"unit": "per ", "delta": "delta ", "noise": "noise "}
         self._print(f"Guarantee: {'; '.join(named.get(key, '') + words for key, words in assumptions(view).items())}")
+        if run.account:
+            self._print(run.account)
         self._print(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
             self._print(f"Resuming at round {run.first_round} of {run.rounds}.")

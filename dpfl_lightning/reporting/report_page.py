@@ -145,9 +145,19 @@ def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Map
         **scores,
         "worst client": f"{score} {spread(score, [value for _, value in worst_of])}" if worst_of else "",
         "largest epsilon": _epsilon(group, results),
+        "all runs on the records": _all_runs(group),
         "clients": f"{len(results[0]['clients']):,}" if results else "",
         "ledger": "verified" if verified == len(group.runs) else "not verified",
     }
+
+
+def _all_runs(group: RunGroup) -> str:
+    """Return the largest epsilon of all runs in the account; empty without an account."""
+    together = None if group.guarantee is None else group.guarantee.together
+    if together is None:
+        return ""
+    limit = "" if together.limit is None else f" of {at_most(together.limit)}"
+    return f"{bound(together.epsilon)}{limit} at delta {at_most(together.delta)}"
 
 
 def _last(run: RunFiles, name: str) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import socket
 import sys
@@ -215,8 +214,7 @@ class Search:
 
         # Several studies may share a folder, and each of them numbers its trials from 0.
         folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
-        report = functools.partial(self.study.report, running)
-        outcome = self.objective(self._in_trials(running.params), folder, report, charge)
+        outcome = self.objective(self._in_trials(running.params), folder, self.study.report, charge)
         for name, value in outcome.notes().items():
             running.set_user_attr(name, value)
         return tuple(map(outcome.mean, self.sweep.scores))

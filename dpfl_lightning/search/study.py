@@ -74,7 +74,7 @@ class Study:
         first: bool = True,
     ) -> None:
         self._sweep, self._dimensions = sweep, dimensions
-        self._now = -1  # number of the trial that runs here
+        self._running: Running | None = None  # the trial that runs here
         sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
         self._study, self._storage = opened(sweep, url, self._given_up)
         new = agreed(self._study, identity)
@@ -110,12 +110,12 @@ class Study:
             time.sleep(_POLL_SECONDS)
             optuna.storages.fail_stale_trials(self._study)
 
-    def report(self, running: Running, step: int, score: float) -> bool:
-        """Report the first score of a running trial, and return whether others did better at this step."""
-        if len(self._sweep.scores) > 1:  # Optuna has no intermediate values for several scores
+    def report(self, step: int, score: float) -> bool:
+        """Report the first score of the trial that runs here, and return whether others did better at this step."""
+        if self._running is None or len(self._sweep.scores) > 1:  # Optuna keeps no course of several scores
             return False
-        running.report(score, step)
-        return running.should_prune()
+        self._running.report(score, step)
+        return self._running.should_prune()
 
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
@@ -125,11 +125,11 @@ class Study:
         except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # optuna raises any of these
             # if the trial was given to another worker, because this one was silent for too long
             failed = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-            if self._now not in {trial.number for trial in failed}:
+            if self._running is None or self._running.number not in {trial.number for trial in failed}:
                 raise
 
     def _scores(self, trial: Running, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
-        self._now = trial.number
+        self._running = trial
         if self._left(trial.number) < 0:  # several workers took the last trial at once: this one is not run
             trial.set_user_attr(_SURPLUS, True)
             raise _Surplus

@@ -17,6 +17,7 @@ PAPERS = (
     "leaderboard",
     "robustness",
     "persons",
+    "federations",
     "example",
 )
 

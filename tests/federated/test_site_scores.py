@@ -8,11 +8,10 @@ import stat
 import pytest
 import torch
 from conftest import FIXED_KEY
-from sites import asked, configured, key_of
+from sites import asked, federation
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.build import build_loop
-from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.query import ScoreCounts
@@ -20,34 +19,13 @@ from dpfl_lightning.node import main
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
-from dpfl_lightning.sites.node.accept import accept, open_study, site_of
-from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.scores import read_scores
-from dpfl_lightning.sites.node.service import Node
-from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.server.clients import Sites
-from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
+from dpfl_lightning.sites.server.deploy import loop_over
 from dpfl_lightning.sites.wire import digest
 from dpfl_lightning.strategies import build
 
-DATA = {"name": "digits", "held_out_per_client": 0.25}
 RELEASED = {"size_weighted": {}, "released_scores": {"epsilon": 1.0, "bins": 10}}
-
-
-def federation(folder, strategies=None):
-    """The nodes of two sites, which have accepted a plan, and the options of the server."""
-    states, sites = [], []
-    for client in range(2):
-        privacy = {"epsilon": 9, "delta": 0.01, "noise_key": FIXED_KEY}
-        settings = settings_of(from_mapping({"data": DATA, "clients": {"count": 2}, "privacy": privacy}), str(client))
-        sites.append(site_of(settings, *site_population(settings), key_of(client)))
-        states.append(StateFolder.create(folder / f"site{client}", settings, sites[-1], key_of(client)))
-    more = {"clients": {"count": 2, "learning_rate": 0.5, "batch_size": 200}, "privacy": {"epsilon": [4, 8]}}
-    options = configured(folder / "run", strategies=strategies, data=DATA, **more)
-    terms = terms_of(planning_loop(options, sites), sites)
-    for state in states:
-        accept(state, terms)
-    return [Node(state, open_study) for state in states], terms, options
 
 
 @pytest.mark.parametrize("strategies", [None, RELEASED], ids=["kept", "released"])
@@ -113,6 +91,13 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
         accountant = loop.config.accountant
         assert (line.purpose, line.count) == ("scores", 1) and 0.99 < accountant.search(alone)[0] <= 1
         assert accountant.search(whole)[0] <= client.target_epsilon
+    labels = torch.arange(50) % 2
+    whole = {str(client): (torch.ones(50, 6), labels) for client in range(4)}
+    population = Population.from_datasets(whole, held_out=0.0, num_classes=2)
+    loop = make_loop(population, torch.nn.Linear(6, 2), parts=build(RELEASED))
+    result = loop.run()
+    assert [row["releases"] for row in result.clients] == [4] * 4, "noised zeros, as if there were held-out records"
+    assert result.metrics["released_auroc"] == [None] * 4
     with pytest.raises(UserError, match="`task` must be binary or multiclass with released_scores"):
         numbers = {str(client): (torch.zeros(50, 6), torch.zeros(50)) for client in range(4)}
         make_loop(Population.from_datasets(numbers), torch.nn.Linear(6, 1), parts=build(RELEASED)).plan_schedule()

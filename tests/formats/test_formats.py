@@ -21,7 +21,9 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
+from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.ledger import file as ledger
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.run_files import read_result
@@ -46,7 +48,12 @@ def rounds_with(path: Path, number: int) -> None:
 
 def ledger_with(path: Path, number: int) -> None:
     first = path.read_bytes().splitlines()[0].replace(b'"ledger": 2', b'"ledger": %d' % number)
-    path.write_bytes(ledger._sealed(first[: 1 - ledger._TAIL], ledger._NO_CHAIN))
+    path.write_bytes(ledger.sealed(first[: 1 - ledger._TAIL], ledger.NO_CHAIN))
+
+
+def account_with(path: Path, number: int) -> None:
+    first = path.read_bytes().splitlines()[0].replace(b'"account": 1', b'"account": %d' % number)
+    path.write_bytes(ledger.sealed(first[: 1 - ledger._TAIL], ledger.NO_CHAIN))
 
 
 def text_with(path: Path, number: int) -> None:
@@ -73,6 +80,7 @@ def released(path: Path) -> Released:
 FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/ledger.jsonl": (read_ledger, 2, ledger_with),
     "run/checkpoint.pt": (checkpoint, 1, checkpoint_with),
+    "account/account.jsonl": (lambda path: PrivacyAccount(path).holders(), 1, account_with),
     "run/metrics.jsonl": (history.read, 1, rounds_with),
     "run/run.json": (lambda path: description.read(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
@@ -95,23 +103,31 @@ def test_the_sample_is_read_and_another_number_is_refused(name, tmp_path):
 
 
 def write_samples() -> None:
-    """A run of two rounds, a distilled set, the files of a federation of three sites, and a message."""
+    """A run of two rounds, its account, a distilled set, the files of a federation of three sites, and a message."""
     import sites
 
     os.chdir(HERE)  # samples name no other folder
-    for name in ("run", "set", "sites"):
+    for name in ("account", "run", "set", "sites"):
         shutil.rmtree(name, ignore_errors=True)
     small_loop(blobs(), rounds=2, privacy=private(), output_dir=Path("run")).run()
     kept = {Path(name).name for name in FORMATS} | {"ledger.head", "checkpoint.key"}
     for path in (HERE / "run").rglob("*"):
         if path.is_file() and path.name not in kept:
             path.unlink()
+    account = PrivacyAccount(Path("account/account.jsonl"))
+    account.add(Path("/runs/one/ledger.jsonl"), *_header_and_events(Path("run/ledger.jsonl")))
+    account.limit("clients without names", 8.0, 1e-5)
     DistilledSet(torch.zeros(2, 1, 2, 2), torch.arange(2), {"rounds": 5}).save(HERE / "set")
     (HERE / "sites").mkdir()
     terms = sites.planned(HERE)
     (HERE / "sites" / "plan.json").write_text(wire.to_text(terms))
     (HERE / "sites" / "site.json").write_text(wire.to_text(terms.sites[0]))
     (HERE / "sites" / "released.bin").write_bytes(wire.encode(Released(torch.arange(3.0), ())))
+
+
+def _header_and_events(path: Path) -> tuple[ledger.Header, list[list[Release]]]:
+    charges, header = read_ledger(path), ledger.read_header(path)
+    return header, [[one.event for one in charges if one.client == client] for client in range(len(header.delta))]
 
 
 if __name__ == "__main__":

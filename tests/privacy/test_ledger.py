@@ -223,7 +223,7 @@ def forged(lines, number, change):
     """The lines, that one changed, with the chain that it would have had."""
     body = change(lines[number - 1][: -ledger_file._TAIL])
     before = ledger_file.chain_of(lines[number - 2]) if number > 1 else "0" * 32
-    return [*lines[: number - 1], ledger_file._sealed(body, before), *lines[number:]]
+    return [*lines[: number - 1], ledger_file.sealed(body, before), *lines[number:]]
 
 
 def cheaper(body):
@@ -454,7 +454,7 @@ def test_a_header_of_other_types_or_ranges_is_an_error(written):
     changes += [("sampling", "secret batches"), ("accountant", 1), ("adjacency", None), ("more", 1)]
     for key, value in changes:
         body = json.dumps({**{name: header[name] for name in header if name != "chain"}, key: value}).encode()[:-1]
-        written.write_bytes(line := ledger_file._sealed(body, "0" * 32))
+        written.write_bytes(line := ledger_file.sealed(body, "0" * 32))
         head_file(written).write_bytes(head_bytes(Head(HEADER.run, 1, ledger_file.chain_of(line))))
         with pytest.raises(UserError, match="line 1 an invalid header"):
             read_ledger(written)

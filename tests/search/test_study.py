@@ -13,6 +13,8 @@ import optuna
 import pytest
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.runtime.digests import object_digest
+from dpfl_lightning.search.objectives import _Reporting
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import parse
 from dpfl_lightning.search.study import Pruned, Study
@@ -88,7 +90,7 @@ def test_a_trial_that_fails_is_kept_with_its_reason_and_the_study_continues(url)
 
 def test_pruned_trials_count_and_have_a_reason(url):
     def act(running):
-        if one.report(running, 1, 1.0 - running.number / 10) and running.number == 3:
+        if one.report(1, 1.0 - running.number / 10) and running.number == 3:
             raise Pruned("after 1 of 2 nets")
         return width(running)
 
@@ -101,7 +103,7 @@ def test_several_scores_have_a_front(url):
     values = [(0.5, 100), (0.9, 300), (0.8, 300), (0.6, 200)]
 
     def act(running):
-        assert several.report(running, 2, 0.25) is False
+        assert several.report(2, 0.25) is False
         return values[running.number]
 
     several = study(url, scores=("accuracy", "num_params"))
@@ -124,7 +126,7 @@ def test_workers_and_resumed_studies_share_one_grid_that_ends(url):
 def test_every_sampler_draws_and_every_pruner_answers(tmp_path):
     def act(running):
         for step in range(3):
-            one.report(running, step + 1, 0.5)
+            one.report(step + 1, 0.5)
         return width(running)
 
     samplers = [{"sampler": {"name": name}} for name in ("tpe", "random", "qmc", "gp", "nsga2")]
@@ -178,6 +180,19 @@ def test_a_study_that_searches_something_else_is_refused(url):
 
 
 # ---- stopped and concurrent workers
+
+
+def test_a_worker_may_join_while_another_one_begins(url, monkeypatch):
+    get_trials, others = optuna.Study.get_trials, []
+
+    def late(self, *args, **options):
+        if not others:
+            others.append("one")
+            work(study(url))
+        return get_trials(self, *args, **options)
+
+    monkeypatch.setattr(optuna.Study, "get_trials", late)
+    assert work(study(url)) == []
 
 
 def test_ctrl_c_loses_no_trial(url):
@@ -276,3 +291,11 @@ def test_a_worker_that_died_before_its_first_heartbeat_is_noticed(url):
     study(url, trials=1)._study.ask()  # a trial that has begun, and nothing since
     trials = work(study(url, trials=1, first=False))
     assert [trial.state for trial in trials] == ["failed", "complete"] and trials[0].again
+
+
+def test_where_a_trial_reports_is_no_setting_of_its_run(tmp_path):
+    """The digest of a study's objects would change with the connections of its database, even while it is taken."""
+    digests = {
+        object_digest(_Reporting(study(f"sqlite:///{tmp_path}/{number}.db").report, "accuracy", 0)) for number in (0, 1)
+    }
+    assert len(digests) == 1

@@ -1,8 +1,12 @@
 """The mixed-effects model: its formulas beside slow ones, what products of rounds show, and the strategy in runs."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from conftest import private
+from fakes import Absent, Recorder
 from torch import nn
 
 from dpfl_lightning.algorithms.mixed_effects import (
@@ -12,6 +16,12 @@ from dpfl_lightning.algorithms.mixed_effects import (
     limited_weights,
     main_inputs,
 )
+from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.strategies.clustering.mixed_effects import MixedEffects
 
 rng = np.random.default_rng
 
@@ -121,11 +131,11 @@ def test_products_of_different_rounds_are_added_up(monkeypatch):
             before[here[earlier]] += drawn[earlier].numpy()
         rounds = np.array([sum(client in clients for clients in here[:now]) for client in range(count)])
         mean = (before / noise[:, None]).sum(axis=0)
-        apart = np.eye(12) - np.outer(mean, mean) / (mean @ mean)
+        without = lambda one, mean=mean: one - max(one @ mean, 0) / (mean @ mean) * mean  # noqa: E731
         for row, i in enumerate(here[now]):
             for j in range(count):
-                expected[i, j] += drawn[now][row].numpy() @ apart @ before[j]
-                variance[i, j] += noise[i] * before[j] @ apart @ before[j]
+                expected[i, j] += without(drawn[now][row].numpy()) @ without(before[j])
+                variance[i, j] += noise[i] * (without(before[j]) ** 2).sum()
                 pairs[i, j] += 12 * rounds[j]
     for found, slow in ((products.products, expected), (products.variance, variance), (products.pairs, pairs)):
         np.testing.assert_allclose(found[0], slow, rtol=1e-4, atol=1e-5)
@@ -164,7 +174,7 @@ NOISE = np.geomspace(0.3, 3.0, 12)
 def test_clients_that_agree_hardly_ever_show_groups(net):
     effects = effects_of([0] * 12, net)
     found = [in_rounds(net, effects, NOISE, 5, seed).effects() for seed in range(100)]
-    assert sum(one.contrasts.shape[1] > 0 for one in found) <= 5
+    assert sum(one.positions.shape[1] > 0 for one in found) <= 5
     weights = [blup_weights(one.covariance[0], NOISE / 5, np.arange(12)) for one in found]
     assert np.mean([np.diag(one).mean() for one in weights]) < 0.2
 
@@ -172,7 +182,7 @@ def test_clients_that_agree_hardly_ever_show_groups(net):
 def test_groups_and_single_clients_are_found_with_their_strengths(net):
     groups = np.array([0] * 5 + [1] * 4 + [2] * 3)
     found = in_rounds(net, effects_of(groups, net, between=1.0), NOISE, 8, seed=0).effects()
-    assert found.contrasts.shape[1] == 2, "three groups"
+    assert [group.tolist() for group in found.groups()] == [[0, 1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
     for covariance in found.covariance:
         weights = blup_weights(covariance, NOISE / 8, np.arange(12))
         own = np.array([row[groups == group].sum() for row, group in zip(weights, groups, strict=True)])
@@ -207,3 +217,107 @@ def test_layers_are_matrices_of_every_kind_of_parameter():
         *range(280, updates.shape[1]),
     ]
     assert layers[3].matrices(updates, 40).shape == (2, 5, 8), "folded"
+
+
+@pytest.mark.parametrize(
+    ("groups", "alone", "words"),
+    [
+        ([0] * 12, 0.0, "no differences"),
+        ([0] * 3, 0.0, "no differences"),
+        ([0] * 6 + [1] * 6, 0.0, "2 groups of clients: 0, 1, 2, 3, 4, 5; 6, 7, 8, 9, 10, 11."),
+        ([0, 0, 1, 1], 0.0, "2 groups of clients: 0, 1; 2, 3."),
+        ([0] * 10 + [1] * 2, 0.0, "2 groups of clients: 0, 1, 2, 3, 4, 5, and 4 others; 10, 11."),
+        ([0, 1, 2, 3] * 3, 0.0, "4 groups of clients: 0, 4, 8; 1, 5, 9; 2, 6, 10; 3, 7, 11."),
+        ([0] * 5 + [1] * 4 + [2] * 3, 0.0, "3 groups of clients"),
+        ([0] * 12, 1.0, "clients mostly differ"),
+        ([0] * 4, 1.0, "clients mostly differ"),
+        (range(8), 0.0, "clients mostly differ"),
+    ],
+)
+def test_a_run_says_in_words_how_much_its_clients_differ(groups, alone, words, net, view):
+    strategy, noise = MixedEffects(), np.geomspace(0.5, 2.0, len(groups))
+    strategy._products = in_rounds(net, effects_of(groups, net, between=1.0, alone=alone), noise, 6, seed=0)
+    (sentence,) = strategy.remarks(view)
+    assert words in sentence
+    embedding = strategy.client_embedding(view)
+    assert (embedding is None) == ("no differences" in words) or "mostly" in words
+    if "groups of clients" in words:
+        assert embedding.num_clusters == int(words[0]) and embedding.confident and len(embedding.points) == len(groups)
+
+
+# ---- the strategy
+
+
+def moved(view, net, updates, **more):
+    """By how much the strategy moves each model in the first round; updates `[C, P]` are of one step of length 1."""
+    count = view.facts.num_clients
+    view = dataclasses.replace(
+        view,
+        module=ClientModule(net, **more),
+        state=ServerState(torch.zeros(count, updates.shape[1]), tuple(range(count))),
+        learning_rate=(1.0,) * count,
+    )
+    clients = tuple(range(len(updates)))
+    seen = ClientUpdates(clients, (1,) * len(updates), (0.1,) * len(updates), updates, model_of=clients)
+    strategy = MixedEffects()
+    return strategy.combine(seen, torch.eye(count)[:, : len(updates)], view), strategy
+
+
+def test_in_the_first_round_all_models_move_by_the_mean_of_those_that_do_not_point_away(view, net):
+    size = sum(p.numel() for p in net.parameters())
+    updates = 0.01 * torch.randn(4, size, generator=torch.Generator().manual_seed(0)) + 0.1
+    found, _ = moved(view, net, updates[:3])
+    torch.testing.assert_close(found, updates[:3].mean(0).expand(4, -1))  # also of the client without an update
+    updates[1] *= -1
+    found, _ = moved(view, net, updates)
+    honest = [0, 2, 3]
+    torch.testing.assert_close(found[honest], updates[honest].mean(0).expand(3, -1))
+    assert not torch.equal(found[1], found[0])
+
+
+def test_what_a_client_sends_for_personal_parameters_or_much_too_long_counts_for_no_other(view, net):
+    size = sum(p.numel() for p in net.parameters())
+    updates = 0.1 * torch.randn(4, size, generator=torch.Generator().manual_seed(0)) + 0.1
+    honest, _ = moved(view, net, updates, personal=["0.weight"])
+    updates[0, :120] = 99
+    again, _ = moved(view, net, updates, personal=["0.weight"])
+    assert torch.equal(honest, again) and not honest[:, :120].any() and honest[:, 120:].all()
+    updates[0, 120:] = 1e5 * torch.randn(size - 120, generator=torch.Generator().manual_seed(1))
+    assert float(moved(view, net, updates)[0][1:].norm(dim=1).max()) < 2 * float(honest.norm(dim=1).max())
+
+
+@pytest.mark.parametrize("absent", [{}, {2: (0, 5), 3: (1, 2, 7), 5: (4,)}], ids=["all", "drop-outs"])
+def test_clients_with_other_labels_get_models_of_their_own(absent, make_loop):
+    """Four of eight clients have exchanged labels, so that one model is wrong for half of the records."""
+    generator = torch.Generator().manual_seed(0)
+    centres = 3 * torch.randn(3, 6, generator=generator)
+
+    def draw(client):
+        y = torch.randint(3, (200,), generator=generator)
+        return centres[y] + torch.randn(200, 6, generator=generator), (y + (client >= 4)) % 3
+
+    loop = make_loop(
+        Population.from_datasets([draw(client) for client in range(8)], held_out=0.25, num_classes=3),
+        parts=[MixedEffects(), Absent(absent)],
+        clients=ClientOptions(count=8, batch_size=25, learning_rate=0.3),
+        privacy=private(None, noise_multiplier=0.8),
+        rounds=8,
+    )
+    result = loop.run()
+    assert result.accuracy_worst > 0.8
+    assert result.remarks == ("The updates show 2 groups of clients: 0, 1, 2, 3; 4, 5, 6, 7.",)
+    assert result.client_embedding.cluster == (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def test_without_noise_every_client_trains_alone(make_loop):
+    make_loop(parts=[MixedEffects(), seen := Recorder(updates=True)], privacy=None, rounds=2).run()
+    torch.testing.assert_close(seen.models[1] - seen.models[0], seen.updates[1].deltas)
+
+
+def test_a_thousand_clients_share_products_of_layers_and_folded_sums(monkeypatch, net):
+    monkeypatch.setattr("dpfl_lightning.algorithms.mixed_effects._PRODUCTS", 150)
+    monkeypatch.setattr("dpfl_lightning.algorithms.mixed_effects._KEPT", 12 * 60)
+    products = in_rounds(net, effects_of([0] * 6 + [1] * 6, net, between=2.0), np.ones(12), 6, seed=0)
+    assert products.products.shape == (1, 12, 12) and sum(one[0].numel() for one in products.sums) <= 60
+    assert sorted(products.columns_of(0).tolist()) == list(range(184))
+    assert [group.tolist() for group in products.effects().groups()] == [[*range(6)], [*range(6, 12)]]

@@ -15,6 +15,7 @@ from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import MECHANISMS
 from dpfl_lightning.privacy.sampling import SAMPLERS
@@ -46,6 +47,7 @@ class Budgets:
         simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
             bit, and is not charged twice.
         most_records: see `guarantee`.
+        account: of all runs on the same records; it is charged, too.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
 
     **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
@@ -65,8 +67,9 @@ class Budgets:
         unprotected: Sequence[str],
         name_of: NameOf = str,
         most_records: int | None = None,
+        account: PrivacyAccount | None = None,
     ) -> None:
-        self.name_of, self._most_records = name_of, most_records
+        self.name_of, self._most_records, self.account = name_of, most_records, account
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
@@ -79,7 +82,7 @@ class Budgets:
         missing = [Charge(i, 0, _SHOWN, event) for event in self._shown for i in clients if event not in paid[i]]
         if missing:
             self._check_ledger(schedule)
-            ledger.charge(missing)
+            self._write(missing)
         self._paid = ledger.payers()  # since the last call of `spent`
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
@@ -125,7 +128,7 @@ class Budgets:
     def record(self, charges: Sequence[Charge]) -> None:
         """Write down charges that were paid elsewhere, see `unrecorded`."""
         self._check_ledger(self.schedule)
-        self.ledger.charge(charges)
+        self._write(charges)
         self._paid.update(charge.client for charge in charges)
 
     def _next(self, client: int, round: int, purpose: str, event: Release) -> Charge:
@@ -157,8 +160,14 @@ class Budgets:
         self._paid.update(charge.client for charge in charges)
         if self._numbers is not None:
             self._numbers.update((charge.client, charge.round) for charge in charges)
-        self.ledger.charge([charge for charge in charges if not self._is_charged(charge)])
+        self._write([charge for charge in charges if not self._is_charged(charge)])
         return [charge.number for charge in charges]
+
+    def _write(self, charges: Sequence[Charge]) -> None:
+        """Charge the account first: what a crash leaves in one of the two counts in the account."""
+        if self.account is not None and charges:
+            self.account.charge([(charge.client, charge.event) for charge in charges])
+        self.ledger.charge(charges)
 
     def change(self, schedule: RunSchedule) -> None:
         """Continue with another solved schedule, which may depend on what was released so far.
@@ -236,7 +245,10 @@ class Budgets:
             planned = [line.event for line in schedules[place].planned]  # also before the first release
             words, stated = sampling_words(planned, drawn), self._filtered(schedules[place], bound)
             promises.append(guarantee(events, delta, self.accountant, words, (), stated, self._most_records))
-        return tuple(promises[kind] for kind in kind_of)
+        together = {} if self.account is None else self.account.together()
+        stated_with, place_of = numbered([(kind, together.get(client)) for client, kind in enumerate(kind_of)])
+        different = [promises[kind].with_account(one) for kind, one in stated_with]
+        return tuple(different[place] for place in place_of)
 
     def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:
         """The composed bound, or the budget if later noise was chosen from earlier releases."""

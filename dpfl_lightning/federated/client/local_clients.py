@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +20,7 @@ from dpfl_lightning.federated.client.dummy_data import check_fits, naming_layers
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.folder import ClientFolder
-from dpfl_lightning.federated.client.identity import configuration, identity
+from dpfl_lightning.federated.client.identity import configuration, identity, sketches
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
@@ -30,11 +31,14 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
+from dpfl_lightning.privacy.accounting.events import Release, noised_steps
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee, Together
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
+from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, Entry, PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.runtime.text import counted
 
 T = TypeVar("T")
 
@@ -92,6 +96,11 @@ class LocalClients:
     def noise(self) -> str:
         return Streams(b"" if self.simulated else None).words(self.device)
 
+    @property
+    def account_words(self) -> str:
+        account = self.budgets.account
+        return "" if account is None else self._said_of(account, account.together(planned=True))
+
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
@@ -135,7 +144,14 @@ class LocalClients:
             identity=sealed,
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
+        if (account := self._account()) is not None:
+            account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file))
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
+        if account is not None:
+            added = account.settle({client: self.ledger.events(client) for client in self._everyone})
+            if added:
+                words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
+                warn_user(f"{words}: {account.path} was changed, or an older copy")
         simulated = self.simulated or self.privacy is None
         terms = (
             accountant,
@@ -145,12 +161,47 @@ class LocalClients:
             self.unprotected,
             self.population.name_of,
             self.most_records,
+            account,
         )
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
             missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
             warn_user(f"{missing}; the budget that it has spent remains spent")
+
+    def _account(self) -> PrivacyAccount | None:
+        """The account of the data holders; None for public data and without protection."""
+        chosen = None if self.privacy is None or self.simulated else self.privacy.account
+        if chosen is None or (chosen == AUTO and self.population.origin) or not any(map(len, self.population.train_of)):
+            return None
+        return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
+
+    def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> Entry:
+        own = [client for client in self._everyone if len(self.population.train_of[client])]
+        schedules, found = [plan.schedule.clients[client] for client in own], sketches(self.population, account.key)
+        names = self.population.names
+        return Entry(
+            run=run,
+            ledger=str(ledger.absolute()),
+            adjacency="add_remove" if self.privacy is None else self.privacy.relation,
+            sampling=self.sampling,
+            holders={client: names[client] if names else NAMELESS for client in own},
+            delta=tuple(schedule.delta for schedule in schedules),
+            planned=tuple(once_each(_releases, schedules)),
+            sketches=tuple(found[client] for client in own),
+        )
+
+    def outlook(self, plan: RunPlan) -> str:
+        """What a run would cost together with those in the account, in words; empty without an account."""
+        account = self._account()
+        if account is None or not account.path.is_file():
+            return ""
+        return self._said_of(account, account.outlook(self._entry(plan, account, "planned", Path("none"))))
+
+    def _said_of(self, account: PrivacyAccount, together: Mapping[int, Together]) -> str:
+        client, worst = max(together.items(), key=lambda one: one[1].epsilon)
+        who = f", {self.population.name_of(client)}, the largest" if len(together) > 1 else ""
+        return f"Account {account.path}{who}: {worst.words()}"
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
@@ -270,3 +321,11 @@ class LocalClients:
         if not self.module.large or math.isnan(self._seconds):
             self._seconds = seconds_per_record(self.engine, self.module, self.population, batch_size)
         return self._seconds
+
+
+def _releases(schedule: ClientSchedule) -> tuple[tuple[Release, int], ...]:
+    """The different releases of a schedule, and their numbers."""
+    counts = Counter[Release]()
+    for line in schedule.planned:
+        counts[line.event] += line.count
+    return tuple(counts.items())

@@ -82,6 +82,10 @@ class Clients(Protocol):
     def noise(self) -> str:
         """Where noise and sampling come from, in words."""
 
+    @property
+    def account_words(self) -> str:
+        """What the run will cost together with others on the same records; empty without an account."""
+
     def run(self, work: Callable[[], T]) -> T:
         """`work()`, the server's side of the run; of several processes only one does it, and all return the result."""
 

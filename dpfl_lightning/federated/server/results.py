@@ -59,6 +59,7 @@ class RunInfo:
         exact_times: whether times are reported as measured.
         task: of the model, in words.
         replans: whether a strategy may change the schedule during the run.
+        account: what the run will cost together with others on the same records, in words; empty without an account.
     """
 
     output_dir: Path
@@ -79,6 +80,7 @@ class RunInfo:
     task: str = ""
     strategies: tuple[str, ...] = ()
     replans: bool = False
+    account: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class RunResult:
         test_tables: confusion and calibration on the test set, see `Score`, if clients share one classifier.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
+        remarks: what strategies say of the finished run, in sentences.
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
         model: the trained net, as in `model.pt`, with personal parameters at their initial values. None if the run did
@@ -176,6 +179,7 @@ class RunResult:
     accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
     client_embedding: ClientEmbedding | None = None
+    remarks: Sequence[str] = ()
     interrupted: bool = False
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 

@@ -134,8 +134,8 @@ def in_words(result: Result) -> str:
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """Return sentences on what the scores do not show: those that are no better than a constant prediction, those that
-    the records do not define, and those of clients, which real sites would keep to themselves."""
+    """Return sentences on what the scores do not show: those that are no better than a constant prediction, what
+    strategies say, scores that the records do not define, and those that real sites would keep to themselves."""
     columns, low = known_values([scores_of(one, "test_") for one in results]), []
     for name, constants in known_values([one.get("baseline") or {} for one in results]).items():
         if name in _CONSTANT and (known := columns.get(name)) and constants:
@@ -144,6 +144,7 @@ def remarks(results: Sequence[Result]) -> list[str]:
             if gain <= 1e-9 * abs(constant):  # means of equal scores differ by rounding
                 low.append(f"{name} {formatted(name, value)} ({_CONSTANT[name]} {formatted(name, constant)})")
     sentences = [f"No better than the baseline: {', '.join(low)}."] if low else []
+    sentences += dict.fromkeys(words for result in results for words in result.get("remarks") or ())
     undefined: dict[str, dict[str, None]] = {}  # what to say -> of which clients
     for result in results:
         for metric, words in (result.get("undefined") or {}).items():

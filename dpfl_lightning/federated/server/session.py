@@ -224,7 +224,7 @@ class RunSession:
             if not resume and not self.clients.planned_rounds(path):
                 self.folder.release()
             raise
-        self.info = dataclasses.replace(self.info, engine=self.clients.description)  # known from here on
+        self.info = dataclasses.replace(self.info, engine=self.clients.description, account=self.clients.account_words)
         return saved
 
     def _begin(self) -> None:
@@ -472,6 +472,7 @@ class RunSession:
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
+            remarks=tuple(words for one in config.strategies if finished for words in answer_of(one, "remarks", view)),
             model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
             baseline={} if scores is None else dict(scores.baseline),
             undefined={} if scores is None else dict(scores.test.undefined),

@@ -134,8 +134,12 @@ class Strategy:
         return {}
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
-        """The clients as points of a plane, for a figure at the end of the run. Exclusive. Post-processing."""
+        """The clients as points of a plane, for a figure at the end of the run. The first answer counts."""
         return None
+
+    def remarks(self, view: View) -> tuple[str, ...]:
+        """Sentences beside the scores of a finished run. Post-processing."""
+        return ()
 
     def final_models(self, state: ServerState, view: View) -> ClientModels | None:
         """The models to evaluate and export instead of the server's. Exclusive."""
@@ -155,7 +159,7 @@ class Strategy:
 HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
 _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 #: hooks that decide nothing
-_REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state_dict", "load_state_dict"}
+_REPORTING = {"describe", "needs_updates", "metrics", "remarks", "client_embedding", "state_dict", "load_state_dict"}
 
 
 def _way_out(given: object) -> str:
@@ -201,7 +205,7 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
                 f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
                 "former makes updates shorter than their noise, which the latter takes for false. Remove one of them."
             )
-    for hook in ("initialise", "combine", "step", "final_models", "client_embedding"):
+    for hook in ("initialise", "combine", "step", "final_models"):
         names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
         if " and " in names:
             raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
@@ -237,9 +241,9 @@ def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) 
 
 
 def sole_answer(strategies: Sequence[Strategy], hook: str, *context: object) -> Any:
-    """The answer of the one strategy that overrides an exclusive hook, or None."""
+    """The first answer that is not None of the strategies that override a hook; of an exclusive one only one does."""
     answers = (answer_of(strategy, hook, *context) for strategy in strategies if overrides(strategy, hook))
-    return next(answers, None)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def strategy_digests(strategies: Sequence[Strategy]) -> dict[str, str]:

@@ -157,6 +157,10 @@ class Rdp(Accountant):
         epsilon, how = (pure, PURE) if pure <= epsilon and not releases.noiseless else (epsilon, self.description)
         return rounded_up(epsilon, 6), how
 
+    def curves(self, queries: Sequence[Query]) -> np.ndarray:
+        """Return the RDP of each client at each order, `[clients, orders]`."""
+        return self._rdp([composed(*query) for query in queries])
+
     def _rdp(self, clients: Sequence[Composed]) -> np.ndarray:
         """Return the RDP of each client, [clients, orders]; each distinct mechanism is computed once."""
         total = np.zeros((len(clients), len(self.orders)))

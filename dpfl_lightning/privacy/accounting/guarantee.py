@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS, Accountant, finite_or_none
@@ -44,6 +44,12 @@ ENDS_BY_RESULTS = "the run may end by its results, so what is guaranteed is the 
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
 FILTER = "as a privacy filter: the whole budget is what holds"
 
+#: not covered, without an account and with one
+OTHER_RUNS = "other runs on the same records, copies of this run's folder included: their epsilons add up"
+UNKNOWN_RUNS = (
+    "runs on the same records that are not in the account: of other users and machines, or with privacy.account null"
+)
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED: tuple[str, ...] = (
     "test and held-out records, on which models are evaluated",
@@ -51,8 +57,41 @@ NOT_COVERED: tuple[str, ...] = (
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
     "the clients of an experiment",
     "times, memory, sizes of files and errors of the computation, which can depend on records",
-    "other runs on the same records, copies of this run's folder included: their epsilons add up",
+    OTHER_RUNS,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What all runs in the account of a data holder reveal together, composed as if one run had planned them.
+
+    `runs` is the number of the others, `limit` the epsilon that all may have at this delta, None without a limit.
+    """
+
+    runs: int
+    epsilon: float
+    delta: float
+    accountant: str
+    adjacency: str
+    sampling: str
+    limit: float | None = None
+
+    def words(self) -> str:
+        """Return what the runs cost together, as one sentence.
+
+        >>> Together(runs=2, epsilon=5.5, delta=1e-4, accountant="", adjacency="", sampling="", limit=8.0).words()
+        'With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001.'
+        """
+        if not self.runs and self.limit is None:
+            return "No other run on the same records is in the account."
+        runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
+        cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
+        cost += "" if self.limit is None else f" of a limit of {at_most(self.limit)}"
+        return f"{runs} on the same records: {cost}, at delta {at_most(self.delta)}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields for JSON; an infinite epsilon is None."""
+        return {**vars(self), "epsilon": finite_or_none(self.epsilon)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +101,7 @@ class Guarantee:
     `epsilon` is an upper bound, rounded up to 1e-6; inf means no guarantee. `sampling` says how batches are drawn,
     `accountant` how epsilon was computed. `covers` names the releases that epsilon covers, none if it is infinite;
     `not_covered` includes the caveats and `unprotected`, what is released without noise, so that epsilon is infinite.
+    `together` is what the account of the data holder says about all runs; None without an account.
     """
 
     epsilon: float
@@ -74,6 +114,7 @@ class Guarantee:
     not_covered: tuple[str, ...] = NOT_COVERED
     caveats: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
+    together: Together | None = None
 
     @property
     def simulated(self) -> bool:
@@ -95,7 +136,15 @@ class Guarantee:
                 f"({self.adjacency}), {self.sampling}, accounted by {self.accountant}."
             )
             sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
-        return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
+        said = [sentence, *([] if self.together is None else [self.together.words()])]
+        return " ".join([*said, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
+
+    def with_account(self, together: Together | None) -> Self:
+        """Return the guarantee beside that of all runs in the account, if there is one."""
+        if together is None:
+            return self
+        gaps = tuple(UNKNOWN_RUNS if gap == OTHER_RUNS else gap for gap in self.not_covered)
+        return replace(self, together=together, not_covered=gaps)
 
     def __str__(self) -> str:
         said = (*self.caveats, *self.unprotected)
@@ -104,6 +153,8 @@ class Guarantee:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and `words` for JSON; an infinite epsilon is None."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        if (one := self.together) is not None:
+            fields["together"] = one.as_dict()
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
     @classmethod
@@ -111,8 +162,10 @@ class Guarantee:
         """Return the guarantee that `as_dict` describes. Raises TypeError, ValueError or KeyError if it is none."""
         fields: dict[str, Any] = {name: value for name, value in content.items() if name != "words"}
         lists = {name: tuple(map(str, value)) for name, value in fields.items() if isinstance(value, list)}
-        epsilon = math.inf if fields["epsilon"] is None else float(fields["epsilon"])
-        return cls(**{**fields, **lists, "epsilon": epsilon, "delta": float(fields["delta"])})
+        one = fields.get("together")
+        together = None if one is None else Together(**{**one, "epsilon": _epsilon(one["epsilon"])})
+        numbers = {"epsilon": _epsilon(fields["epsilon"]), "delta": float(fields["delta"])}
+        return cls(**{**fields, **lists, **numbers, "together": together})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +237,13 @@ def weakest(guarantees: Sequence[Guarantee]) -> RunGuarantee:
     """Return the guarantee of the client with the largest epsilon, which is that of the run."""
     one = max(guarantees, key=lambda guarantee: guarantee.epsilon)
     unbounded = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
-    return RunGuarantee(**vars(one), clients=len(guarantees), unbounded=unbounded)
+    accounts = [guarantee.together for guarantee in guarantees if guarantee.together is not None]
+    together = max(accounts, key=lambda account: account.epsilon, default=None)
+    return RunGuarantee(**{**vars(one), "together": together}, clients=len(guarantees), unbounded=unbounded)
+
+
+def _epsilon(value: Any) -> float:
+    return math.inf if value is None else float(value)
 
 
 def leaks_of(events: Iterable[Event]) -> tuple[str, ...]:

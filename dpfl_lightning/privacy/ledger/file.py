@@ -27,8 +27,8 @@ VERSION = 2
 _DIGITS = re.compile("[0-9a-f]{32}")  # of a run's name, and of a chain
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
-_NO_CHAIN = "0" * 32  # chain before the first line
-_TAIL = len(f', "chain": "{_NO_CHAIN}"}}\n')
+NO_CHAIN = "0" * 32  # chain before the first line
+_TAIL = len(f', "chain": "{NO_CHAIN}"}}\n')
 _UNLINKED = "a line that does not follow the one before: a line was edited, inserted, moved or removed"
 CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
 
@@ -71,7 +71,7 @@ class Header:
         given = self.identity.get("planned")
         if given is None:
             return ()
-        different = [tuple(map(_release_of, events)) for events in given["events"]]
+        different = [tuple(map(release_of, events)) for events in given["events"]]
         return tuple(different[place] for place in given["of"])
 
     def name_of(self, client: int) -> str:
@@ -133,7 +133,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
             "cut off the ledger's end. Copy it together with the ledger (MLflow keeps both), or start a new run."
         )
     heads = {f"`{head_file(path).name}`": head, **(known or {})}
-    header, lines, size, chain = None, 0, 0, _NO_CHAIN
+    header, lines, size, chain = None, 0, 0, NO_CHAIN
     late: list[int] = []  # clients of the lines after the head
     with open(path, "rb") as file:
         total = os.fstat(file.fileno()).st_size  # lines that are written from now on are later than the heads
@@ -142,7 +142,7 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
             if not complete or size + len(line) > total:
                 break
             lines += 1
-            if not _follows(line, chain):
+            if not follows(line, chain):
                 raise _changed(path, lines, _UNLINKED)
             size, chain = size + len(line), chain_of(line)
             if header is None:
@@ -198,7 +198,7 @@ def header_line(header: Header) -> bytes:
         "caveats": header.caveats,
         "identity": header.identity,
     }
-    return _sealed(json.dumps(fields).encode()[:-1], _NO_CHAIN)
+    return sealed(json.dumps(fields).encode()[:-1], NO_CHAIN)
 
 
 def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
@@ -210,7 +210,7 @@ def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
         place = f'"client": {charge.client}, "round": {charge.round}, "number": {charge.number}'
         body = f'{{{place}, "purpose": {json.dumps(charge.purpose)}, "event": {_event_json(charge.event)}'
         body += f', "salt": "{secrets.token_hex(8)}"'
-        line = _sealed(body.encode(), chain)
+        line = sealed(body.encode(), chain)
         chain = chain_of(line)
         yield line
 
@@ -257,7 +257,7 @@ def read_header(path: Path) -> Header | None:
         line = file.readline()
     if not line.endswith(b"\n"):
         return None
-    if not _follows(line, _NO_CHAIN):
+    if not follows(line, NO_CHAIN):
         raise _changed(path, 1, _UNLINKED)
     return _first(path, line)
 
@@ -284,14 +284,15 @@ def is_begun(path: Path) -> bool:
     return line.endswith(b"\n") or (head is None and line != b"")
 
 
-def _sealed(body: bytes, before: str) -> bytes:
-    """Return a complete line from its content without the closing brace, with its chain."""
+def sealed(body: bytes, before: str) -> bytes:
+    """Return a complete line from its JSON object without the closing brace, with its chain."""
     chain = hashlib.blake2b(before.encode() + body, digest_size=16).hexdigest()
     return body + f', "chain": "{chain}"}}\n'.encode()
 
 
-def _follows(line: bytes, before: str) -> bool:
-    return line == _sealed(line[:-_TAIL], before)
+def follows(line: bytes, before: str) -> bool:
+    """Return whether a complete line goes on from the line with this chain."""
+    return line == sealed(line[:-_TAIL], before)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -363,10 +364,11 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
 def _charge_of(fields: dict[str, Any]) -> Charge:
     for name in ("chain", "salt"):
         fields.pop(name, None)
-    return Charge(event=_release_of(fields.pop("event")), **fields)
+    return Charge(event=release_of(fields.pop("event")), **fields)
 
 
-def _release_of(fields: dict[str, Any]) -> Release:
+def release_of(fields: dict[str, Any]) -> Release:
+    """Return the release that `as_dict` describes. Raises KeyError, TypeError or ValueError for others."""
     event = event_of(fields)
     if not isinstance(event, Release):
         raise TypeError(event)

@@ -21,14 +21,14 @@ from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.strategies.aggregation.client_differences import ClientDifferences
 
 _KEPT = 1 << 22  # numbers of the clients' sums of updates that are kept, of all clients together
 
 
 @dataclass
-class NoiseAware(Strategy):
+class NoiseAware(ClientDifferences):
     """Weights that balance noise against bias: client i has the share `~ 1 / (v_i + T g^2)` of the mean gradient.
 
     v_i is the noise variance of its update per step, g^2 the variance between the clients' mean gradients, estimated
@@ -57,6 +57,7 @@ class NoiseAware(Strategy):
 
     role = "base"
     needs_training = True
+    _advice = " The strategy mixed_effects, with a model for each client, may be more accurate."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +100,9 @@ class NoiseAware(Strategy):
             cut = np.sqrt(1 - too_long / np.maximum(squares, 1e-300)) / length
             signals = mean_gradient[rows] * torch.from_numpy(cut).float()[:, None]
             self._learn(signals[counted], noise[counted], clients[rows][counted], view)
+            if len(rows) == count and noise.any():  # differences to report are those of one model
+                gradients = updates.released.flatten(1) / torch.from_numpy(unit).to(updates.released)[:, None]
+                self._products_of(view).add(gradients, np.maximum(noise / max(num_params, 1), 1e-300), clients)
             if counted.any():
                 bias = rounds * self._variance_between()
                 # a short signal is one that the others do not share, not one with less of its own
@@ -168,8 +172,11 @@ class NoiseAware(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, f"_{name}") for name in ("between", "aligned", "sums", "rounds")}
-        return {name: None if one is None else one.clone() for name, one in kept.items()}
+        kept = {name: None if one is None else one.clone() for name, one in kept.items()}
+        return {**kept, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, one in state.items():
+        super().load_state_dict(state)
+        for name in ("between", "aligned", "sums", "rounds"):
+            one = state[name]
             setattr(self, f"_{name}", None if one is None else one.cpu().clone())

@@ -9,18 +9,19 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from dpfl_lightning.algorithms.mixed_effects import RoundProducts, blup_weights, layers_of, limited_weights
+from dpfl_lightning.algorithms.mixed_effects import blup_weights, limited_weights
 from dpfl_lightning.algorithms.random_effects import LEAST, excess, most_influence, opposed
 from dpfl_lightning.algorithms.update_geometry import gram_and_width
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.summary import of_all
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.strategies.aggregation.client_differences import ClientDifferences
 from dpfl_lightning.strategies.clustering.local import Local
 
 
 @dataclass
-class MixedEffects(Local):
+class MixedEffects(ClientDifferences, Local):
     """A model for each client that moves by the best linear unbiased prediction of the client's own mean gradient.
 
     The prediction is a weighted mean of all updates, for each layer. Products of updates of different rounds show how
@@ -47,8 +48,6 @@ class MixedEffects(Local):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._products: RoundProducts | None = None
-        self._saved: dict[str, Any] | None = None  # of a resumed run, until its layers are known
         self._own = torch.zeros(0)  # weight of each client's update in its own model, `[N]`
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -102,20 +101,12 @@ class MixedEffects(Local):
             weight = np.where(own[:, apart].any(axis=1)[:, None], weight, others)
         return weight
 
-    def _products_of(self, view: View) -> RoundProducts:
-        if self._products is None:
-            layers = layers_of(view.module.named_trainable, view.module.personal)
-            self._products = RoundProducts(layers, view.facts.num_clients)
-            if self._saved is not None:
-                self._products.load_state_dict(self._saved)
-        return self._products
-
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return {"own_weight": self._own} if len(self._own) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        products = self._saved if self._products is None else self._products.state_dict()
-        return {"products": products, "own": self._own.clone()}
+        return {"own": self._own.clone(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._products, self._saved, self._own = None, state["products"], state["own"].cpu().clone()
+        super().load_state_dict(state)
+        self._own = state["own"].cpu().clone()

@@ -24,9 +24,9 @@ def chosen(row: str, column: str, scale: str, table: str, columns: Mapping[str, 
     must = f"have rows of its settings in {table}, such as {row}_0.2, so that one can be chosen"
     require(bool(names), f"row {row}", must, None, "Or give it a number in place of the function that chooses.")
     place, scale = _place(tuning, column, scale, columns)
-    made = _made(tuning, names, row, place, scale)
+    made = settings_made(tuning, names, row, place, scale)
     if (further := setting_beyond(made)) and f"{row}_{BEYOND}" in tuning.rows:
-        made |= _made(tuning, {further: f"{row}_{BEYOND}"}, row, place, scale)
+        made |= settings_made(tuning, {further: f"{row}_{BEYOND}"}, row, place, scale)
     return best_setting(made)
 
 
@@ -38,7 +38,7 @@ def beyond(row: str, column: str, scale: str, table: str) -> float:
         NotYet: a cell of the others is missing.
     """
     tuning, method = experiments()[table], row.rpartition("_")[0]
-    further = setting_beyond(_made(tuning, candidates(tuning, method), method, column, scale))
+    further = setting_beyond(settings_made(tuning, candidates(tuning, method), method, column, scale))
     if further is None:
         raise NotNeeded(f"the best setting of {method} in {column} of {table} is no end of the range")
     return further
@@ -51,7 +51,7 @@ def option_of_best(
     tuning = experiments()[table]
     place, scale = _place(tuning, column, scale, columns)
     names = {name: name for name in tuning.rows if name.startswith(rows)}
-    best = best_setting(_made(tuning, names, row, place, scale))
+    best = best_setting(settings_made(tuning, names, row, place, scale))
     made_by = tuning.cells[best]
     assert isinstance(made_by, Training)
     return declared_keys(made_by, Cell(table, best, place, scale))[option]
@@ -63,7 +63,7 @@ def _place(tuning: Experiment, column: str, scale: str, columns: Mapping[str, st
     return next(to for name, to in places.items() if column.startswith(name)), tuning.scale(scale)
 
 
-def _made(
+def settings_made(
     tuning: Experiment, names: Mapping[Any, str], row: str, place: str, scale: str
 ) -> dict[Any, dict[int | None, float]]:
     """Setting -> seed -> accuracy of these settings, which are setting -> row of the tuning table."""

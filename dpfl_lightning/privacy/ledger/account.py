@@ -1,0 +1,482 @@
+"""The account of data holders: what all runs on their records have released, in one file outside of every run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from dpfl_lightning.config.reading import check_format
+from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS
+from dpfl_lightning.privacy.accounting.events import Release
+from dpfl_lightning.privacy.accounting.guarantee import Together
+from dpfl_lightning.privacy.accounting.joint import History, RenyiFilter, joint_bounds, relation_of_all
+from dpfl_lightning.privacy.accounting.planned import numbered
+from dpfl_lightning.privacy.ledger.file import NO_CHAIN, Header, chain_of, follows, release_of, sealed
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
+from dpfl_lightning.runtime.files import is_locked
+from dpfl_lightning.runtime.strict_json import parsed
+from dpfl_lightning.runtime.text import at_most
+
+Runs = Mapping[str, tuple["Entry", Mapping[int, Counter[Release]]]]
+
+VERSION = 1
+AUTO = "auto"  # privacy.account: the user's file for own data, none for public data
+PLACE = "DPFL_ACCOUNT"  # variable of the environment with the path of the user's file
+#: as the holder of clients without names, of whom any may be any
+NAMELESS = "clients without names"
+_WAY_OUT = (
+    "Restore the newest copy; or go on with what it holds: `dpfl account accept`, then `dpfl account add RUN ...`."
+)
+
+
+def users_file() -> Path:
+    """Return the path of the user's account."""
+    import platformdirs
+
+    named = os.environ.get(PLACE)
+    return Path(named).expanduser() if named else platformdirs.user_data_path("dpfl_lightning") / "account.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run in the account.
+
+    Args:
+        run: name of the run's ledger, whose file `ledger` is locked as long as the run goes on.
+        holders: client -> its name, or `NAMELESS`; clients without records are left out.
+        delta, planned: of each of these clients, in the same order; `planned` are different releases and their numbers.
+        sketches: digests of some records of each, which show later that two clients have much in common.
+    """
+
+    run: str
+    ledger: str
+    adjacency: str
+    sampling: str
+    holders: Mapping[int, str]
+    delta: tuple[float, ...]
+    planned: tuple[tuple[tuple[Release, int], ...], ...]
+    sketches: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """All that the account says about a data holder, who may have several names; `used` is the share of a limit."""
+
+    names: tuple[str, ...]
+    together: Together
+    used: float | None
+
+
+class PrivacyAccount:
+    """One file (mode 0600) to which every run on own records appends its charges, synced before anything is computed.
+
+    A charge is counted each time that it is made, so that copies of a run, runs at the same time and runs whose folder
+    is gone are all counted. Every line is linked to the one before. A small file in the user's state directory
+    remembers the last one: an account that is older, or gone, is refused. Who deletes both is not noticed.
+
+    **Privacy** For the data holders alone: it holds names, and keyed digests of records beside the key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entry: Entry | None = None
+        self._forget()
+
+    # -- a run
+
+    def enter(self, entry: Entry) -> None:
+        """Begin or resume a run. Raises UserError if its plan, with all other runs, would exceed a limit.
+
+        Runs that go on at the same time count with all that they plan.
+        """
+        with self._locked() as file:
+            known = self._runs.get(entry.run)
+            joins = [] if known else self._joins(entry)
+            self._append(file, [{"same": pair} for pair in joins])
+            self._check(entry, Counter())
+            if known is None or known[0] != entry:
+                self._append(file, [_line_of(entry)])
+            self._within = len(self._chains)
+        for one, other in joins:
+            warn_user(f"{one} has records of {other}: their accounts are one from now on")
+        self._entry = entry
+
+    def add(self, ledger: Path, header: Header, paid: Sequence[Sequence[Release]]) -> int:
+        """Add a run that was made elsewhere, of which the account lacks releases; return how many. No limit refuses it.
+
+        `paid` is what each client has released.
+        """
+        clients = [client for client, events in enumerate(paid) if events]
+        named = bool(header.identity.get("names"))
+        entry = Entry(
+            run=header.run,
+            ledger=str(ledger.absolute()),
+            adjacency=header.adjacency,
+            sampling=header.sampling,
+            holders={client: header.name_of(client) if named else NAMELESS for client in clients},
+            delta=tuple(header.delta[client] for client in clients),
+            planned=((),) * len(clients),
+            sketches=((),) * len(clients),
+        )
+        with self._locked() as file:
+            if entry.run not in self._runs:
+                self._append(file, [_line_of(entry)])
+            self._entry = self._runs[entry.run][0]
+        added = self.settle(dict(enumerate(paid)))
+        self._entry = None
+        return added
+
+    def settle(self, paid: Mapping[int, Sequence[Release]]) -> int:
+        """Add what the ledger of the run holds and the account lacks; return how many releases these are."""
+        entry = self._current
+        with self._locked() as file:
+            has = self._runs[entry.run][1]
+            lacks = {client: Counter(paid.get(client, ())) - has[client] for client in entry.holders}
+            charges = [(client, event) for client, events in lacks.items() for event in events.elements()]
+            self._append(file, _paid_lines(entry.run, charges))
+        return len(charges)
+
+    def charge(self, charges: Iterable[tuple[int, Release]]) -> None:
+        """Write down what clients of the run are about to release. Raises UserError if that would exceed a limit."""
+        entry = self._current
+        counts = Counter((client, event) for client, event in charges if client in entry.holders)
+        with self._locked() as file:
+            if entry.run not in self._runs:
+                self._append(file, [_line_of(entry)])
+            within = self._within == len(self._chains) and self._plans(entry, counts)
+            if not within:
+                self._check(entry, counts)
+            self._append(file, _paid_lines(entry.run, list(counts.elements())))
+            self._within = len(self._chains) if within else -1
+
+    def together(self, planned: bool = False) -> dict[int, Together]:
+        """Return what each client of the run has released in all runs, or will have if it releases what is planned."""
+        with self._locked():
+            return self._of_clients(self._current, {self._current.run} if planned else (), self._runs)
+
+    def outlook(self, entry: Entry) -> dict[int, Together]:
+        """Return what each client of a run will have released in all runs, of which nothing is written down.
+
+        Raises UserError if its plan would exceed a limit.
+        """
+        with self._locked():
+            self._check(entry, {})
+            nothing = {client: Counter[Release]() for client in entry.holders}
+            return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
+
+    def _of_clients(self, entry: Entry, planned: Collection[str], runs: Runs) -> dict[int, Together]:
+        groups, place_of = numbered([self._group(name) for name in entry.holders.values()])
+        found = self._together(groups, entry.run, planned, runs)
+        return {client: found[place] for client, place in zip(entry.holders, place_of, strict=True)}
+
+    # -- the operator
+
+    def holders(self, run: str | None = None) -> list[Holder]:
+        """Return every data holder, or those of one run."""
+        with self._locked():
+            entries = [entry for entry, _ in self._runs.values() if run in (None, entry.run)]
+            names = [*(name for entry in entries for name in entry.holders.values()), *(() if run else self._limits)]
+            groups = list(dict.fromkeys(map(self._group, names)))
+            together, used = self._together(groups, run), [self._used(group) for group in groups]
+        rows = zip(groups, together, used, strict=True)
+        return [Holder(tuple(sorted(group)), one, share) for group, one, share in rows]
+
+    def limit(self, holder: str, epsilon: float, delta: float) -> None:
+        """Set the limit on all runs on the records of a holder. Raises UserError if it is out of range."""
+        RenyiFilter(epsilon, delta)
+        with self._locked() as file:
+            self._append(file, [{"limit": [holder, epsilon, delta]}])
+
+    def join(self, one: str, other: str) -> None:
+        """Say that two names are of one holder."""
+        with self._locked() as file:
+            known = {name for entry, _ in self._runs.values() for name in entry.holders.values()} | self._limits.keys()
+            for name in (one, other):
+                require(name in known, "HOLDER", f"be one of {', '.join(sorted(known)) or 'no holder'}", name)
+            self._append(file, [{"same": [one, other]}])
+
+    def accept(self) -> int:
+        """Go on with an account that is older than the one that was seen last; return its number of lines."""
+        self._seen.unlink(missing_ok=True)
+        with self._locked():
+            return len(self._chains)
+
+    # -- what is composed
+
+    @property
+    def _current(self) -> Entry:
+        if self._entry is None:
+            raise RuntimeError("no run has entered the account")
+        return self._entry
+
+    def _group(self, name: str) -> frozenset[str]:
+        return self._same.get(name, frozenset([name]))
+
+    def _history(
+        self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
+    ) -> tuple[list[Entry], History]:
+        """Return the runs on the records of a group of names, and what each client of it released in each of them.
+
+        Of `planned` runs it is what they plan, where that is more. `runs` replaces those of the file.
+        """
+        entries, history = [], []
+        for entry, paid in (self._runs if runs is None else runs).values():
+            clients = [
+                (client, Counter(dict(plan)) if entry.run in planned else Counter[Release]())
+                for (client, name), plan in zip(entry.holders.items(), entry.planned, strict=True)
+                if name in group
+            ]
+            counts = [paid[client] | plan for client, plan in clients]
+            if any(counts):
+                entries.append(entry)
+                history.append([tuple(event.repeated(n) for event, n in count.items()) for count in counts])
+        return entries, history
+
+    def _limit_of(self, group: Collection[str]) -> tuple[float, float] | None:
+        return min((self._limits[name] for name in group if name in self._limits), default=None)
+
+    def _together(
+        self,
+        groups: Sequence[Collection[str]],
+        own: str | None,
+        planned: Collection[str] = (),
+        runs: Runs | None = None,
+    ) -> list[Together]:
+        """Return what holds for each group of names beside the run `own`."""
+        histories = [self._history(group, planned, runs) for group in groups]
+        limits = [self._limit_of(group) for group in groups]
+        deltas = [
+            max((max(entry.delta) for entry in entries), default=0.0) if limit is None else limit[1]
+            for (entries, _), limit in zip(histories, limits, strict=True)
+        ]
+        relations = [_relation(entries) for entries, _ in histories]
+        bounds = joint_bounds([(h, d, r) for (_, h), d, r in zip(histories, deltas, relations, strict=True)])
+        return [
+            Together(
+                runs=sum(entry.run != own for entry in entries),
+                epsilon=epsilon,
+                delta=delta,
+                accountant=accountant,
+                adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[relation],
+                sampling=SAMPLERS[weakest(entry.sampling for entry in entries)].words if entries else "",
+                limit=None if limit is None else limit[0],
+            )
+            for (entries, _), limit, delta, relation, (epsilon, accountant) in zip(
+                histories, limits, deltas, relations, bounds, strict=True
+            )
+        ]
+
+    def _used(self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None) -> float | None:
+        if (limit := self._limit_of(group)) is None:
+            return None
+        entries, history = self._history(group, planned, runs)
+        return RenyiFilter(*limit).used(history, _relation(entries))
+
+    def _check(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> None:
+        """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
+        limited = [group for group in {*map(self._group, entry.holders.values())} if self._limit_of(group)]
+        if not limited:
+            return
+        paid = {client: Counter[Release]() for client in entry.holders}
+        paid |= {client: Counter(events) for client, events in self._runs.get(entry.run, (entry, {}))[1].items()}
+        for (client, event), count in charges.items():
+            paid[client][event] += count
+        others = {one.run for one, _ in self._runs.values() if one.run != entry.run and is_locked(Path(one.ledger))}
+        for group in limited:
+            limit, planned = self._limit_of(group), set() if charges else {entry.run, *others}
+            used = self._used(group, planned, {**self._runs, entry.run: (entry, paid)})
+            if limit is not None and used is not None and used > 1:
+                rest = self._used(group, planned, {run: one for run, one in self._runs.items() if run != entry.run})
+                must = f"keep the limit of {_named(group)}, epsilon {at_most(limit[0])} at delta {at_most(limit[1])}"
+                advice = "Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account`."
+                got = f"{used:.1%} of it (Renyi filter), {rest:.1%} without this run"
+                require(False, "privacy.account", must, got, advice)
+
+    def _plans(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> bool:
+        """Return whether a run plans these charges beside those that it has paid for."""
+        planned, paid = dict(zip(entry.holders, map(dict, entry.planned), strict=True)), self._runs[entry.run][1]
+        return all(paid[client][event] + n <= planned[client].get(event, 0) for (client, event), n in charges.items())
+
+    def _joins(self, entry: Entry) -> list[tuple[str, str]]:
+        """Return the names that have records in common with a client of the run that had other records before.
+
+        A client whose records resemble those of its own name is that holder, and nobody else is.
+        """
+        before: dict[str, list[set[str]]] = {}
+        for one, _ in self._runs.values():
+            for name, sketch in zip(one.holders.values(), one.sketches, strict=True):
+                before.setdefault(name, []).append(set(sketch))
+        mine = [(name, set(sketch)) for name, sketch in zip(entry.holders.values(), entry.sketches, strict=True)]
+        sure = {name for name, sketch in mine if any(_alike(sketch, one) for one in before.get(name, ()))}
+        return [
+            (name, other)
+            for name, sketch in mine
+            if name not in sure
+            for other, sketches in before.items()
+            if other not in self._group(name) | sure and any(_alike(sketch, one) for one in sketches)
+        ]
+
+    # -- the file
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[FileIO]:
+        """Hold the lock of the file, and know all of its lines."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            must = "be a file that can be written"
+            advice = f"Set {PLACE}, or privacy.account to such a file, or to null to keep none."
+            raise UserError(f"`{self.path}` must {must}, got {error.strerror}. {advice}") from None
+        with open(descriptor, "r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._read(file)
+            yield file
+
+    def _forget(self) -> None:
+        self._chains: list[str] = []
+        self._size = 0
+        self._inode = (
+            self._within
+        ) = -1  # `_within`: number of lines with which all that the run plans is within the limits
+        self._runs: dict[str, tuple[Entry, dict[int, Counter[Release]]]] = {}
+        self._same: dict[str, frozenset[str]] = {}
+        self._limits: dict[str, tuple[float, float]] = {}
+        self._key = b""
+
+    def _read(self, file: FileIO) -> None:
+        """Read the lines that others have added, and check that the file goes on from what was seen last."""
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._size:
+            self._forget()
+            self._inode = status.st_ino
+        file.seek(self._size)
+        for line in (file.read() or b"").splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # a crash interrupted it, before anything was computed
+            if not follows(line, self._chains[-1] if self._chains else NO_CHAIN):
+                raise self._changed(f"a line {len(self._chains) + 1} that does not follow the one before")
+            self._take(line)
+        try:
+            seen = json.loads(self._seen.read_bytes())
+            lines, chain = int(seen["lines"]), str(seen["chain"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return
+        if self._chains[lines - 1 : lines] != [chain]:
+            raise self._changed(f"{len(self._chains)}: an older copy, or another file")
+
+    def _changed(self, got: str) -> UserError:
+        return UserError(f"`{self.path}` must hold all lines that were written to it, got {got}. {_WAY_OUT}")
+
+    def _take(self, line: bytes) -> None:
+        """Remember a line of the file."""
+        content = parsed(line)
+        self._size += len(line)
+        self._chains.append(chain_of(line))
+        if "account" in content:
+            check_format(self.path, content["account"], VERSION)
+            self._key = bytes.fromhex(content["key"])
+        elif "run" in content:
+            entry = _entry_of(content)
+            paid = self._runs[entry.run][1] if entry.run in self._runs else {}
+            self._runs[entry.run] = entry, {**{client: Counter() for client in entry.holders}, **paid}
+        elif "paid" in content:
+            paid = self._runs[content["paid"]][1]
+            for fields, clients in content["releases"]:
+                for client in clients:
+                    paid[client][release_of(fields)] += 1
+        elif "limit" in content:
+            holder, epsilon, delta = content["limit"]
+            self._limits[holder] = epsilon, delta
+        else:
+            group = self._group(content["same"][0]) | self._group(content["same"][1])
+            self._same |= dict.fromkeys(group, group)
+
+    def _append(self, file: FileIO, contents: Sequence[Mapping[str, Any]]) -> None:
+        """Write lines and sync; a new file gets a header. Nothing that is not on disk is remembered."""
+        if not self._chains:
+            contents = [{"account": VERSION, "key": secrets.token_hex(32)}, *contents]
+        lines, chain = [], self._chains[-1] if self._chains else NO_CHAIN
+        for content in contents:
+            lines.append(sealed(json.dumps(content).encode()[:-1], chain))
+            chain = chain_of(lines[-1])
+        if not lines:
+            return
+        try:
+            file.truncate(self._size)
+            rest = memoryview(b"".join(lines))
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except OSError as error:
+            self._forget()  # what is on disk is unknown
+            error.filename = str(self.path)  # a full disk does not say which file it was
+            raise
+        for line in lines:
+            self._take(line)
+        self._seen.parent.mkdir(parents=True, exist_ok=True)
+        self._seen.write_text(json.dumps({"lines": len(self._chains), "chain": self._chains[-1]}))
+
+    @property
+    def _seen(self) -> Path:
+        """The file that remembers the last line."""
+        import platformdirs
+
+        digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
+        return platformdirs.user_state_path("dpfl_lightning") / f"account-{digest}.json"
+
+    @property
+    def key(self) -> bytes:
+        """The key of the digests of records."""
+        with self._locked() as file:
+            self._append(file, [])
+            return self._key
+
+
+def _named(group: Collection[str]) -> str:
+    return " or ".join(sorted(group))
+
+
+def _relation(entries: Sequence[Entry]) -> str:
+    return relation_of_all([entry.adjacency for entry in entries] or ["add_remove"])
+
+
+def _alike(one: set[str], other: set[str]) -> bool:
+    return 2 * len(one & other) >= min(len(one), len(other)) > 0
+
+
+def _line_of(entry: Entry) -> dict[str, Any]:
+    different, places = numbered(entry.planned)
+    planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
+    fields = {name: getattr(entry, name) for name in ("run", "ledger", "adjacency", "sampling", "delta", "sketches")}
+    return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
+
+
+def _entry_of(content: Mapping[str, Any]) -> Entry:
+    planned = [tuple((release_of(fields), count) for fields, count in plan) for plan in content["planned"]]
+    return Entry(
+        **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling")},
+        holders={client: name for client, name in content["holders"]},
+        delta=tuple(content["delta"]),
+        planned=tuple(planned[place] for place in content["plan_of"]),
+        sketches=tuple(map(tuple, content["sketches"])),
+    )
+
+
+def _paid_lines(run: str, charges: Sequence[tuple[int, Release]]) -> list[dict[str, Any]]:
+    """Return one line for the charges, in which each different release is written once."""
+    clients: dict[Release, list[int]] = {}
+    for client, event in charges:
+        clients.setdefault(event, []).append(client)
+    return [{"paid": run, "releases": [[event.as_dict(), who] for event, who in clients.items()]}] if clients else []

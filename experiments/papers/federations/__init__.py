@@ -1,0 +1,1 @@
+"""One rule for every federation: rates, and the largest deficits."""

@@ -1,0 +1,86 @@
+"""Seven rules in five federations, each with one learning rate for all of them. No paper has these tables."""
+
+from experiments.papers.declarations import by_column, entry, lazy, table
+
+RATES = (0.05, 0.12, 0.3)  # candidates of every rule
+#: name -> title and strategies
+_RULES: dict = {
+    "dpfedavg": ("DPFedAvg", {"size_weighted": {}}),
+    "noise_aware": ("noise_aware", {"noise_aware": {}}),
+    "robust_hdp": ("Robust-HDP as printed", {"robust_hdp": {"estimator": "rpca", "row_choice": "head"}}),
+    "local": ("local", {"size_weighted": {}, "local": {}}),
+    "mr_mtl": ("MR-MTL, pull 0.2", {"size_weighted": {}, "mr_mtl": {"pull": 0.2}}),
+    "clustered": ("clustered and noise_aware", {"noise_aware": {}, "clustered": {}}),
+    "mixed_effects": ("mixed_effects", {"mixed_effects": {}}),
+}
+_ROTATION = {"data.groups": {"name": "rotation", "sizes": [3, 5, 6, 6]}}
+_RUN = {
+    "config": "conf/fmnist.yaml",
+    "rounds": 10,
+    "privacy.reserve_rounds": 20,  # the noise of 30 rounds
+    "evaluation.every": 10,
+}
+
+
+def _dist(number: int) -> dict:
+    return entry(f"dist{number}", f"Dist{number}", {"privacy.epsilon.name": f"dist{number}"})
+
+
+TABLES = [
+    table(
+        "federations.tuning",
+        title="Learning rates of seven rules, on public records alone",
+        shows="mean accuracy of the clients, %, who draw from 10,000 public records, each scored on 2,000 others like "
+        "its own",
+        rows=[
+            entry(f"{name}_{rate}", f"{title}, {rate}", {"clients.learning_rate": rate, "strategies": strategies})
+            for name, (title, strategies) in _RULES.items()
+            for rate in RATES
+        ],
+        columns=[_dist(1), _dist(5), entry("groups", "four groups", _ROTATION)],
+        options={
+            **_RUN,
+            "data.use_public": True,
+            "data.partition.name": "overlapping",
+            "data.test_per_client": 2000,
+        },
+        scales={"small": "10 rounds, with the noise of 30"},
+        minutes={"small": 1.5},
+        summary="federations.rates:choices",
+        notes=["No private record takes part. A rule has the rate with the best mean over the three columns."],
+    ),
+    table(
+        "federations.accuracy",
+        title="One rule for every federation, Fashion-MNIST, 20 clients",
+        shows="mean over the clients of the accuracy of the client's model on official test records that are "
+        "distributed like its own records, %",
+        rows=[
+            entry(
+                name,
+                title,
+                {
+                    "clients.learning_rate": lazy("federations.rates:chosen", table="federations.tuning"),
+                    "strategies": strategies,
+                },
+            )
+            for name, (title, strategies) in _RULES.items()
+        ],
+        columns=[
+            *map(_dist, (1, 5, 9)),
+            entry(
+                "dirichlet",
+                "Dirichlet 0.3",
+                {"data.records_per_client": None, "data.partition.name": "dirichlet", "data.partition.alpha": 0.3},
+            ),
+            entry("groups", "four groups", _ROTATION),
+        ],
+        options={**_RUN, "data.test_per_client": by_column({"dirichlet": 1000}, 10000)},
+        scales={"small": "10 rounds, with the noise of 30"},
+        seeds={"small": [200, 201, 202, 203, 204]},
+        minutes={"small": 1.7},
+        ours="mixed_effects",
+        rivals=[name for name in _RULES if name != "mixed_effects"],
+        summary="federations.rates:largest_deficits",
+        notes=["The columns Dirichlet 0.3 and four groups have the budgets of Dist1."],
+    ),
+]

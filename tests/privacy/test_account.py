@@ -1,0 +1,348 @@
+"""The account of data holders, under sequences of runs: never less than an independent library composes."""
+
+import dataclasses
+import json
+import multiprocessing
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import blobs, break_off, small_loop
+from dp_accounting import dp_event, pld
+
+from dpfl_lightning.account import main
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.joint import RenyiFilter, joint_bounds, relation_of_all
+from dpfl_lightning.privacy.ledger.account import NAMELESS, Entry, PrivacyAccount
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+
+DELTA = 1e-3
+
+
+@pytest.fixture
+def account(tmp_path, monkeypatch) -> PrivacyAccount:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return PrivacyAccount(tmp_path / "account.jsonl")
+
+
+def hospitals(*names: str, seed: int = 0) -> Population:
+    """Each client's records follow from its name alone, if it is known in every population of this seed."""
+    everyone = ("bergen", "oslo", "aarhus", "lund")
+    whole = blobs(4, seed=seed)
+    places = [everyone.index(name) for name in names]
+    train_of, held_out_of = ([rows[place] for place in places] for rows in (whole.train_of, whole.held_out_of))
+    return dataclasses.replace(whole, train_of=train_of, held_out_of=held_out_of, names=names)
+
+
+class Runs:
+    """Runs that are charged to an account, and their ledgers, also of folders that are deleted."""
+
+    def __init__(self, account: PrivacyAccount, folder: Path) -> None:
+        self.account, self.folder, self.charged = account, folder, []
+
+    def loop(self, population, name="run0", epsilon=2.0, reserve=0, **options):
+        options = {"rounds": 2, "clients": ClientOptions(batch_size=16), "output_dir": self.folder / name, **options}
+        privacy = {"epsilon": epsilon, "delta": DELTA, "account": str(self.account.path), "reserve_rounds": reserve}
+        return small_loop(population, privacy=PrivacyOptions(**privacy), **options)
+
+    def run(self, population, name="run0", resume=False, **options):
+        return self.loop(population, name, **options).run(resume)
+
+    def together(self, name: str):
+        return next(one.together for one in self.account.holders() if name in one.names)
+
+
+def composed(folders, name: str) -> float:
+    """The epsilon of a client in the ledgers of these runs, by dp_accounting alone."""
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
+    for folder in folders:
+        header = json.loads((folder / "ledger.jsonl").read_text().splitlines()[0])
+        names = header["identity"]["names"]
+        for charge in read_ledger(folder / "ledger.jsonl"):
+            if names[charge.client] == name:
+                event = dp_event.PoissonSampledDpEvent(
+                    charge.event.sample_rate, dp_event.GaussianDpEvent(charge.event.noise_multiplier)
+                )
+                accountant.compose(dp_event.SelfComposedDpEvent(event, charge.event.steps))
+    return accountant.get_epsilon(DELTA)
+
+
+@pytest.fixture
+def runs(account, tmp_path) -> Runs:
+    return Runs(account, tmp_path)
+
+
+def test_runs_with_other_settings_seeds_and_clients_are_composed_by_name(runs, tmp_path):
+    first = runs.run(hospitals("bergen", "oslo"))
+    assert "No other run on the same records is in the account." in first.guarantee.words()
+    runs.run(hospitals("oslo", "aarhus", "bergen"), "run1", epsilon=[1.0, 2.0, 3.0], seed=5)
+    last = runs.run(hospitals("bergen", "lund"), "run2", epsilon=1.5)
+    folders = [tmp_path / f"run{number}" for number in range(3)]
+    for name, number in (("bergen", 3), ("oslo", 2), ("lund", 1)):
+        own = composed(folders, name)
+        together = runs.together(name)
+        assert together.runs == number and own <= together.epsilon <= 1.02 * own + 0.01
+    assert last.guarantee.together.runs == 2 and last.guarantee.together.epsilon == runs.together("bergen").epsilon
+    assert any("account null" in gap for gap in last.guarantee.not_covered)
+    shutil.rmtree(tmp_path / "run0")
+    assert PrivacyAccount(runs.account.path).holders() == runs.account.holders(), "a deleted folder changes nothing"
+
+
+def test_a_copy_of_a_run_and_a_killed_run_count_each_charge(runs, tmp_path):
+    population = hospitals("bergen", "oslo")
+    break_off(runs.loop(population, reserve=2), 2)
+    charges = len(read_ledger(tmp_path / "run0" / "ledger.jsonl"))
+    shutil.copytree(tmp_path / "run0", tmp_path / "copy")
+    for name in ("run0", "copy"):
+        with pytest.warns(UserNotice, match="round 2 was broken off"):
+            runs.run(population, name, resume=True, reserve=2)
+    own = composed([tmp_path / "run0"], "bergen")
+    both = runs.together("bergen").epsilon
+    assert charges == 4 and both > 1.1 * own, "round 2 was released three times, and each ledger knows of two"
+    released = PrivacyAccount(runs.account.path)
+    released.holders()
+    ((_, paid),) = released._runs.values()
+    assert paid[0].total() == 4
+
+
+def test_a_name_decides_and_common_records_join_names(runs, tmp_path):
+    population = hospitals("bergen", "oslo")
+    runs.run(population)
+    changed = dataclasses.replace(population, x=2 * population.x)  # another scale, and one record less
+    changed.train_of[0] = changed.train_of[0][1:]
+    runs.run(changed, "run1")
+    assert runs.together("bergen").runs == 2, "a rescaled column starts no new account"
+    renamed = dataclasses.replace(hospitals("bergen", "oslo"), names=("Bergen hospital", "oslo"))
+    with pytest.warns(UserNotice, match="Bergen hospital has records of bergen: their accounts are one"):
+        runs.run(renamed, "run2")
+    assert runs.together("Bergen hospital") == runs.together("bergen") and runs.together("bergen").runs == 3
+    swapped = dataclasses.replace(hospitals("aarhus", "oslo"), names=("oslo", "aarhus"))
+    with pytest.warns(UserNotice, match="aarhus has records of oslo"):
+        runs.run(swapped, "run3")
+    assert runs.together("aarhus").runs == 4
+
+
+def test_clients_without_names_are_one_holder_and_the_worst_counts(runs, tmp_path):
+    """Any of them may be any in another run, so the epsilon is at least that of every pair."""
+    for number, epsilon in enumerate(([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0])):
+        runs.run(blobs(4, seed=number), f"run{number}", epsilon=epsilon)
+    together, events = runs.together(NAMELESS), []
+    for folder in (tmp_path / "run0", tmp_path / "run1"):
+        charges = read_ledger(folder / "ledger.jsonl")
+        events.append([[one.event for one in charges if one.client == client] for client in range(4)])
+    pairs = [one + other for one in events[0] for other in events[1]]
+    exact = max(get_accountant("pld").epsilon(pair, DELTA) for pair in pairs)
+    assert exact == together.epsilon
+    four = [[tuple(one) for one in run] for run in events * 2]
+    ((epsilon, method),) = joint_bounds([(four, DELTA, "add_remove")])
+    largest = [max(run, key=lambda one: get_accountant("pld").epsilon(one, DELTA)) for run in four]
+    tight = get_accountant("pld").epsilon([event for released in largest for event in released], DELTA)
+    assert tight <= epsilon <= 1.25 * tight and "worst client" in method
+
+
+def test_public_data_simulations_and_null_are_not_charged(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "users.jsonl"))
+    own = PrivacyOptions(epsilon=2.0, delta=DELTA)
+    public = dataclasses.replace(blobs(), origin={"name": "digits"})
+    for number, (population, change) in enumerate(
+        [(public, {}), (blobs(), {"noise_key": "0" * 32}), (blobs(), {"account": None})]
+    ):
+        result = small_loop(
+            population, privacy=dataclasses.replace(own, **change), output_dir=tmp_path / f"run{number}"
+        ).run()
+        assert result.guarantee.together is None and not (tmp_path / "users.jsonl").exists()
+    small_loop(blobs(), privacy=own, output_dir=tmp_path / "own").run()
+    file = tmp_path / "users.jsonl"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for path in (tmp_path / "own").iterdir():
+        assert b"sketches" not in path.read_bytes(), "no run folder holds the account"
+
+
+def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(runs, tmp_path):
+    population = hospitals("bergen", "oslo")
+    runs.account.limit("bergen", 5.0, DELTA)
+    runs.run(population)
+    with pytest.raises(UserError, match=r"keep the limit of bergen, epsilon 5 at delta 0.001, got '1[0-9]{2}.*smaller"):
+        runs.run(population, "run1", epsilon=4.5)
+    assert not (tmp_path / "run1" / "ledger.jsonl").exists() and not (tmp_path / "run1" / "data_key").exists()
+    assert runs.together("bergen").runs == 1
+    loop, fits = runs.loop(population, epsilon=4.5), runs.loop(population, epsilon=1.0)
+    for one in (loop, fits):
+        one.plan_schedule()
+    with pytest.raises(UserError, match="keep the limit of bergen"):
+        loop.clients.outlook(loop.run_plan())
+    assert "With 1 other run on the same records" in fits.clients.outlook(fits.run_plan())
+    assert runs.together("bergen").runs == 1, "a plan is not charged"
+    loop = runs.loop(population, "run2")
+    begun = loop.clients.begin
+
+    def begin_and_another_charges(*arguments):
+        begun(*arguments)
+        other = PrivacyAccount(runs.account.path)
+        other.limit("bergen", 2.5, DELTA)
+
+    loop.clients.begin = begin_and_another_charges
+    with pytest.raises(UserError, match=r"keep the limit of bergen, epsilon 2\.5"):
+        loop.run()
+    assert read_ledger(tmp_path / "run2" / "ledger.jsonl") == []
+    runs.run(hospitals("oslo", "lund"), "run3", epsilon=8.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_filter_is_never_exceeded(account, seed):
+    """Random releases, chosen one after the other until one is refused, cost at most the limit by PLD."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: low + (high - low) * torch.rand((), generator=generator).item()  # noqa: E731
+    epsilon, delta = draw(0.5, 8), 10 ** -draw(2, 7)
+    account.limit("bergen", epsilon, delta)
+    account.enter(entry("a" * 32, ("bergen",)))
+    paid = []
+    for _ in range(60):
+        kind = int(draw(0, 3))
+        event = [
+            GaussianEvent(draw(0.001, 1.0), draw(0.8, 8.0), int(draw(1, 50))),
+            LaplaceEvent(draw(2, 40), 2),
+            SelectionEvent(draw(0.01, 0.4), 2),
+        ][kind]
+        try:
+            account.charge([(0, event)])
+        except UserError:
+            continue
+        paid.append(event)
+    ((only,),) = [[one for one in account.holders()]]
+    assert get_accountant("pld").epsilon(paid, delta) <= epsilon and only.used <= 1
+    assert only.together.epsilon <= epsilon
+    with pytest.raises(UserError, match="keep the limit"):
+        account.charge([(0, NonPrivateEvent("everything"))])
+
+
+def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
+    """Each plan fits alone, and the charges of both do not: as if a run on another machine had no lock here."""
+    event = GaussianEvent(0.2, 1.5, 10)
+    account.limit("bergen", 1.2 * get_accountant("rdp").epsilon([event] * 5, DELTA), DELTA)
+    others = [account, PrivacyAccount(account.path)]
+    for letter, one in zip("ab", others, strict=True):
+        one.enter(entry(letter * 32, ("bergen",), ((event, 5),)))
+    paid = 0
+    for one in (*others[1:] * 3, *others[:1] * 5, *others[1:] * 2):
+        try:
+            one.charge([(0, event)])
+            paid += 1
+        except UserError:
+            break
+    (only,) = account.holders()
+    assert 5 <= paid < 10 and only.used <= 1 and only.together.epsilon <= only.together.limit
+
+
+def entry(run: str, names, planned=(), adjacency="add_remove") -> Entry:
+    count = len(names)
+    return Entry(
+        run, "none", adjacency, "poisson", dict(enumerate(names)), (DELTA,) * count, (planned,) * count, ((),) * count
+    )
+
+
+def test_filter_has_the_order_of_gaussian_noise_and_refuses_what_it_cannot_keep():
+    one = RenyiFilter(2.0, 1e-5)
+    noises = [8.0 + step / 100 for step in range(300)]
+    within = [noise for noise in noises if one.used([[(GaussianEvent(1.0, noise, 4),)]], "add_remove") <= 1]
+    least = min(noise for noise in noises if get_accountant("rdp").epsilon([GaussianEvent(1.0, noise, 4)], 1e-5) <= 2)
+    assert min(within) <= least + 0.01, "the best order of one Gaussian release loses nothing"
+    for epsilon, delta in ((1e-3, 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, 1.0)):
+        with pytest.raises(UserError, match="must be"):
+            RenyiFilter(epsilon, delta)
+
+
+@pytest.mark.parametrize(
+    ("relations", "all_of"),
+    [
+        (["add_remove"] * 2, "add_remove"),
+        (["add_remove", "replace_one"], "replace_one"),
+        (["add_remove_of_persons", "replace_one_of_persons"], "replace_one_of_persons"),
+        (["add_remove", "add_remove_of_persons"], "replace_one"),
+    ],
+)
+def test_runs_of_several_adjacencies_compose_under_replacement(account, relations, all_of):
+    assert relation_of_all(relations) == all_of
+    event = GaussianEvent(0.1, 2.0, 20)
+    for number, relation in enumerate(relations):
+        account.enter(entry(str(number) * 32, ("bergen",), adjacency=relation))
+        account.charge([(0, event)])
+    (only,) = account.holders()
+    assert only.together.epsilon == get_accountant("pld", all_of).epsilon([event, event], DELTA)
+
+
+def test_many_runs_are_composed_within_seconds():
+    """With many different mechanisms the holders with the largest epsilons are composed tightly, the others by RDP."""
+    history = [[(GaussianEvent(0.05, 3.0 + number / 10, 300),)] for number in range(100)]
+    smaller = [[(GaussianEvent(0.04, 3.0 + number / 10, 300),)] for number in range(100)]
+    holders = [(history, 1e-5, "add_remove"), *[(smaller[: 90 - number], 1e-5, "add_remove") for number in range(3)]]
+    bounds = joint_bounds(holders)
+    assert ["PLD" in method for _, method in bounds] == [True, True, False, False]
+    for (events, delta, _), (epsilon, _) in zip(holders, bounds, strict=True):
+        assert epsilon >= get_accountant("pld").epsilon([run[0][0] for run in events], delta)
+
+
+def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, capsys):
+    file, population = runs.account.path, hospitals("bergen", "oslo")
+    runs.run(population)
+    older = file.read_bytes()
+    runs.run(population, "run1")
+    for content in (older, older[:-40] + b"1" + older[-39:], None):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(UserError, match=r"must hold all lines that were written to it.*account accept"):
+            runs.run(population, "run2")
+    assert not (runs.folder / "run2" / "ledger.jsonl").exists()
+    file.write_bytes(older)
+    assert main(["accept", "--file", str(file)]) == 0 and runs.together("bergen").runs == 1
+    assert main(["add", str(runs.folder / "run0"), str(runs.folder / "run1"), "--file", str(file)]) == 0
+    assert "run0/ledger.jsonl: 0 releases added" in (out := capsys.readouterr().out)
+    assert "run1/ledger.jsonl: 4 releases added" in out and runs.together("bergen").runs == 2
+
+
+def test_a_line_that_a_crash_interrupted_is_cut_off(account):
+    account.enter(entry("a" * 32, ("bergen",)))
+    with account.path.open("ab") as file:
+        file.write(b'{"paid": "aaaa')
+    again = PrivacyAccount(account.path)
+    again.enter(entry("b" * 32, ("bergen",)))
+    again.charge([(0, GaussianEvent(0.1, 2.0, 20))])
+    assert [one.together.runs for one in PrivacyAccount(account.path).holders()] == [1]
+
+
+def _charge_often(path: Path, run: str) -> None:
+    account = PrivacyAccount(path)
+    account.enter(entry(run, ("bergen",)))
+    for _ in range(25):
+        account.charge([(0, GaussianEvent(0.1, 2.0, 1))])
+
+
+def test_two_at_once_lose_no_charge(account):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_charge_often, args=(account.path, letter * 32)) for letter in "ab"]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    (only,) = account.holders()
+    assert only.together.epsilon == get_accountant("pld").epsilon([GaussianEvent(0.1, 2.0, 50)], DELTA)
+
+
+def test_the_command_shows_limits_and_joins(runs, capsys):
+    file = str(runs.account.path)
+    runs.run(hospitals("bergen", "oslo"))
+    for words in (["limit", "oslo", "6", "1e-4"], ["join", "oslo", "bergen"], []):
+        assert main([*words, "--file", file]) == 0
+    out = capsys.readouterr().out
+    assert "bergen = oslo" in out and "limit used" in out and "Renyi" in out
+    assert main(["--json", "--file", file]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["holders"]
+    assert (row["limit"], row["delta"], row["holder"]) == (6.0, 1e-4, ["bergen", "oslo"])
+    assert main(["join", "oslo", "turku", "--file", file]) == 2 and "turku" in capsys.readouterr().err
