@@ -185,8 +185,9 @@ class FederatedLoop(RunSession):
         population: the clients' private records, and the records for evaluation.
         module: one client's step, or a net or LightningModule, which `ClientModule` wraps. Its parameters are the
             initial model, and after `run`, also after an interruption, the trained model, as in `model.pt`. If clients
-            have several models (clustering), it keeps the initial parameters, and `client_model` returns each client's
-            model. Personal parameters always keep their initial values.
+            have several models, `client_model` returns each client's; the module has their mean if every client has its
+            own, and the initial parameters if clusters have theirs. Personal parameters always keep their initial
+            values.
         privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
         callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`. Strategies may be here, too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ _ABOUT = (
 )
 _INIT = ("node --config site.yaml", "node --config site.yaml --privacy.epsilon 2 --name berlin")
 _TAKES = ("data", "privacy", "model", "clients", "seed")
+_SCORES = "serve: score models on held-out records every so many rounds, for status (default 0: the final model alone)"
 _TEST = "test key: noise can be computed by everyone who knows the key, so that nobody is protected"
 
 
@@ -64,6 +66,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hash", metavar="HASH", help=text)
     parser.add_argument("--show", action="store_true", help="accept: show what the plan means, and accept nothing")
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
+    parser.add_argument("--score_every", metavar="ROUNDS", type=int, default=0, help=_SCORES)
     text = "serve: replies leave at multiples of this time after a request (default 1)"
     parser.add_argument("--slot", metavar="SECONDS", type=float, default=1.0, help=text)
 
@@ -204,7 +207,8 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.sites.node.service import Listener, Node
 
     settings = state.settings()
-    node = Node(state, open_study)
+    require(flags.score_every >= 0, "--score_every", "be a number of rounds, or 0", flags.score_every)
+    node = Node(state, functools.partial(open_study, score_every=flags.score_every))
     path = state.path / "socket" if flags.socket is None else Path(flags.socket)
     with state.serving(), contextlib.closing(node):
         if settings.test_key:

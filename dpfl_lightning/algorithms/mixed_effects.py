@@ -367,13 +367,13 @@ def _covariance(one: _Means, between: Array, others: Array) -> Array:
     error, alone = 2 * one.variance, 0.0
     if others.shape[1]:
         apart = others @ others.T
-        unit = np.einsum("nm,m,nm->n", apart, one.scale**-2, apart)
-        own = np.einsum("nm,mk,nk->n", apart, one.products, apart)
+        unit = apart**2 @ one.scale**-2
+        own = (apart @ one.products * apart).sum(axis=1)
         most = _LONGEST**2 * max(np.median(own / unit), 0.0) * unit + 2 * math.sqrt(error) * np.diag(apart)
         alone = np.minimum(own, most).sum() / unit.sum()
         alone = float(shrunken(alone, error * others.shape[1] / unit.sum() ** 2))
-    of_alone = np.einsum("nk,n,nk->k", between, one.scale**-2, between)
-    strength = np.einsum("nk,nm,mk->k", between, one.products, between) - alone * of_alone
+    along = (between * (one.products @ between)).sum(axis=0)
+    strength = along - alone * (one.scale**-2 @ between**2)
     columns = between * one.scale[:, None]
     return columns * shrunken(strength, error) @ columns.T + alone * np.eye(len(one.scale))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
-from dpfl_lightning.errors import require_one_of
+from dpfl_lightning.errors import require, require_one_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,21 @@ class Dataset:
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.x.shape[1:])
+
+    def stored(self, public_records: int, use_public: bool) -> tuple[Tensor, Tensor, slice, slice, Tensor | None]:
+        """Return one storage x, y of all records of a run; its rows to divide, of the test set, and public ones."""
+        total = len(self.y)
+        must = f"be at least 0 and below the {total} records"
+        require(0 <= public_records < total, "data.public_records", must, public_records)
+        private = total - public_records
+        if use_public:
+            advice = "Set it to the number of last training records that are public."
+            require(public_records >= 6, "data.public_records", "be at least 6 for use_public", public_records, advice)
+            test = slice(public_records - public_records // 6, public_records)
+            return self.x[private:], self.y[private:], slice(0, test.start), test, None
+        x, y = torch.cat([self.x, self.test_x]), torch.cat([self.y, self.test_y])
+        public = torch.arange(private, total) if public_records else None
+        return x, y, slice(0, private), slice(total, len(y)), public
 
 
 def load(name: str, folder: str | None = None, download: bool = True) -> Dataset:

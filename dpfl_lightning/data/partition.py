@@ -7,9 +7,13 @@ import numpy as np
 from annotated_types import Interval
 
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.data import persons as people
 from dpfl_lightning.errors import UserError, require
 
 Parts = list[np.ndarray]
+
+# In these partitions clients have the same distribution: any random part of a test set matches their records.
+ALIKE = ("iid", "sizes", "overlapping")
 
 
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
@@ -159,6 +163,45 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
     if np.issubdtype(targets.dtype, np.integer):
         return targets
     return np.argsort(np.argsort(targets, kind="stable"), kind="stable") * bins // len(targets)
+
+
+def with_held_out(rows_of: Parts, held_out: int | float, rng: np.random.Generator, each: int) -> tuple[Parts, Parts]:
+    """Split each client's rows at random into training and held-out rows: a count, or a share of its records.
+
+    Rows of a simulated person, `each` that follow each other, stay together.
+    """
+    train, held_out_rows = [], []
+    for client, rows in enumerate(rows_of):
+        count = int(held_out) if held_out >= 1 else round(held_out * len(rows))
+        must = f"leave a training record of the {len(rows)} of client {client}"
+        parts = people.cut(rows, count, rng, each)
+        advice = "Hold out less, or have fewer clients."
+        require(count < len(rows) and len(parts[0]) > 0, "data.held_out_per_client", must, held_out, advice)
+        train.append(parts[0])
+        held_out_rows.append(parts[1])
+    return train, held_out_rows
+
+
+def matching_test_rows(
+    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int | None
+) -> Parts:
+    """Return test rows for each client that match its records: a disjoint share, or `each` rows drawn independently."""
+
+    def shares(labels_of: Parts) -> Parts:
+        if name in ALIKE:
+            return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
+        counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
+        return matched_shares(test_labels, counts, rng)
+
+    if each is None:
+        return shares(labels_of)
+    draws = []
+    for client, labels in enumerate(labels_of):
+        (matching,) = shares([labels])  # as if it were the only client
+        must = f"be at most {len(matching)}, the test records with classes like those of client {client}"
+        require(each <= len(matching), "data.test_per_client", must, each)
+        draws.append(rng.choice(matching, each, replace=False))
+    return draws
 
 
 def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:

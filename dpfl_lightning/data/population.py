@@ -23,13 +23,11 @@ from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_label
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.modules import datasets_of
-from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
+from dpfl_lightning.data.partition import ALIKE, Parts, as_classes, matching_test_rows, with_held_out
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
 
-# In these partitions clients have the same distribution: any random part of a test set matches their records.
-_ALIKE = ("iid", "sizes", "overlapping")
 _LARGE = 1000  # typical size of inputs at which training fails
 _SHARED = (
     "clients drew their records from one pool, so a record may live at several clients: a client's epsilon "
@@ -259,9 +257,9 @@ class Population:
             require(once, "data.records_per_client", "be given once", [records_per_client, partition[1]])
             with_share = round(records_per_client / (1 - held_out_per_client % 1))  # a share is below 1
             options["records_per_client"] = with_share + int(held_out_per_client)
-        x, y, pool, test, public = _stored(dataset, public_records, use_public)
-        must = f"be {', '.join(_ALIKE)} if a record has several labels"
-        require(y.ndim == 1 or name in _ALIKE, "data.partition.name", must, name)
+        x, y, pool, test, public = dataset.stored(public_records, use_public)
+        must = f"be {', '.join(ALIKE)} if a record has several labels"
+        require(y.ndim == 1 or name in ALIKE, "data.partition.name", must, name)
         labels = as_classes(y.numpy()) if y.ndim == 1 else np.zeros(len(y), dtype=np.int64)
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = [pool.start + part for part in divide(name, labels[pool], num_clients, rng, **options)]
@@ -271,10 +269,10 @@ class Population:
             require(once, "data.records_per_person", "be null if clients share records", records_per_person)
             parts = [rng.permutation(part) for part in parts]
             persons = people.in_groups(len(y), parts, each)
-        train, held_out = _cut(parts, held_out_per_client, rng, each)
+        train, held_out = with_held_out(parts, held_out_per_client, rng, each)
         if not held_out_per_client:
             labels_of = [labels[rows] for rows in train]
-            shares = _test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
+            shares = matching_test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
             held_out = [test.start + share for share in shares]
         test_rows, caveats = torch.arange(test.start, test.stop), (_SHARED,) if name == "overlapping" else ()
         rows = _tensors(train), _tensors(held_out), test_rows
@@ -550,63 +548,6 @@ class Population:
 def _is_constant(y: Tensor) -> bool:
     """Whether several records have one class."""
     return y.ndim == 1 and len(y) > 1 and not y.is_floating_point() and bool((y == y[0]).all())
-
-
-def _stored(
-    dataset: Dataset, public_records: int, use_public: bool
-) -> tuple[Tensor, Tensor, slice, slice, Tensor | None]:
-    """Return one storage x, y of all records of the run; its rows to divide, of the test set, and public ones."""
-    total = len(dataset.y)
-    must = f"be at least 0 and below the {total} records"
-    require(0 <= public_records < total, "data.public_records", must, public_records)
-    private = total - public_records
-    if use_public:
-        advice = "Set it to the number of last training records that are public."
-        require(public_records >= 6, "data.public_records", "be at least 6 for use_public", public_records, advice)
-        test = slice(public_records - public_records // 6, public_records)
-        return dataset.x[private:], dataset.y[private:], slice(0, test.start), test, None
-    x, y = torch.cat([dataset.x, dataset.test_x]), torch.cat([dataset.y, dataset.test_y])
-    public = torch.arange(private, total) if public_records else None
-    return x, y, slice(0, private), slice(total, len(y)), public
-
-
-def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator, each: int) -> tuple[Parts, Parts]:
-    """Split each client's rows at random into training and held-out rows: a count, or a share of its records.
-
-    Rows of a simulated person, `each` that follow each other, stay together.
-    """
-    train, held_out_rows = [], []
-    for client, rows in enumerate(rows_of):
-        count = int(held_out) if held_out >= 1 else round(held_out * len(rows))
-        must = f"leave a training record of the {len(rows)} of client {client}"
-        parts = people.cut(rows, count, rng, each)
-        advice = "Hold out less, or have fewer clients."
-        require(count < len(rows) and len(parts[0]) > 0, "data.held_out_per_client", must, held_out, advice)
-        train.append(parts[0])
-        held_out_rows.append(parts[1])
-    return train, held_out_rows
-
-
-def _test_rows(
-    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int | None
-) -> Parts:
-    """Return test rows for each client that match its records: a disjoint share, or `each` rows drawn independently."""
-
-    def shares(labels_of: Parts) -> Parts:
-        if name in _ALIKE:
-            return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
-        counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
-        return matched_shares(test_labels, counts, rng)
-
-    if each is None:
-        return shares(labels_of)
-    draws = []
-    for client, labels in enumerate(labels_of):
-        (matching,) = shares([labels])  # as if it were the only client
-        must = f"be at most {len(matching)}, the test records with classes like those of client {client}"
-        require(each <= len(matching), "data.test_per_client", must, each)
-        draws.append(rng.choice(matching, each, replace=False))
-    return draws
 
 
 def _tensors(parts: Parts) -> list[Tensor]:

@@ -95,9 +95,9 @@ def study_names(database: Path) -> set[str]:
 def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
     """Return whether the study is new. Raise UserError if it has another identity, or another program created it."""
     wanted = json.loads(json.dumps(identity))  # as it is stored
+    foreign = bool(study.get_trials(deepcopy=False))  # looked at first, because another worker may begin meanwhile
     stored = study.user_attrs.get(_IDENTITY)
     if stored is None:
-        foreign = bool(study.get_trials(deepcopy=False))
         advice = "Choose another sweep.name, or another sweep.storage."
         require(not foreign, "sweep.name", "be new, or a study that this command created", study.study_name, advice)
         study.set_user_attr(_IDENTITY, wanted)

@@ -10,7 +10,7 @@ from fakes import FRAME, a_result, a_view
 from markupsafe import escape
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, OTHER_RUNS, UNKNOWN_RUNS, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, OTHER_RUNS, UNKNOWN_RUNS, Guarantee, Together
 from dpfl_lightning.reporting.guarantee_page import Odds, guarantee_page
 
 EVIL = "<script>alert('1')</script> & \"q\""
@@ -162,7 +162,16 @@ def test_a_person_with_several_records_gets_the_bound_of_a_group(tmp_path):
 def test_sites_and_other_runs_are_told_apart(tmp_path):
     words = words_of(a_page(a_view(tmp_path), [promise(1.0)] * 3, at_sites=True))
     assert "Each client is a site" in words and "dpfl node verify NODE" in words and "not trusted" in words
-    assert "nobody can read from this page what all of them cost" in words
+    assert "cannot say what all of them cost. Each site has its own: dpfl node status" in words
+    composed = {"delta": 1e-3, "accountant": "PLD", "adjacency": "", "sampling": ""}
+    several = [
+        Together(runs=2, epsilon=5.5, limit=8.0, **composed),
+        Together(runs=0, epsilon=math.inf, **composed),
+        None,
+    ]
+    words = words_of(a_page(a_view(tmp_path), [promise(1.0).with_account(one) for one in several]))
+    assert "0 2 1 5.5 8 250 1 in 1,000" in words and "1 0 1 no bound none no bound" in words
+    assert "cannot say" not in words
 
 
 def test_the_example_of_the_docs_has_the_parts_of_the_page(tmp_path):

@@ -566,10 +566,10 @@ def test_a_folder_holds_the_trained_parameters_and_not_the_frozen_ones(make_loop
         load_trained(new, {"2.weight": saved["2.weight"]})
 
 
-def test_clients_with_several_models_have_one_each(make_loop):
+def test_clients_with_several_models_have_one_each_and_the_run_their_mean(make_loop):
     loop = make_loop(parts=[Local()], rounds=1)
-    start = loop.module.flat
-    assert loop.run().model is None and torch.equal(loop.module.flat, start)
+    assert loop.run().model is not None
+    torch.testing.assert_close(loop.module.flat, loop.state.models.mean(dim=0))
     for client, model in enumerate(loop.state.models):
         assert torch.equal(ClientModule(loop.client_model(client)).flat, model)
 

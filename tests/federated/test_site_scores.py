@@ -1,6 +1,7 @@
 """Scores of a real federation: they stay at the sites, or are a planned release with noise."""
 
 import dataclasses
+import functools
 import math
 import re
 import stat
@@ -8,7 +9,7 @@ import stat
 import pytest
 import torch
 from conftest import FIXED_KEY
-from sites import asked, federation
+from sites import a_request, asked, federation
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.build import build_loop
@@ -19,7 +20,9 @@ from dpfl_lightning.node import main
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
+from dpfl_lightning.sites.node.accept import open_study
 from dpfl_lightning.sites.node.scores import read_scores
+from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server.clients import Sites
 from dpfl_lightning.sites.server.deploy import loop_over
 from dpfl_lightning.sites.wire import digest
@@ -71,6 +74,11 @@ def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     for round, other in ((-1, model), (9, model)):
         assert asked(node, Keep(plan, round, other)) == Refused("not_planned")
     assert asked(node, Keep(plan, 1, model * math.nan)) == Refused("unfit_model")
+    watched = Node(nodes[1].state, functools.partial(open_study, score_every=2))
+    for round, scored in ((1, None), (2, 1)):
+        asked(watched, a_request(terms, model, client=1, round=round))
+        kept = read_scores(watched.state.plan_folder(plan))
+        assert scored == (None if kept is None else kept.round)
     line = terms.plan.schedule.planned(0, "scores")
     honest = {"models": model[None], "row_of": {0: 0}, "edges": edges_of(10)}
     noise = Gaussian(1.0, line.event.noise_multiplier, 1.0, 1.0)
@@ -91,6 +99,13 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
         accountant = loop.config.accountant
         assert (line.purpose, line.count) == ("scores", 1) and 0.99 < accountant.search(alone)[0] <= 1
         assert accountant.search(whole)[0] <= client.target_epsilon
+    labels = torch.arange(50) % 2
+    whole = {str(client): (torch.ones(50, 6), labels) for client in range(4)}
+    population = Population.from_datasets(whole, held_out=0.0, num_classes=2)
+    loop = make_loop(population, torch.nn.Linear(6, 2), parts=build(RELEASED))
+    result = loop.run()
+    assert [row["releases"] for row in result.clients] == [4] * 4, "noised zeros, as if there were held-out records"
+    assert result.metrics["released_auroc"] == [None] * 4
     with pytest.raises(UserError, match="`task` must be binary or multiclass with released_scores"):
         numbers = {str(client): (torch.zeros(50, 6), torch.zeros(50)) for client in range(4)}
         make_loop(Population.from_datasets(numbers), torch.nn.Linear(6, 1), parts=build(RELEASED)).plan_schedule()

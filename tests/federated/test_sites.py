@@ -42,6 +42,7 @@ OTHERS = {
     "biased_selection": ({}, {}),
     "kmeans_clusters": ({}, {}),
     "clustered": ({}, {"rounds": 4, **FOUR}),  # a first round of full batches, and choices of a model
+    "mixed_effects": ({}, {}),
     "mr_mtl": ({}, {}),  # personal models
     "pfa": ({}, {}),
     "distillation": (FEW_IMAGES, {"model": NET}),

@@ -182,6 +182,19 @@ def test_a_study_that_searches_something_else_is_refused(url):
 # ---- stopped and concurrent workers
 
 
+def test_a_worker_may_join_while_another_one_begins(url, monkeypatch):
+    get_trials, others = optuna.Study.get_trials, []
+
+    def late(self, *args, **options):
+        if not others:
+            others.append("one")
+            work(study(url))
+        return get_trials(self, *args, **options)
+
+    monkeypatch.setattr(optuna.Study, "get_trials", late)
+    assert work(study(url)) == []
+
+
 def test_ctrl_c_loses_no_trial(url):
     def act(running):
         if running.number == 1:

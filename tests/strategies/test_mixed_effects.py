@@ -304,9 +304,13 @@ def test_clients_with_other_labels_get_models_of_their_own(absent, make_loop):
         rounds=8,
     )
     result = loop.run()
-    assert result.accuracy_worst > 0.8
+    assert result.accuracy_worst > 0.8 and result.metrics["group"] == [0.0] * 4 + [1.0] * 4
     assert result.remarks == ("The updates show 2 groups of clients: 0, 1, 2, 3; 4, 5, 6, 7.",)
     assert result.client_embedding.cluster == (0, 0, 0, 0, 1, 1, 1, 1)
+    flat = torch.cat([one.flatten() for one in result.model.parameters()])
+    torch.testing.assert_close(flat, loop.state.models.mean(dim=0))
+    saved = torch.load(loop.output_dir / "model.pt", weights_only=True)
+    assert torch.equal(saved["0.bias"], result.model[0].bias) and (loop.output_dir / "model_7.pt").is_file()
 
 
 def test_without_noise_every_client_trains_alone(make_loop):

@@ -157,7 +157,7 @@ def sketches(population: Population, key: bytes) -> list[tuple[str, ...]]:
 
 
 def _columns(x: Any) -> list[torch.Tensor]:
-    return [part.cpu().reshape(len(part), -1) for part in tree_leaves(x)]
+    return [part.cpu().reshape(len(part), math.prod(part.shape[1:])) for part in tree_leaves(x)]
 
 
 def module_digest(module: ClientModule) -> str:

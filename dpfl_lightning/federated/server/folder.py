@@ -111,16 +111,17 @@ class RunFolder:
     def save_json(self, name: str, content: Mapping[str, Any]) -> None:
         write_json(self.path / name, content)
 
-    def save_models(self, module: Model, final_models: ClientModels) -> None:
-        """Write the state dict of the net with the model: `model.pt`, or `model_<k>.pt` for each of several.
+    def save_models(self, module: Model, final_models: ClientModels, single: bool) -> None:
+        """Write state dicts of the net: `model.pt` with that of `module` if it is `single`, `model_<k>.pt` of several.
 
-        Of a net with frozen parameters, which may be large and which its user has, it holds the trained ones only.
+        Of a net with frozen parameters, which may be large and which its user has, they hold the trained ones only.
         """
-        frozen = has_frozen(module.net)
-        for row, model in enumerate(final_models.models):
+        frozen, models = has_frozen(module.net), final_models.models
+        named = {"model.pt": module.flat} if single else {}
+        named |= {f"model_{row}.pt": model for row, model in enumerate(models)} if len(models) > 1 else {}
+        for name, model in named.items():
             tensors = {**({} if frozen else module.net.state_dict()), **module.unflatten(model)}
             state = {name: value.cpu().clone() for name, value in tensors.items()}
-            name = "model.pt" if len(final_models.models) == 1 else f"model_{row}.pt"
             write_atomically(self.path / name, functools.partial(save_tensors, state))
 
 

@@ -144,9 +144,9 @@ class RunResult:
         remarks: what strategies say of the finished run, in sentences.
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
-        model: the trained net, as in `model.pt`, with personal parameters at their initial values. None if the run did
-            not finish, or if clients have several models (see `FederatedLoop.client_model`).
-            Not in `result.json`.
+        model: the trained net, as in `model.pt`, with personal parameters at their initial values; the mean of the
+            clients' models, of which no score is, if each has its own (see `FederatedLoop.client_model`). None if the
+            run did not finish, or if models began differently, as those of clusters. Not in `result.json`.
     """
 
     output_dir: str

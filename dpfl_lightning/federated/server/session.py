@@ -290,10 +290,11 @@ class RunSession:
         guarantees = self._stated()
         final_models = self.final_models(self.state) if finished else None
         models = self.state.models if final_models is None else final_models.models
-        self.model.load(models[0] if len(models) == 1 else self._initial)
-        result = self._result(reason, interrupted, guarantees, final_models)
+        single = len(models) == 1 or any(strategy.one_start for strategy in self.config.strategies)
+        self.model.load(models.double().mean(dim=0).to(models) if single else self._initial)
+        result = self._result(reason, interrupted, guarantees, final_models, single)
         if final_models is not None:
-            self.folder.save_models(self.model, final_models)
+            self.folder.save_models(self.model, final_models, single)
             different, places = numbered(guarantees)  # usually few: `clients` has the place of each client's
             statements = [guarantee.as_dict() for guarantee in different]
             rows = {"ledger": result.ledger, "guarantees": statements, "clients": places}
@@ -445,7 +446,12 @@ class RunSession:
         )
 
     def _result(
-        self, reason: str, interrupted: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
+        self,
+        reason: str,
+        interrupted: bool,
+        guarantees: Sequence[Guarantee],
+        final_models: ClientModels | None,
+        single: bool,
     ) -> RunResult:
         """The result of a run that has ended; `final_models` is None if it has not finished."""
         finished, totals, config, info = final_models is not None, self.totals, self.config, self.info
@@ -473,7 +479,7 @@ class RunSession:
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
             remarks=tuple(words for one in config.strategies if finished for words in answer_of(one, "remarks", view)),
-            model=self.model.net if final_models is not None and len(final_models.models) == 1 else None,
+            model=self.model.net if final_models is not None and single else None,
             baseline={} if scores is None else dict(scores.baseline),
             undefined={} if scores is None else dict(scores.test.undefined),
             test_tables={} if scores is None else dict(scores.test.tables),

@@ -43,6 +43,7 @@ class Strategy:
         pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
         refuses_pull: whether it cannot stand beside a strategy that pulls.
         before_pulls: whether it must be named before strategies that pull, because it changes which models are trained.
+        one_start: whether all models start from the same parameters, so that the mean of the clients' models is one.
         ends_by_results: whether `stop` follows from releases. Guarantees then state all that was planned.
         in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
@@ -58,6 +59,7 @@ class Strategy:
     pulls: bool = False
     refuses_pull: bool = False
     before_pulls: bool = False
+    one_start: bool = False
     ends_by_results: bool = False
     in_place_of_training: str = ""
 

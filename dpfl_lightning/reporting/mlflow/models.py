@@ -25,7 +25,7 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.reporting.mlflow.store import Store
 
 FOLDER = "mlflow"  # in the folder of the run
-_MOST_MODELS = 10  # more models, such as one for each client, are only files
+_MOST_MODELS = 10  # more models, such as one for each client, are only files, and their mean is a model
 _MOST_FROZEN = 10_000_000  # bytes
 _LIBRARIES = ("mlflow", "torch", "numpy", "cloudpickle")
 for chatter in ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "mlflow.utils.requirements_utils"):
@@ -46,7 +46,7 @@ def save_models(view: View, folder: Path) -> None:
         return
     files = sorted(folder.glob("model*.pt"), key=lambda path: (len(path.name), path.name))
     try:
-        for file in files if len(files) <= _MOST_MODELS else ():
+        for file in files if len(files) <= _MOST_MODELS else [file for file in files if file.name == "model.pt"]:
             net = copy.deepcopy(view.module.net).cpu()
             load_trained(net, torch.load(file, map_location="cpu", weights_only=True))
             _save(net, view.facts, folder / FOLDER / file.stem)
@@ -109,4 +109,4 @@ def send_models(
             store.client.log_model_artifacts(model.model_id, str(path))
             store.client.finalize_logged_model(model.model_id, "READY")
             of_model = [Metric(one.key, one.value, one.timestamp, one.step, model_id=model.model_id) for one in scores]
-            store.log_metrics(run_id, of_model if len(paths) == 1 else [])
+            store.log_metrics(run_id, [] if any(folder.glob("model_*.pt")) else of_model)

@@ -113,8 +113,8 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     return clients
 
 
-def open_study(state: StateFolder, plan: str) -> Study:
-    """Return the study of an accepted plan, ready to answer; call it under `locked`.
+def open_study(state: StateFolder, plan: str, score_every: int = 0) -> Study:
+    """Return the study of an accepted plan, ready to answer; call it under `locked`. For `score_every` see `Study`.
 
     Raises UserError, before anything is written, unless the plan is unchanged and its ledger whole.
     """
@@ -125,7 +125,7 @@ def open_study(state: StateFolder, plan: str) -> Study:
         wire.digest(terms) == plan, str(file), f"have the hash {plan[:12]}", "another one", "Restore it from a copy."
     )
     state.released(plan)
-    study = Study(state.plan_folder(plan), terms, client, clients_of(terms, state), settings.test_key)
+    study = Study(state.plan_folder(plan), terms, client, clients_of(terms, state), settings.test_key, score_every)
     state.begin(plan)
     return study
 

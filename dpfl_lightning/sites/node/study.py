@@ -82,18 +82,27 @@ wire.register(Kept)
 class Study:
     """The client of a node in the run of one accepted plan.
 
-    `clients` hold the records of this client only. `test_key` replaces the fresh noise of the plan.
+    `clients` hold the records of this client only. `test_key` replaces the fresh noise of the plan. Models that are
+    trained from are scored every `score_every` rounds, if this is not 0.
 
     **Guarantees** Mechanisms and steps follow from the plan that the operator has accepted, never from a request. The
     charge of a release is on disk before the release is computed, and the release is on disk before it is sent: a
     request of the same meaning gets the same bytes again, free, in its round and the next.
     """
 
-    def __init__(self, folder: Path, terms: Terms, client: int, clients: LocalClients, test_key: str | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        terms: Terms,
+        client: int,
+        clients: LocalClients,
+        test_key: str | None,
+        score_every: int = 0,
+    ) -> None:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
         self._of_persons = clients.population.rows_per_person is not None
-        self._name = terms.sites[client].name
+        self._name, self._score_every = terms.sites[client].name, score_every
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
@@ -135,22 +144,26 @@ class Study:
         if charged is None:
             return Refused("spent")
         self._keep(request.round, key, charged)
+        if isinstance(request, Train) and self._score_every and request.round % self._score_every == 0:
+            self._score(request.round - 1, request.model)
         return self._released(charged, request.round)
 
     def keep(self, request: Keep) -> Reply:
         """Write down the scores of a model on the held-out records, and return what `welcome` does."""
-        held_out = self.clients.population.num_held_out[self.client]
         try:
             if not 0 <= request.round <= self._last:
                 raise NotPlanned("round")
             model = self._model(request.model, self.clients.module.flat.shape)
         except NotPlanned as refused:
             return Refused(refused.code)
-        if held_out:
-            clients = self.clients
-            scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
-            write_scores(self._folder, self._name, KeptScores(request.round, held_out, scores.test, scores.baseline))
+        self._score(request.round, model)
         return self.welcome()
+
+    def _score(self, round: int, model: Tensor) -> None:
+        clients, held_out = self.clients, self.clients.population.num_held_out[self.client]
+        if held_out:
+            scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
+            write_scores(self._folder, self._name, KeptScores(round, held_out, scores.test, scores.baseline))
 
     def _released(self, value: Tensor | int | float, round: int) -> Released:
         return Released(value, self._paid(round))

@@ -10,6 +10,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.random_effects import (
+    LEAST,
     alignments,
     excess,
     lengths_of_signals,
@@ -102,7 +103,8 @@ class NoiseAware(ClientDifferences):
             self._learn(signals[counted], noise[counted], clients[rows][counted], view)
             if len(rows) == count and noise.any():  # differences to report are those of one model
                 gradients = updates.released.flatten(1) / torch.from_numpy(unit).to(updates.released)[:, None]
-                self._products_of(view).add(gradients, np.maximum(noise / max(num_params, 1), 1e-300), clients)
+                least = LEAST * noise.mean()
+                self._products_of(view).add(gradients, np.maximum(noise, least) / max(num_params, 1), clients)
             if counted.any():
                 bias = rounds * self._variance_between()
                 # a short signal is one that the others do not share, not one with less of its own

@@ -17,6 +17,7 @@ class Local(Strategy):
     """
 
     needs_training = True
+    one_start = True
 
     def initialise(self, state: ServerState, view: View) -> ServerState:
         count = view.facts.num_clients

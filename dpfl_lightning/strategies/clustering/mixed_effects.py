@@ -1,8 +1,8 @@
 """A mixed-effects model: every client has its own model, which moves by what all updates say of its gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class MixedEffects(ClientDifferences, Local):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._own = torch.zeros(0)  # weight of each client's update in its own model, `[N]`
+        self._noted: tuple[int, dict[str, float | Tensor]] = 0, {}  # round and its metrics
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
@@ -57,7 +57,10 @@ class MixedEffects(ClientDifferences, Local):
         return torch.ones(len(updates.clients), dtype=torch.float64)
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
+        combined = torch.zeros_like(view.state.models)
         counted = np.flatnonzero(weights.cpu().any(dim=0).numpy())  # masks leave out the others
+        if not len(counted):
+            return combined
         clients, count = np.array(updates.clients)[counted], view.facts.num_clients
         size = np.array(view.learning_rate)[clients] * np.array(updates.steps)[counted]
         noise = (np.array(updates.noise_std)[counted] / size) ** 2
@@ -71,12 +74,13 @@ class MixedEffects(ClientDifferences, Local):
         products = self._products_of(view)
         if noise.any():
             products.add(gradients, noise, clients)
-            covariances = products.effects().covariance
+            effects = products.effects()
+            covariances, groups = effects.covariance, effects.groups()
         else:  # every client knows its own gradient
-            covariances = np.broadcast_to(np.eye(count), products.products.shape)
+            covariances, groups = np.broadcast_to(np.eye(count), products.products.shape), []
         error = noise / rounds + too_long / max(num_params, 1)
         apart = opposed(gram, num_params)
-        combined, own = torch.zeros_like(view.state.models), np.zeros(count)
+        own = np.zeros(count)
         for block, covariance in enumerate(covariances):
             columns = products.columns_of(block).to(combined.device)
             weight = self._weights(covariance, error, clients, apart)
@@ -86,7 +90,7 @@ class MixedEffects(ClientDifferences, Local):
             steps = torch.from_numpy(weight * step[:, None]).to(combined.device)
             combined[:, columns] = (steps @ gradients[:, columns].double()).to(combined)
             own[clients] += alone * len(columns) / max(view.module.num_sent, 1)
-        self._own = of_all(updates.clients, own[list(updates.clients)].tolist(), count)
+        self._note(view, groups, of_all(clients.tolist(), own[clients].tolist(), count))
         return combined
 
     def _weights(self, covariance: np.ndarray, error: np.ndarray, clients: np.ndarray, apart: np.ndarray) -> np.ndarray:
@@ -101,12 +105,12 @@ class MixedEffects(ClientDifferences, Local):
             weight = np.where(own[:, apart].any(axis=1)[:, None], weight, others)
         return weight
 
+    def _note(self, view: View, groups: Sequence[np.ndarray], own: Tensor) -> None:
+        group = torch.full_like(own, torch.nan)
+        for number, members in enumerate(groups):
+            group[members] = number
+        self._noted = view.round, {"own_weight": own, "num_groups": float(len(groups)), "group": group}
+
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        return {"own_weight": self._own} if len(self._own) else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"own": self._own.clone(), **super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._own = state["own"].cpu().clone()
+        round, noted = self._noted
+        return noted if round == view.state.round else {}

@@ -83,4 +83,51 @@ TABLES = [
         summary="federations.rates:largest_deficits",
         notes=["The columns Dirichlet 0.3 and four groups have the budgets of Dist1."],
     ),
+    table(
+        "federations.found",
+        title="Groups found without a full batch, Fashion-MNIST, 21 clients in four groups of rotated images",
+        shows="first round from which on every client is in the right group; 31: never",
+        recorder="federations.recorder:GroupsFound",
+        rows=[
+            entry(name, _RULES[name][0], {"strategies": _RULES[name][1]}, value="rounds")
+            for name in ("mixed_effects", "clustered")
+        ],
+        columns=[
+            entry(
+                f"n{records}_eps{epsilon}",
+                f"{records:,} records, epsilon {epsilon}",
+                {"data.records_per_client": records, "privacy.epsilon": epsilon},
+            )
+            for epsilon in (2, 5)
+            for records in (500, 1000, 2285)
+        ],
+        options={
+            "config": "conf/clustered.yaml",
+            "rounds": 30,
+            "clients.learning_rate": RATES[0],
+            "evaluation.every": 30,
+        },
+        scales={"small": "30 rounds"},
+        seeds={"small": [200, 201, 202]},
+        minutes={"small": 3},
+        decimals=1,
+    ),
+    table(
+        "federations.false_groups",
+        title="Groups found where there are none, Fashion-MNIST, 20 clients with IID data, Dist1",
+        shows="runs of mixed_effects that end with more than one group, %",
+        recorder="federations.recorder:GroupsFound",
+        rows=[entry("mixed_effects", "mixed_effects", {"strategies": {"mixed_effects": {}}}, value="false")],
+        columns=[entry("iid", "IID", {"privacy.epsilon.name": "dist1"})],
+        options={
+            **_RUN,
+            "clients.learning_rate": RATES[0],
+            "model": {"name": "cnn_tiny"},
+            "data.records_per_client": 480,
+        },
+        scales={"small": "10 rounds, with the noise of 30; 480 records and a small CNN"},
+        seeds={"small": list(range(300, 400))},
+        minutes={"small": 0.3},
+        decimals=1,
+    ),
 ]
