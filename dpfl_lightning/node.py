@@ -102,7 +102,7 @@ def _init_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.sites.node.accept import accept
+    from dpfl_lightning.sites.node.accept import accept, clients_of
     from dpfl_lightning.sites.terms import read_terms
     from dpfl_lightning.sites.wire import digest
 
@@ -111,6 +111,8 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
         same, advice = digest(terms).startswith(_digits(flags.hash)), "It is another plan: read it with --show."
         require(same, "--hash", f"be the hash of {flags.plan}", flags.hash, advice)
     print(shown(_meaning(state, terms)))
+    if outlook := clients_of(terms, state).outlook(terms.plan):
+        print(shown(outlook))
     limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
     if flags.show:
         print(_comparison(state, terms, *limits))
@@ -246,7 +248,11 @@ def _in_account(name: str) -> list[str]:
     from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 
     holders = PrivacyAccount(users_file()).holders() if users_file().is_file() else []
-    return [f"Account {users_file()}: {one.together.words()}" for one in holders if name in one.names]
+    return [
+        f"Account {users_file()}: {counted(one.together.runs, 'run')} on these records, {one.together.cost()}"
+        for one in holders
+        if name in one.names
+    ]
 
 
 def _condition(state: StateFolder, plan: str, reserved: Reservation) -> str:
