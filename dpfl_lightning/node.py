@@ -111,12 +111,12 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
         same, advice = digest(terms).startswith(_digits(flags.hash)), "It is another plan: read it with --show."
         require(same, "--hash", f"be the hash of {flags.plan}", flags.hash, advice)
     print(shown(_meaning(state, terms)))
-    if outlook := clients_of(terms, state).outlook(terms.plan):
-        print(shown(outlook))
     limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
     if flags.show:
         print(_comparison(state, terms, *limits))
         return
+    if outlook := clients_of(terms, state).outlook(terms.plan):
+        print(shown(outlook))
     before = state.settings()
     plan, after = accept(state, terms, *limits), state.settings()
     print(f"\nAccepted as {plan}. {_budget(state)}")
@@ -140,10 +140,10 @@ def _comparison(
     state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
 ) -> str:
     """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
-    from dpfl_lightning.sites.node.accept import limits_of, reservation_of
+    from dpfl_lightning.sites.node.accept import clients_of, limits_of, reservation_of
 
     try:
-        reservation = reservation_of(state, terms)
+        reservation, outlook = reservation_of(state, terms), clients_of(terms, state).outlook(terms.plan)
     except UserError as error:
         return f"It does not fit: {error}"
     words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
@@ -153,7 +153,7 @@ def _comparison(
         state.check(terms, reservation, *limits)
     except UserError as error:
         return f"{words} does not fit: {error}"
-    return f"{words} fits."
+    return f"{words} fits. {outlook}".rstrip()
 
 
 def _left(state: StateFolder, limits: tuple[float, float]) -> str:
