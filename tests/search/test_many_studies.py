@@ -3,6 +3,7 @@
 `DPFL_STUDIES` is their number; the full count is 50.
 """
 
+import gc
 import json
 import os
 import random
@@ -61,6 +62,7 @@ def one_worker(folder: Path, url: str, worker: int) -> None:
     """Join every fourth study, so that each has two workers."""
     for study in range(worker % 4, STUDIES, 4):
         assert sweep(words_of(folder, url, worker, study)) == 0
+        gc.collect()  # a command is a process, whose end closes its connections; PostgreSQL has a hundred
 
 
 @pytest.mark.filterwarnings("ignore:.*experimental")
