@@ -6,7 +6,7 @@ clients share (the fixed effect, with a flat prior), what distinguishes client i
 | Henderson (1975), Robinson (1991)              | here                                                       |
 | ---------------------------------------------- | ---------------------------------------------------------- |
 | R = Var(z), of the mean of a run of T rounds   | `noise / rounds`, diagonal, known from the plan            |
-| G = Cov(b), one for each layer                 | `RoundProducts.covariance`: groups of clients, and clients |
+| G = Cov(b), one for each layer                 | `RandomEffects.covariance`: groups of clients, and clients |
 |                                                | that differ from all others                                |
 | V = Z G Z' + R                                 | `total` in `blup_weights`                                  |
 | GLS mean `(1' V^-1 1)^-1 1' V^-1 y`            | `gls` in `blup_weights`                                    |
@@ -85,32 +85,60 @@ def limited_weights(weights: Array, own: NDArray[np.bool_], largest: float) -> A
     return limited
 
 
-def wigner_edge(variance: float, size: int) -> float:
-    """Return what an eigenvalue of a symmetric matrix of noise exceeds once in 1,000 matrices.
+@dataclass(frozen=True)
+class NoiseSpectrum:
+    """The eigenvalues of products of noise of different rounds, and what they do to those of a signal.
 
-    Reference: Wigner (1958), and Tracy and Widom (1996) for the fluctuation.
+    The sum of the products of all pairs of T rounds is `((T - 1) W - W') / 2` of independent Wishart matrices of
+    `numbers` and `(T - 1) numbers` degrees of freedom, whose R-transforms add up (Voiculescu, 1986; Marchenko and
+    Pastur, 1967). With many numbers it is Wigner's semicircle.
 
     Args:
         variance: of an entry off the diagonal; on it twice as much.
         size: rows of the matrix.
+        numbers: how many products an entry adds up for a pair of rounds.
+        rounds: T >= 2.
     """
-    return math.sqrt(variance * size) * (2 + _TRACY_WIDOM * size ** (-2 / 3))
 
+    variance: float
+    size: int
+    numbers: float
+    rounds: float = 2.0
 
-def spike_strength(values: Array, variance: float, size: int) -> tuple[Array, Array]:
-    """Return the strengths of signals in noise by their eigenvalues above `wigner_edge`, and how right directions are.
+    def edge(self) -> float:
+        """Return what the largest eigenvalue of noise exceeds about once in 1,000 matrices (Tracy and Widom, 1996).
 
-    With `V = variance * size`, a signal of strength s has the eigenvalue `s + V / s`, and the squared product of its
-    eigenvector with its direction is `1 - V / s^2`.
+        >>> round(NoiseSpectrum(1.0, 100, 1e9).edge() / (2 * 100**0.5), 3)  # of the semicircle
+        1.076
+        """
+        return float(self._signals()[1].min()) * (1 + _TRACY_WIDOM / 2 * self.size ** (-2 / 3))
 
-    Reference: Capitaine, Donati-Martin and Feral (2009); Benaych-Georges and Nadakuditi (2011).
+    def signals(self, values: Array) -> tuple[Array, Array]:
+        """Return the strengths of signals by their eigenvalues beyond the edge, and how right their directions are.
 
-    >>> spike_strength(np.array([2.5]), variance=0.01, size=100)
-    (array([2.]), array([0.75]))
-    """
-    everything = variance * size
-    strength = (values + np.sqrt(np.maximum(values**2 - 4 * everything, 0.0))) / 2
-    return strength, 1 - everything / strength**2
+        The latter is the squared product of an eigenvector with the direction of the signal. With many numbers and
+        `V = variance * size`, a signal of strength s has the eigenvalue `s + V / s`, and `1 - V / s^2`.
+
+        Reference: Capitaine, Donati-Martin and Feral (2009); Benaych-Georges and Nadakuditi (2011).
+
+        >>> strength, overlap = NoiseSpectrum(0.01, 100, 1e9).signals(np.array([2.5]))
+        >>> strength.round(3).tolist(), overlap.round(3).tolist()
+        ([2.0], [0.75])
+        """
+        strengths, eigenvalues, overlaps = self._signals()
+        seen = slice(int(eigenvalues.argmin()), None, -1)  # of increasing strength
+        strength, overlap = (np.interp(values, eigenvalues[seen], one[seen]) for one in (strengths, overlaps))
+        return strength, overlap
+
+    def _signals(self) -> tuple[Array, Array, Array]:
+        """Return strengths of signals in descending order, their eigenvalues, and squared products of directions."""
+        later = max(self.rounds, 2.0) - 1
+        unit = math.sqrt(self.variance / (self.numbers * later * (later + 1) / 4))
+        x = np.geomspace(1e-6, 1, 4000, endpoint=False) / later
+        strength = self.size / (2 * x)
+        shift = self.numbers * later / 2 * (1 / (1 - later * x) - 1 / (1 + x))
+        slope = self.numbers * later / 2 * (later / (1 - later * x) ** 2 + 1 / (1 + x) ** 2)
+        return unit * strength, unit * (strength + shift), 1 - slope * x / strength
 
 
 def shrunken(estimate: Array, variance: Array | float) -> Array:
@@ -198,11 +226,13 @@ class _Means:
         products: of a number, `[n, n]`.
         variance: of noise in an entry off the diagonal; on it twice as much.
         scale: standard deviation of the noise of each client's mean `[n]`.
+        numbers: how many products of numbers an entry adds up for a pair of rounds, on average.
     """
 
     products: Array
     variance: float
     scale: Array
+    numbers: float
 
 
 @dataclass(frozen=True)
@@ -317,10 +347,12 @@ class RoundProducts:
     def _means(self, blocks: slice, known: NDArray[np.int64]) -> _Means:
         parts = (part[blocks].sum(axis=0) for part in (self.products, self.variance, self.pairs))
         products, variance, pairs = ((one + one.T)[np.ix_(known, known)] for one in parts)
-        scale = np.sqrt(self.noise[known]) / self.rounds[known]
+        rounds, off = self.rounds[known], ~np.eye(len(known), dtype=bool)
+        scale = np.sqrt(self.noise[known]) / rounds
         unit = np.maximum(pairs, 1.0) * np.outer(scale, scale)
-        off = ~np.eye(len(known), dtype=bool)
-        return _Means(products / unit, float((variance / unit**2)[off].mean()), scale)
+        different = np.outer(rounds, rounds) - np.minimum(rounds, rounds[:, None])  # pairs of different rounds
+        numbers = float((pairs / different)[off].mean())
+        return _Means(products / unit, float((variance / unit**2)[off].mean()), scale, max(numbers, 1.0))
 
     def effects(self) -> RandomEffects:
         """Return what the products show of the random effects."""
@@ -332,13 +364,16 @@ class RoundProducts:
         every = self._means(slice(None), clients)
         rest = np.linalg.qr(1 / every.scale[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
         values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
-        found = values > wigner_edge(every.variance, len(values))
+        noise = NoiseSpectrum(every.variance, len(values), every.numbers, float(self.rounds[clients].mean()))
+        found = values > noise.edge()
         between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
         for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
             one = self._means(slice(block, block + 1), clients)
             covariance[block][np.ix_(clients, clients)] = _covariance(one, between, others)
-        strength, overlap = spike_strength(values[found], every.variance, len(values))
-        doubt = float(1 - strength @ overlap / max(strength.sum(), 1e-300))
+        strength, overlap = noise.signals(values[found])
+        # directions are wrong by noise, and each client's mean has noise along them
+        wrong = strength @ (1 - overlap) + len(clients) * len(strength) / every.numbers
+        doubt = float(wrong / max(strength.sum(), 1e-300))
         return RandomEffects(covariance, clients, between * np.sqrt(strength), doubt, every.scale)
 
     def state_dict(self) -> dict[str, Any]:

@@ -325,3 +325,11 @@ def test_a_thousand_clients_share_products_of_layers_and_folded_sums(monkeypatch
     assert products.products.shape == (1, 12, 12) and sum(one[0].numel() for one in products.sums) <= 60
     assert sorted(products.columns_of(0).tolist()) == list(range(184))
     assert [group.tolist() for group in products.effects().groups()] == [[*range(6)], [*range(6, 12)]]
+
+
+def test_more_clients_than_numbers_show_their_groups_and_no_others(net):
+    """Products of noise are then far from a Wigner matrix."""
+    groups, noise = np.arange(300) % 4, np.full(300, 9.0)
+    found = in_rounds(net, effects_of(groups, net, between=0.5), noise, 4, seed=0).effects()
+    assert found.positions.shape[1] == 3 and len(found.groups()) == 4
+    assert in_rounds(net, effects_of(0 * groups, net), noise, 4, seed=0).effects().positions.shape[1] == 0
