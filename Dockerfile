@@ -13,7 +13,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends dataset-fashion-mnist \
     && rm -rf /var/lib/apt/lists/*
 
-# Runs, MLflow's store and downloaded data sets are kept in /results. `runs` is the link and not a folder in it, so
+# Runs, MLflow's store, the account of all runs and downloaded data sets are kept in /results. `runs` is the link and not a folder in it, so
 # that it also works where an empty folder of the host is mounted there.
 WORKDIR /app
 RUN useradd --uid 1000 dpfl \
@@ -24,6 +24,8 @@ VOLUME /results
 ENV HOME=/tmp \
     MLFLOW_TRACKING_URI=sqlite:////results/mlflow.db \
     DPFL_DATA=/results/data \
+    DPFL_ACCOUNT=/results/account/account.jsonl \
+    XDG_STATE_HOME=/results/account \
     PYTHONUNBUFFERED=1
 
 # All dependencies are one layer of each image, which a change of code leaves as it is. Which torch pip finds depends on

@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = _COUNTS.get(flags.verb, max(len(flags.words), 1))
     require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, "See --help.")
     account = PrivacyAccount(users_file() if flags.file is None else Path(flags.file))
+    if flags.verb == "" and not account.path.exists() and not account.is_missed():
+        print(json.dumps(_as_dict(account, [])) if flags.json else _text(account, []))
+        return 0
     if flags.verb == "limit":
         account.limit(flags.words[0], *(_number(word) for word in flags.words[1:]))
     elif flags.verb == "join":
@@ -65,16 +68,14 @@ def _number(word: str) -> float:
 
 
 def _add(account: PrivacyAccount, runs: Sequence[str]) -> None:
-    from dpfl_lightning.privacy.ledger.verify import ledger_of, read
+    from dpfl_lightning.privacy.ledger.verify import ledger_of
 
     for path in map(ledger_of, runs):
-        (ledger,) = read([path]).ledgers
-        added = account.add(path, ledger.verified.header, ledger.events)
-        print(f"{path}: {counted(added, 'release')} added")
+        print(f"{path}: {counted(account.add(path), 'release')} added")
 
 
 def _as_dict(account: PrivacyAccount, holders: Sequence[Holder]) -> dict[str, object]:
-    rows = [{"holder": list(one.names), **one.together.as_dict(), "share_of_limit": one.used} for one in holders]
+    rows = [{"holder": list(one.names), **one.together.as_dict()} for one in holders]
     return {"account": str(account.path), "holders": rows}
 
 
@@ -89,7 +90,7 @@ def _text(account: PrivacyAccount, holders: Sequence[Holder]) -> str:
             at_most(one.together.epsilon),
             at_most(one.together.delta),
             "none" if one.together.limit is None else at_most(one.together.limit),
-            "" if one.used is None else f"{one.used:.1%}",
+            "" if one.together.used is None else f"{one.together.used:.1%}",
             one.together.adjacency,
             one.together.accountant,
         ]
@@ -97,7 +98,7 @@ def _text(account: PrivacyAccount, holders: Sequence[Holder]) -> str:
     ]
     heads = ["data holder", "runs", "epsilon", "delta", "limit", "limit used", "neighbouring data sets", "accountant"]
     lines = [f"Account {account.path}", columns([heads, *rows])]
-    if any(one.used is not None for one in holders):
+    if any(one.together.used is not None for one in holders):
         lines.append(
             "A limit is used up by Renyi differential privacy at one order, a bound that holds though later runs "
             "follow from earlier results; epsilon assumes that all runs were planned beforehand, and is smaller."

@@ -269,8 +269,9 @@ def composed_over_seeds(results: Sequence[Mapping[str, Any]]) -> RunGuarantee:
         worst = dataclasses.replace(worst, epsilon=total, delta=delta, accountant=method)
     unbounded = max(sum(client["epsilon_spent"] is None for client in clients) for clients in rows)
     accounts = [one["guarantee"].together for one in results if one["guarantee"].together is not None]
-    together = max(accounts, key=lambda account: account.runs, default=None)  # of the last run
-    all_of = worst.with_account(together)
+    last = max(accounts, key=lambda account: account.runs, default=None)  # of the last run
+    of_all = None if last is None else dataclasses.replace(last, runs=max(last.runs - len(paths) + 1, 0))
+    all_of = worst.with_account(of_all)
     return RunGuarantee(**vars(all_of), clients=len(rows[0]), unbounded=unbounded, runs=len(paths))
 
 

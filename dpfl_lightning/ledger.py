@@ -161,7 +161,7 @@ def _in_account(report: Composed) -> list[str]:
         return []
     account = PrivacyAccount(users_file())
     holders = [one for ledger in report.ledgers for one in account.holders(ledger.verified.header.run)]
-    worst = max(holders, key=lambda one: one.together.epsilon, default=None)
+    worst = max(holders, key=lambda one: one.together.urgency, default=None)
     return [] if worst is None else [f"Account {account.path}, {' = '.join(worst.names)}: {worst.together.words()}"]
 
 

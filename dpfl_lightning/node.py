@@ -102,7 +102,7 @@ def _init_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.sites.node.accept import accept
+    from dpfl_lightning.sites.node.accept import accept, clients_of
     from dpfl_lightning.sites.terms import read_terms
     from dpfl_lightning.sites.wire import digest
 
@@ -115,6 +115,8 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     if flags.show:
         print(_comparison(state, terms, *limits))
         return
+    if outlook := clients_of(terms, state).outlook(terms.plan):
+        print(shown(outlook))
     before = state.settings()
     plan, after = accept(state, terms, *limits), state.settings()
     print(f"\nAccepted as {plan}. {_budget(state)}")
@@ -138,10 +140,10 @@ def _comparison(
     state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
 ) -> str:
     """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
-    from dpfl_lightning.sites.node.accept import limits_of, reservation_of
+    from dpfl_lightning.sites.node.accept import clients_of, limits_of, reservation_of
 
     try:
-        reservation = reservation_of(state, terms)
+        reservation, outlook = reservation_of(state, terms), clients_of(terms, state).outlook(terms.plan)
     except UserError as error:
         return f"It does not fit: {error}"
     words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
@@ -151,7 +153,7 @@ def _comparison(
         state.check(terms, reservation, *limits)
     except UserError as error:
         return f"{words} does not fit: {error}"
-    return f"{words} fits."
+    return f"{words} fits. {outlook}".rstrip()
 
 
 def _left(state: StateFolder, limits: tuple[float, float]) -> str:
@@ -246,7 +248,11 @@ def _in_account(name: str) -> list[str]:
     from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 
     holders = PrivacyAccount(users_file()).holders() if users_file().is_file() else []
-    return [f"Account {users_file()}: {one.together.words()}" for one in holders if name in one.names]
+    return [
+        f"Account {users_file()}: {counted(one.together.runs, 'run')} on these records, {one.together.cost()}"
+        for one in holders
+        if name in one.names
+    ]
 
 
 def _condition(state: StateFolder, plan: str, reserved: Reservation) -> str:

@@ -21,7 +21,6 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.ledger import file as ledger
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -115,7 +114,8 @@ def write_samples() -> None:
         if path.is_file() and path.name not in kept:
             path.unlink()
     account = PrivacyAccount(Path("account/account.jsonl"))
-    account.add(Path("/runs/one/ledger.jsonl"), *_header_and_events(Path("run/ledger.jsonl")))
+    account.accept()
+    account.add(Path("run/ledger.jsonl"))
     account.limit("clients without names", 8.0, 1e-5)
     DistilledSet(torch.zeros(2, 1, 2, 2), torch.arange(2), {"rounds": 5}).save(HERE / "set")
     (HERE / "sites").mkdir()
@@ -123,11 +123,6 @@ def write_samples() -> None:
     (HERE / "sites" / "plan.json").write_text(wire.to_text(terms))
     (HERE / "sites" / "site.json").write_text(wire.to_text(terms.sites[0]))
     (HERE / "sites" / "released.bin").write_bytes(wire.encode(Released(torch.arange(3.0), ())))
-
-
-def _header_and_events(path: Path) -> tuple[ledger.Header, list[list[Release]]]:
-    charges, header = read_ledger(path), ledger.read_header(path)
-    return header, [[one.event for one in charges if one.client == client] for client in range(len(header.delta))]
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(r
         one.plan_schedule()
     with pytest.raises(UserError, match="keep the limit of bergen"):
         loop.clients.outlook(loop.run_plan())
-    assert "With 1 other run on the same records" in fits.clients.outlook(fits.run_plan())
+    assert "With 1 other run on the same records: epsilon 2" in fits.clients.outlook(fits.run_plan())
     assert runs.together("bergen").runs == 1, "a plan is not charged"
     loop = runs.loop(population, "run2")
     begun = loop.clients.begin
@@ -216,7 +216,7 @@ def test_a_filter_is_never_exceeded(account, seed):
             continue
         paid.append(event)
     ((only,),) = [[one for one in account.holders()]]
-    assert get_accountant("pld").epsilon(paid, delta) <= epsilon and only.used <= 1
+    assert get_accountant("pld").epsilon(paid, delta) <= epsilon and only.together.used <= 1
     assert only.together.epsilon <= epsilon
     with pytest.raises(UserError, match="keep the limit"):
         account.charge([(0, NonPrivateEvent("everything"))])
@@ -237,14 +237,108 @@ def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
         except UserError:
             break
     (only,) = account.holders()
-    assert 5 <= paid < 10 and only.used <= 1 and only.together.epsilon <= only.together.limit
+    assert 5 <= paid < 10 and only.together.used <= 1 and only.together.epsilon <= only.together.limit
 
 
-def entry(run: str, names, planned=(), adjacency="add_remove") -> Entry:
+def entry(run: str, names, planned=(), adjacency="add_remove", sketches=None, delta=DELTA, whole=False) -> Entry:
     count = len(names)
-    return Entry(
-        run, "none", adjacency, "poisson", dict(enumerate(names)), (DELTA,) * count, (planned,) * count, ((),) * count
-    )
+    rest = (delta,) * count, (planned,) * count, sketches or ((),) * count, whole
+    return Entry(run, "none", adjacency, "poisson", dict(enumerate(names)), *rest)
+
+
+EVENT, TIGHT = GaussianEvent(0.2, 1.5, 10), get_accountant("pld")
+
+
+def sketch(first: int) -> tuple[str, ...]:
+    return tuple(f"{number:016x}" for number in range(first, first + 16))
+
+
+def test_of_joined_limits_each_is_kept(account):
+    account.limit("bergen", 8.0, 1e-9)
+    account.limit("oslo", 7.9, 1e-2)
+    account.join("bergen", "oslo")
+    account.enter(entry("a" * 32, ("oslo",)))
+    paid = 0
+    with pytest.raises(UserError, match=r"keep the limit of bergen or oslo, epsilon 8 at delta 1e-09"):
+        while paid < 100:
+            account.charge([(0, EVENT)])
+            paid += 1
+    (only,) = account.holders()
+    assert paid > 1 and TIGHT.epsilon([EVENT] * paid, 1e-9) <= 8 and only.together.limit == 8
+
+
+def test_copies_that_went_on_without_the_account_count_each_line(runs, tmp_path):
+    population = hospitals("bergen", "oslo")
+    null = PrivacyOptions(epsilon=2.0, delta=DELTA, account=None, reserve_rounds=2)
+    options = {"rounds": 2, "clients": ClientOptions(batch_size=16), "privacy": null}
+    break_off(small_loop(population, output_dir=tmp_path / "run0", **options), 2)
+    shutil.copytree(tmp_path / "run0", tmp_path / "copy")
+    for name in ("run0", "copy"):
+        with pytest.warns(UserNotice, match="round 2 was broken off"):
+            small_loop(population, output_dir=tmp_path / name, **options).run(resume=True)
+    ledgers = [tmp_path / name / "ledger.jsonl" for name in ("run0", "copy")]
+    assert [runs.account.add(path) for path in (*ledgers, *ledgers)] == [6, 2, 0, 0]
+    (event,) = {charge.event for charge in read_ledger(ledgers[0]) if charge.client == 0}
+    assert runs.together("bergen").epsilon == TIGHT.epsilon([event] * 4, DELTA)
+
+
+def test_what_is_planned_counts_where_the_end_follows_from_results(account):
+    account.enter(entry("a" * 32, ("bergen",), ((EVENT, 10),), whole=True))
+    account.charge([(0, EVENT)])
+    assert account.together()[0].epsilon == TIGHT.epsilon([EVENT] * 10, DELTA)
+
+
+def test_clients_of_a_run_that_share_records_count_together(account):
+    """Wards of one hospital, and not clients that only have a joined name; the delta is that of the holder."""
+    account.enter(entry("a" * 32, ("bergen", "lund"), sketches=(sketch(0), sketch(99)), delta=1e-2))
+    account.charge([(0, EVENT), (1, EVENT)])
+    with pytest.warns(UserNotice, match="ward 1 has records of bergen"):
+        account.enter(entry("b" * 32, ("ward 1", "ward 2"), sketches=(sketch(0), sketch(4))))
+    account.charge([(0, EVENT), (1, EVENT)])
+    account.enter(entry("c" * 32, ("oslo", "lund"), sketches=(sketch(200), sketch(99))))
+    account.charge([(0, EVENT), (1, EVENT)])
+    bergen, lund, oslo = sorted(account.holders(), key=lambda one: one.names)
+    assert bergen.together.epsilon == TIGHT.epsilon([EVENT] * 3, 1e-2)
+    assert (oslo.together.delta, lund.together.delta) == (DELTA, 1e-2)
+
+
+def test_each_client_without_a_name_is_compared(account):
+    account.enter(entry("a" * 32, ("bergen",), sketches=(sketch(0),)))
+    account.charge([(0, EVENT)])
+    account.enter(entry("b" * 32, (NAMELESS,), sketches=(sketch(50),)))
+    account.charge([(0, EVENT)])
+    with pytest.warns(UserNotice, match=f"{NAMELESS} has records of bergen"):
+        account.enter(entry("c" * 32, (NAMELESS, NAMELESS), sketches=(sketch(50), sketch(0))))
+    account.charge([(0, EVENT), (1, EVENT)])
+    (only,) = account.holders()
+    assert only.together.runs == 3 and only.together.epsilon == TIGHT.epsilon([EVENT] * 3, DELTA)
+
+
+def test_a_refusal_names_another_adjacency(account):
+    account.limit("bergen", 1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA)
+    account.enter(entry("a" * 32, ("bergen",), ((EVENT, 1),)))
+    account.charge([(0, EVENT)])
+    small = ((GaussianEvent(0.001, 20.0, 1), 1),)
+    account.enter(entry("b" * 32, ("bergen",), small))
+    with pytest.raises(UserError, match=r"other one, so all runs count as replacement: keep add remove\."):
+        account.enter(entry("c" * 32, ("bergen",), small, adjacency="replace_one"))
+
+
+def test_what_the_state_folder_or_a_typo_spoils_is_said(account, monkeypatch, tmp_path):
+    account.enter(entry("a" * 32, ("bergen",)))
+    with pytest.warns(UserNotice, match="no run of bergn is in the account yet; its data holders are bergen"):
+        account.limit("bergn", 8.0, 1e-5)
+    account.path.chmod(0o644)
+    account.holders()
+    assert stat.S_IMODE(account.path.stat().st_mode) == 0o600
+    account._seen.write_text("{")
+    with pytest.raises(UserError, match="account accept"):
+        PrivacyAccount(account.path).holders()
+    assert account.accept() == 3 and PrivacyAccount(account.path).holders()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "in"))
+    with pytest.raises(UserError, match="XDG_STATE_HOME"):
+        PrivacyAccount(account.path).holders()
 
 
 def test_filter_has_the_order_of_gaussian_noise_and_refuses_what_it_cannot_keep():
@@ -297,7 +391,10 @@ def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, 
         file.unlink()
         if content is not None:
             file.write_bytes(content)
-        with pytest.raises(UserError, match=r"must hold all lines that were written to it.*account accept"):
+        with pytest.raises(
+            UserError,
+            match=r"must hold the 7 lines that were written to it.*account accept|must be unchanged, got a line",
+        ):
             runs.run(population, "run2")
     assert not (runs.folder / "run2" / "ledger.jsonl").exists()
     file.write_bytes(older)

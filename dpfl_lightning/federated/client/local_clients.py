@@ -32,7 +32,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Release, noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee, Together
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, SEVERAL_RECORDS, SIMULATED, Guarantee, Together
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, Entry, PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.file import Head, Header
@@ -145,13 +145,13 @@ class LocalClients:
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
         if (account := self._account()) is not None:
+            inside = self.folder.path.absolute() in account.path.absolute().parents
+            require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))
             account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file))
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
-        if account is not None:
-            added = account.settle({client: self.ledger.events(client) for client in self._everyone})
-            if added:
-                words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
-                warn_user(f"{words}: {account.path} was changed, or an older copy")
+        if account is not None and earlier is not None and (added := account.settle(self.folder.ledger_file)):
+            words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
+            warn_user(f"{words}: {account.path} was changed, or an older copy")
         simulated = self.simulated or self.privacy is None
         terms = (
             accountant,
@@ -189,6 +189,7 @@ class LocalClients:
             delta=tuple(schedule.delta for schedule in schedules),
             planned=tuple(once_each(_releases, schedules)),
             sketches=tuple(found[client] for client in own),
+            whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
         )
 
     def outlook(self, plan: RunPlan) -> str:
@@ -199,8 +200,9 @@ class LocalClients:
         return self._said_of(account, account.outlook(self._entry(plan, account, "planned", Path("none"))))
 
     def _said_of(self, account: PrivacyAccount, together: Mapping[int, Together]) -> str:
-        client, worst = max(together.items(), key=lambda one: one[1].epsilon)
-        who = f", {self.population.name_of(client)}, the largest" if len(together) > 1 else ""
+        client, worst = max(together.items(), key=lambda one: one[1].urgency)
+        most = "the largest" if worst.used is None else "the nearest to its limit"
+        who = f", {self.population.name_of(client)}, {most}" if len(together) > 1 else ""
         return f"Account {account.path}{who}: {worst.words()}"
 
     def streams(self, plan: RunPlan) -> Streams:

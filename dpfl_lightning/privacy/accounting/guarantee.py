@@ -61,11 +61,12 @@ NOT_COVERED: tuple[str, ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Together:
     """What all runs in the account of a data holder reveal together, composed as if one run had planned them.
 
-    `runs` is the number of the others, `limit` the epsilon that all may have at this delta, None without a limit.
+    `runs` is the number of the others. `limit` is the epsilon that all may have at `limit_delta`, of which the share
+    `used` is used up; None without a limit.
     """
 
     runs: int
@@ -75,19 +76,30 @@ class Together:
     adjacency: str
     sampling: str
     limit: float | None = None
+    limit_delta: float | None = None
+    used: float | None = None
 
     def words(self) -> str:
         """Return what the runs cost together, as one sentence.
 
-        >>> Together(runs=2, epsilon=5.5, delta=1e-4, accountant="", adjacency="", sampling="", limit=8.0).words()
-        'With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001.'
+        >>> print(Together(2, 5.5, 1e-4, "PLD", "add or remove one record", "", 8.0, 1e-4, 0.7).words())
+        With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001 (add or remove one record).
         """
-        if not self.runs and self.limit is None:
-            return "No other run on the same records is in the account."
         runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
+        return f"{runs} on the same records: {self.cost()}."
+
+    def cost(self) -> str:
+        """Return epsilon, a limit, delta and what neighbouring data sets are, in words."""
         cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
-        cost += "" if self.limit is None else f" of a limit of {at_most(self.limit)}"
-        return f"{runs} on the same records: {cost}, at delta {at_most(self.delta)}."
+        if self.limit is not None and self.limit_delta is not None:
+            at = "" if self.limit_delta == self.delta else f" at delta {at_most(self.limit_delta)}"
+            cost += f" of a limit of {at_most(self.limit)}{at}"
+        return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency})"
+
+    @property
+    def urgency(self) -> tuple[float, float]:
+        """What is nearest to its limit, or else has the largest epsilon, is the largest."""
+        return -1.0 if self.used is None else self.used, self.epsilon
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields for JSON; an infinite epsilon is None."""
@@ -136,8 +148,15 @@ class Guarantee:
                 f"({self.adjacency}), {self.sampling}, accounted by {self.accountant}."
             )
             sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
-        said = [sentence, *([] if self.together is None else [self.together.words()])]
+        said = [sentence, *self._of_all_runs()]
         return " ".join([*said, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
+
+    def _of_all_runs(self) -> list[str]:
+        one = self.together
+        if one is None:
+            return []
+        alone = not one.runs and one.limit is None and one.epsilon <= self.epsilon * (1 + 1e-5)
+        return ["No other run on the same records is in the account."] if alone else [one.words()]
 
     def with_account(self, together: Together | None) -> Self:
         """Return the guarantee beside that of all runs in the account, if there is one."""
@@ -238,7 +257,7 @@ def weakest(guarantees: Sequence[Guarantee]) -> RunGuarantee:
     one = max(guarantees, key=lambda guarantee: guarantee.epsilon)
     unbounded = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
     accounts = [guarantee.together for guarantee in guarantees if guarantee.together is not None]
-    together = max(accounts, key=lambda account: account.epsilon, default=None)
+    together = max(accounts, key=lambda account: account.urgency, default=None)
     return RunGuarantee(**{**vars(one), "together": together}, clients=len(guarantees), unbounded=unbounded)
 
 

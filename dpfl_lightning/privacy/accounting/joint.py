@@ -42,6 +42,16 @@ def relation_of_all(adjacencies: Sequence[str]) -> str:
     return "replace_one_of_persons" if different <= ADJACENCIES_OF_PERSONS.keys() else "replace_one"
 
 
+def larger(one: Sequence[Release], other: Sequence[Release]) -> list[Release]:
+    """Return for each mechanism the releases of the side that has more of them."""
+    most: dict[Hashable, Release] = {}
+    for release in (*composed(one, 0.5).releases, *composed(other, 0.5).releases):  # costs come later, with a delta
+        key = type(release), *release.parameters()
+        if key not in most or most[key].total < release.total:
+            most[key] = release
+    return [*most.values(), *dict.fromkeys(event for event in (*one, *other) if not event.private)]
+
+
 def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[float, str]]:
     """Return epsilon and how it was computed for the (history, delta, adjacency) of each holder.
 
@@ -55,7 +65,7 @@ def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[fl
         different = [sorted(set(run), key=repr) for run in history]
         count = math.prod(map(len, different))
         if (key := (repr(different), delta, adjacency)) not in done:
-            if count * sum(len(run[0]) for run in different) > left:
+            if count * len(composed(_all(different), delta).releases) > left:
                 continue
             everything = [[event for released in one for event in released] for one in itertools.product(*different)]
             left -= sum(len(composed(events, delta).releases) for events in everything)
@@ -63,6 +73,11 @@ def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[fl
             done[key] = max(tight, key=lambda bound: bound[0])
         bounds[place] = done[key]
     return bounds
+
+
+def _all(history: History) -> list[Release]:
+    """Return all releases of a holder who is the first client of each run."""
+    return [event for run in history for event in run[0]]
 
 
 def _by_rdp(history: History, delta: float, adjacency: str) -> tuple[float, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -20,11 +21,12 @@ from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import Together
-from dpfl_lightning.privacy.accounting.joint import History, RenyiFilter, joint_bounds, relation_of_all
+from dpfl_lightning.privacy.accounting.joint import History, RenyiFilter, joint_bounds, larger, relation_of_all
 from dpfl_lightning.privacy.accounting.planned import numbered
-from dpfl_lightning.privacy.ledger.file import NO_CHAIN, Header, chain_of, follows, release_of, sealed
+from dpfl_lightning.privacy.ledger.file import NO_CHAIN, chain_of, follows, read_header, release_of, sealed
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
-from dpfl_lightning.runtime.files import is_locked
+from dpfl_lightning.runtime.files import is_locked, write_text
 from dpfl_lightning.runtime.strict_json import parsed
 from dpfl_lightning.runtime.text import at_most
 
@@ -57,6 +59,7 @@ class Entry:
         holders: client -> its name, or `NAMELESS`; clients without records are left out.
         delta, planned: of each of these clients, in the same order; `planned` are different releases and their numbers.
         sketches: digests of some records of each, which show later that two clients have much in common.
+        whole: whether all that is planned counts, because its end or its noise follows from its releases.
     """
 
     run: str
@@ -67,15 +70,15 @@ class Entry:
     delta: tuple[float, ...]
     planned: tuple[tuple[tuple[Release, int], ...], ...]
     sketches: tuple[tuple[str, ...], ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class Holder:
-    """All that the account says about a data holder, who may have several names; `used` is the share of a limit."""
+    """All that the account says about a data holder, who may have several names."""
 
     names: tuple[str, ...]
     together: Together
-    used: float | None
 
 
 class PrivacyAccount:
@@ -104,48 +107,60 @@ class PrivacyAccount:
             known = self._runs.get(entry.run)
             joins = [] if known else self._joins(entry)
             self._append(file, [{"same": pair} for pair in joins])
-            self._check(entry, Counter())
+            for one, other in joins:
+                warn_user(f"{one} has records of {other}: their accounts are one from now on")
+            self._check(entry, {})
             if known is None or known[0] != entry:
                 self._append(file, [_line_of(entry)])
             self._within = len(self._chains)
-        for one, other in joins:
-            warn_user(f"{one} has records of {other}: their accounts are one from now on")
         self._entry = entry
 
-    def add(self, ledger: Path, header: Header, paid: Sequence[Sequence[Release]]) -> int:
-        """Add a run that was made elsewhere, of which the account lacks releases; return how many. No limit refuses it.
+    def add(self, path: Path) -> int:
+        """Add the run of a ledger that was made elsewhere; return how many releases were lacking. No limit refuses it.
 
-        `paid` is what each client has released.
+        Raises UserError if the ledger was changed.
         """
-        clients = [client for client, events in enumerate(paid) if events]
-        named = bool(header.identity.get("names"))
+        header, charges = read_header(path), read_ledger(path)
+        assert header is not None  # `read_ledger` has raised otherwise
+        clients, named = sorted({charge.client for charge in charges}), bool(header.identity.get("names"))
+        plans = header.planned or ((),) * len(header.delta)
         entry = Entry(
             run=header.run,
-            ledger=str(ledger.absolute()),
+            ledger=str(path.absolute()),
             adjacency=header.adjacency,
             sampling=header.sampling,
             holders={client: header.name_of(client) if named else NAMELESS for client in clients},
             delta=tuple(header.delta[client] for client in clients),
-            planned=((),) * len(clients),
+            planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
             sketches=((),) * len(clients),
+            whole=bool(header.planned),
         )
         with self._locked() as file:
             if entry.run not in self._runs:
                 self._append(file, [_line_of(entry)])
-            self._entry = self._runs[entry.run][0]
-        added = self.settle(dict(enumerate(paid)))
-        self._entry = None
-        return added
+        return self.settle(path, entry.run)
 
-    def settle(self, paid: Mapping[int, Sequence[Release]]) -> int:
-        """Add what the ledger of the run holds and the account lacks; return how many releases these are."""
-        entry = self._current
+    def settle(self, path: Path, run: str | None = None) -> int:
+        """Add what the ledger of a run (the current one) holds and the account lacks; return how many releases.
+
+        Lines of copies of the ledger that were settled before are known, so that what each copy released counts.
+        """
+        run = self._current.run if run is None else run
+        charges = read_ledger(path)
+        with open(path, "rb") as lines:
+            chains = [chain_of(line) for line in lines][1 : len(charges) + 1]
         with self._locked() as file:
-            has = self._runs[entry.run][1]
-            lacks = {client: Counter(paid.get(client, ())) - has[client] for client in entry.holders}
-            charges = [(client, event) for client, events in lacks.items() for event in events.elements()]
-            self._append(file, _paid_lines(entry.run, charges))
-        return len(charges)
+            entry, has = self._runs[run]
+            new = {
+                chain: (charge.client, charge.event)
+                for chain, charge in zip(chains, charges, strict=True)
+                if chain not in self._settled.get(run, {}) and charge.client in entry.holders
+            }
+            every = Counter([*self._settled.get(run, {}).values(), *new.values()])
+            lacks = every - Counter({(client, event): n for client, one in has.items() for event, n in one.items()})
+            missing = list(lacks.elements())
+            self._append(file, [*_settled_lines(run, new), *_paid_lines(run, missing)])
+        return len(missing)
 
     def charge(self, charges: Iterable[tuple[int, Release]]) -> None:
         """Write down what clients of the run are about to release. Raises UserError if that would exceed a limit."""
@@ -171,9 +186,14 @@ class PrivacyAccount:
         Raises UserError if its plan would exceed a limit.
         """
         with self._locked():
-            self._check(entry, {})
-            nothing = {client: Counter[Release]() for client in entry.holders}
-            return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
+            for pair in self._joins(entry):
+                self._unite(*pair)
+            try:
+                self._check(entry, {})
+                nothing = {client: Counter[Release]() for client in entry.holders}
+                return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
+            finally:
+                self._forget()  # what was united for this question
 
     def _of_clients(self, entry: Entry, planned: Collection[str], runs: Runs) -> dict[int, Together]:
         groups, place_of = numbered([self._group(name) for name in entry.holders.values()])
@@ -188,15 +208,17 @@ class PrivacyAccount:
             entries = [entry for entry, _ in self._runs.values() if run in (None, entry.run)]
             names = [*(name for entry in entries for name in entry.holders.values()), *(() if run else self._limits)]
             groups = list(dict.fromkeys(map(self._group, names)))
-            together, used = self._together(groups, run), [self._used(group) for group in groups]
-        rows = zip(groups, together, used, strict=True)
-        return [Holder(tuple(sorted(group)), one, share) for group, one, share in rows]
+            together = self._together(groups, run)
+        return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
 
     def limit(self, holder: str, epsilon: float, delta: float) -> None:
         """Set the limit on all runs on the records of a holder. Raises UserError if it is out of range."""
         RenyiFilter(epsilon, delta)
         with self._locked() as file:
             self._append(file, [{"limit": [holder, epsilon, delta]}])
+            known = {name for entry, _ in self._runs.values() for name in entry.holders.values()}
+        if known and holder not in known:
+            warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
 
     def join(self, one: str, other: str) -> None:
         """Say that two names are of one holder."""
@@ -207,9 +229,12 @@ class PrivacyAccount:
             self._append(file, [{"same": [one, other]}])
 
     def accept(self) -> int:
-        """Go on with an account that is older than the one that was seen last; return its number of lines."""
-        self._seen.unlink(missing_ok=True)
-        with self._locked():
+        """Go on with an account that is older than the one that was seen last; return its number of lines.
+
+        Raises UserError if a line was changed: such a file is worth nothing.
+        """
+        with self._locked(accept=True):
+            self._remember()
             return len(self._chains)
 
     # -- what is composed
@@ -225,26 +250,32 @@ class PrivacyAccount:
 
     def _history(
         self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
-    ) -> tuple[list[Entry], History]:
-        """Return the runs on the records of a group of names, and what each client of it released in each of them.
+    ) -> tuple[list[Entry], History, float]:
+        """Return the runs on the records of a group of names, what clients released in each, and the largest delta.
 
-        Of `planned` runs it is what they plan, where that is more. `runs` replaces those of the file.
+        Of `planned` runs it is what they plan, where that is more. `runs` replaces those of the file. Clients of a run
+        that share records, or that the operator has joined, count together, of all others the one with most.
         """
-        entries, history = [], []
+        entries, history, delta = [], [], 0.0
         for entry, paid in (self._runs if runs is None else runs).values():
-            clients = [
-                (client, Counter(dict(plan)) if entry.run in planned else Counter[Release]())
-                for (client, name), plan in zip(entry.holders.items(), entry.planned, strict=True)
-                if name in group
-            ]
-            counts = [paid[client] | plan for client, plan in clients]
-            if any(counts):
+            clients, released = list(entry.holders), []
+            places = [place for place, name in enumerate(entry.holders.values()) if name in group]
+            for of_one in _sharing(entry, places):
+                events: list[Release] = []
+                for place in of_one:
+                    own = [event.repeated(n) for event, n in paid[clients[place]].items()]
+                    if entry.run in planned or (entry.whole and own):
+                        own = larger(own, [event.repeated(n) for event, n in entry.planned[place]])
+                    events += own
+                released.append(tuple(events))
+            if any(released):
                 entries.append(entry)
-                history.append([tuple(event.repeated(n) for event, n in count.items()) for count in counts])
-        return entries, history
+                history.append(released)
+                delta = max(delta, *(entry.delta[place] for place in places))
+        return entries, history, delta
 
-    def _limit_of(self, group: Collection[str]) -> tuple[float, float] | None:
-        return min((self._limits[name] for name in group if name in self._limits), default=None)
+    def _limits_of(self, group: Collection[str]) -> list[tuple[float, float]]:
+        return [self._limits[name] for name in group if name in self._limits]
 
     def _together(
         self,
@@ -254,14 +285,11 @@ class PrivacyAccount:
         runs: Runs | None = None,
     ) -> list[Together]:
         """Return what holds for each group of names beside the run `own`."""
-        histories = [self._history(group, planned, runs) for group in groups]
-        limits = [self._limit_of(group) for group in groups]
-        deltas = [
-            max((max(entry.delta) for entry in entries), default=0.0) if limit is None else limit[1]
-            for (entries, _), limit in zip(histories, limits, strict=True)
+        found = [(*self._history(group, planned, runs), self._tightest(group, planned, runs)) for group in groups]
+        queries = [
+            (history, delta if limit is None else limit[2], _relation(entries))
+            for entries, history, delta, limit in found
         ]
-        relations = [_relation(entries) for entries, _ in histories]
-        bounds = joint_bounds([(h, d, r) for (_, h), d, r in zip(histories, deltas, relations, strict=True)])
         return [
             Together(
                 runs=sum(entry.run != own for entry in entries),
@@ -270,22 +298,28 @@ class PrivacyAccount:
                 accountant=accountant,
                 adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[relation],
                 sampling=SAMPLERS[weakest(entry.sampling for entry in entries)].words if entries else "",
-                limit=None if limit is None else limit[0],
+                used=None if limit is None else limit[0],
+                limit=None if limit is None else limit[1],
+                limit_delta=None if limit is None else limit[2],
             )
-            for (entries, _), limit, delta, relation, (epsilon, accountant) in zip(
-                histories, limits, deltas, relations, bounds, strict=True
+            for (entries, _, _, limit), (_, delta, relation), (epsilon, accountant) in zip(
+                found, queries, joint_bounds(queries), strict=True
             )
         ]
 
-    def _used(self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None) -> float | None:
-        if (limit := self._limit_of(group)) is None:
+    def _tightest(
+        self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
+    ) -> tuple[float, float, float] | None:
+        """Return the share that is used of the limit of which most is used, and this limit; None without one."""
+        limits = self._limits_of(group)
+        if not limits:
             return None
-        entries, history = self._history(group, planned, runs)
-        return RenyiFilter(*limit).used(history, _relation(entries))
+        entries, history, _ = self._history(group, planned, runs)
+        return max((RenyiFilter(*limit).used(history, _relation(entries)), *limit) for limit in limits)
 
     def _check(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> None:
         """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
-        limited = [group for group in {*map(self._group, entry.holders.values())} if self._limit_of(group)]
+        limited = [group for group in {*map(self._group, entry.holders.values())} if self._limits_of(group)]
         if not limited:
             return
         paid = {client: Counter[Release]() for client in entry.holders}
@@ -293,14 +327,20 @@ class PrivacyAccount:
         for (client, event), count in charges.items():
             paid[client][event] += count
         others = {one.run for one, _ in self._runs.values() if one.run != entry.run and is_locked(Path(one.ledger))}
+        without = {run: one for run, one in self._runs.items() if run != entry.run}
         for group in limited:
-            limit, planned = self._limit_of(group), set() if charges else {entry.run, *others}
-            used = self._used(group, planned, {**self._runs, entry.run: (entry, paid)})
-            if limit is not None and used is not None and used > 1:
-                rest = self._used(group, planned, {run: one for run, one in self._runs.items() if run != entry.run})
-                must = f"keep the limit of {_named(group)}, epsilon {at_most(limit[0])} at delta {at_most(limit[1])}"
-                advice = "Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account`."
+            planned = set() if charges else {entry.run, *others}
+            found = self._tightest(group, planned, {**self._runs, entry.run: (entry, paid)})
+            if found is not None and found[0] > 1:
+                used, epsilon, delta = found
+                entries, history, _ = self._history(group, planned, without)
+                rest = RenyiFilter(epsilon, delta).used(history, _relation(entries))
+                must = f"keep the limit of {_named(group)}, epsilon {at_most(epsilon)} at delta {at_most(delta)}"
                 got = f"{used:.1%} of it (Renyi filter), {rest:.1%} without this run"
+                advice = "Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account`."
+                if entries and _relation([*entries, entry]) != _relation(entries):
+                    same = f"{entries[-1].adjacency.replace('_', ' ')}"
+                    advice = f"Its unit or adjacency is another one, so all runs count as replacement: keep {same}."
                 require(False, "privacy.account", must, got, advice)
 
     def _plans(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> bool:
@@ -318,30 +358,41 @@ class PrivacyAccount:
             for name, sketch in zip(one.holders.values(), one.sketches, strict=True):
                 before.setdefault(name, []).append(set(sketch))
         mine = [(name, set(sketch)) for name, sketch in zip(entry.holders.values(), entry.sketches, strict=True)]
-        sure = {name for name, sketch in mine if any(_alike(sketch, one) for one in before.get(name, ()))}
-        return [
+        sure = {
+            name
+            for name, sketch in mine
+            if name != NAMELESS and any(_alike(sketch, one) for one in before.get(name, ()))
+        }
+        found = [
             (name, other)
             for name, sketch in mine
             if name not in sure
             for other, sketches in before.items()
             if other not in self._group(name) | sure and any(_alike(sketch, one) for one in sketches)
         ]
+        return list(dict.fromkeys(found))
 
     # -- the file
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[FileIO]:
-        """Hold the lock of the file, and know all of its lines."""
+    def _locked(self, accept: bool = False) -> Iterator[FileIO]:
+        """Hold the lock of the file, and know all of its lines; `accept` an older file than was seen last."""
+        try:
+            self._seen.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            must, advice = "be a folder that can be written", "Set XDG_STATE_HOME, or privacy.account to null."
+            raise UserError(f"`{self._seen.parent}` must {must}, got {error.strerror}. {advice}") from None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            os.fchmod(descriptor, 0o600)  # a copy may have come back with another mode
         except OSError as error:
             must = "be a file that can be written"
             advice = f"Set {PLACE}, or privacy.account to such a file, or to null to keep none."
             raise UserError(f"`{self.path}` must {must}, got {error.strerror}. {advice}") from None
         with open(descriptor, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            self._read(file)
+            self._read(file, accept)
             yield file
 
     def _forget(self) -> None:
@@ -353,9 +404,10 @@ class PrivacyAccount:
         self._runs: dict[str, tuple[Entry, dict[int, Counter[Release]]]] = {}
         self._same: dict[str, frozenset[str]] = {}
         self._limits: dict[str, tuple[float, float]] = {}
+        self._settled: dict[str, dict[str, tuple[int, Release]]] = {}  # run -> chain of a ledger's line -> charge
         self._key = b""
 
-    def _read(self, file: FileIO) -> None:
+    def _read(self, file: FileIO, accept: bool) -> None:
         """Read the lines that others have added, and check that the file goes on from what was seen last."""
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._size:
@@ -366,18 +418,25 @@ class PrivacyAccount:
             if not line.endswith(b"\n"):
                 break  # a crash interrupted it, before anything was computed
             if not follows(line, self._chains[-1] if self._chains else NO_CHAIN):
-                raise self._changed(f"a line {len(self._chains) + 1} that does not follow the one before")
+                got = f"a line {len(self._chains) + 1} that does not follow the one before"
+                advice = "Restore a copy, or move it away and begin a new account with `dpfl account add RUN ...`."
+                raise UserError(f"`{self.path}` must be unchanged, got {got}. {advice}")
             self._take(line)
+        if accept or not self._seen.is_file():
+            return
         try:
             seen = json.loads(self._seen.read_bytes())
             lines, chain = int(seen["lines"]), str(seen["chain"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return
-        if self._chains[lines - 1 : lines] != [chain]:
-            raise self._changed(f"{len(self._chains)}: an older copy, or another file")
+        except (ValueError, KeyError, TypeError):
+            must, advice = "hold the last line of the account", "Accept the account as it is: `dpfl account accept`."
+            raise UserError(f"`{self._seen}` must {must}, got others. {advice}") from None
+        if lines and self._chains[lines - 1 : lines] != [chain]:
+            must, got = f"hold the {lines} lines that were written to it", "an older copy, or another file"
+            raise UserError(f"`{self.path}` must {must}, got {len(self._chains)}: {got}. {_WAY_OUT}")
 
-    def _changed(self, got: str) -> UserError:
-        return UserError(f"`{self.path}` must hold all lines that were written to it, got {got}. {_WAY_OUT}")
+    def _remember(self) -> None:
+        last = {"lines": len(self._chains), "chain": self._chains[-1] if self._chains else ""}
+        write_text(self._seen, json.dumps(last), private=True)
 
     def _take(self, line: bytes) -> None:
         """Remember a line of the file."""
@@ -399,9 +458,16 @@ class PrivacyAccount:
         elif "limit" in content:
             holder, epsilon, delta = content["limit"]
             self._limits[holder] = epsilon, delta
+        elif "settled" in content:
+            known = self._settled.setdefault(content["settled"], {})
+            for fields, lines in content["lines"]:
+                known |= {chain: (client, release_of(fields)) for client, chain in lines}
         else:
-            group = self._group(content["same"][0]) | self._group(content["same"][1])
-            self._same |= dict.fromkeys(group, group)
+            self._unite(*content["same"])
+
+    def _unite(self, one: str, other: str) -> None:
+        group = self._group(one) | self._group(other)
+        self._same |= dict.fromkeys(group, group)
 
     def _append(self, file: FileIO, contents: Sequence[Mapping[str, Any]]) -> None:
         """Write lines and sync; a new file gets a header. Nothing that is not on disk is remembered."""
@@ -425,8 +491,11 @@ class PrivacyAccount:
             raise
         for line in lines:
             self._take(line)
-        self._seen.parent.mkdir(parents=True, exist_ok=True)
-        self._seen.write_text(json.dumps({"lines": len(self._chains), "chain": self._chains[-1]}))
+        self._remember()
+
+    def is_missed(self) -> bool:
+        """Return whether an account was at this path before."""
+        return self._seen.is_file()
 
     @property
     def _seen(self) -> Path:
@@ -459,14 +528,15 @@ def _alike(one: set[str], other: set[str]) -> bool:
 def _line_of(entry: Entry) -> dict[str, Any]:
     different, places = numbered(entry.planned)
     planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
-    fields = {name: getattr(entry, name) for name in ("run", "ledger", "adjacency", "sampling", "delta", "sketches")}
+    names = ("run", "ledger", "adjacency", "sampling", "delta", "sketches", "whole")
+    fields = {name: getattr(entry, name) for name in names}
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
 
 
 def _entry_of(content: Mapping[str, Any]) -> Entry:
     planned = [tuple((release_of(fields), count) for fields, count in plan) for plan in content["planned"]]
     return Entry(
-        **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling")},
+        **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling", "whole")},
         holders={client: name for client, name in content["holders"]},
         delta=tuple(content["delta"]),
         planned=tuple(planned[place] for place in content["plan_of"]),
@@ -480,3 +550,33 @@ def _paid_lines(run: str, charges: Sequence[tuple[int, Release]]) -> list[dict[s
     for client, event in charges:
         clients.setdefault(event, []).append(client)
     return [{"paid": run, "releases": [[event.as_dict(), who] for event, who in clients.items()]}] if clients else []
+
+
+def _settled_lines(run: str, charges: Mapping[str, tuple[int, Release]]) -> list[dict[str, Any]]:
+    """Return one line for the lines of a ledger, by their chains."""
+    lines: dict[Release, list[tuple[int, str]]] = {}
+    for chain, (client, event) in charges.items():
+        lines.setdefault(event, []).append((client, chain))
+    return [{"settled": run, "lines": [[event.as_dict(), of_it] for event, of_it in lines.items()]}] if lines else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _classes(names: tuple[str, ...], sketches: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return which of the clients share records: those with like sketches, and known names without a sketch."""
+    class_of, having = list(range(len(names))), dict[str, list[int]]()
+    for place, sketch in enumerate(sketches):
+        shared = Counter(one for digest in sketch for one in having.get(digest, ()))
+        like = [one for one, n in shared.items() if 2 * n >= min(len(sketch), len(sketches[one]))]
+        if names[place] != NAMELESS:
+            like += [one for one in range(place) if names[one] != NAMELESS and not (sketch and sketches[one])]
+        for one in like:
+            class_of = [class_of[one] if number == class_of[place] else number for number in class_of]
+        for digest in sketch:
+            having.setdefault(digest, []).append(place)
+    return tuple(tuple(p for p, number in enumerate(class_of) if number == one) for one in dict.fromkeys(class_of))
+
+
+def _sharing(entry: Entry, places: Sequence[int]) -> list[list[int]]:
+    names = list(entry.holders.values())
+    classes = _classes(tuple(names[place] for place in places), tuple(entry.sketches[place] for place in places))
+    return [[places[one] for one in of_one] for of_one in classes]
