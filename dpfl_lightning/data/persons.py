@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def ids_of(given: Any, count: int, where: str) -> list[str]:
 
     Raises UserError if one is missing, or if numbers and texts are mixed: 7 may be what a reader made of "07".
     """
-    must, listed = f"name a person for each of the {count} records", not isinstance(given, str | Mapping)
+    must, listed = f"name a person for each of the {count} records", not isinstance(given, str | Mapping | Set)
     require(listed and isinstance(given, Iterable), where, must, type(given).__name__)
     values = given.tolist() if hasattr(given, "tolist") else list(given)
     ids = [unicodedata.normalize("NFC", as_text(one).strip()) for one in values]
@@ -36,9 +36,19 @@ def ids_of(given: Any, count: int, where: str) -> list[str]:
     kinds = {isinstance(one, str) for one in values}
     must, advice = "have ids of one kind", "Read them as text: 7 may have been 07, which is another person."
     require(len(kinds) < 2, where, must, "numbers and texts", advice)
-    exact = all(abs(one) < 2**53 for one in values if isinstance(one, float))
-    require(exact, where, "have exact ids", "floating numbers above 2^53", "Read them as text.")
+    most = _most_exact(given)
+    exact = all(abs(one) < most for one in values if isinstance(one, float))
+    got = f"floating numbers above 2^{most.bit_length() - 1}"
+    require(exact, where, "have exact ids", got, "Read them as text.")
     return ids
+
+
+def _most_exact(given: Any) -> int:
+    """Return up to which number floating numbers of this kind tell whole numbers apart."""
+    if isinstance(given, Tensor) and given.is_floating_point():
+        return int(2 / torch.finfo(given.dtype).eps)
+    kind = getattr(given, "dtype", None)
+    return int(2 / np.finfo(kind).eps) if isinstance(kind, np.dtype) and kind.kind == "f" else 2**53
 
 
 def ids_in(table: Table, column: str) -> list[str]:

@@ -229,6 +229,9 @@ def test_ids_in_files_are_read_as_they_are_written(tmp_path):
         ([7, "?"], "got '1 without one'"),
         (["A", "Unknown"], "got '1 without one'"),
         ([2.0**53, 1.0], "have exact ids, got 'floating numbers above 2^53'"),
+        (torch.tensor([2.0**24, 2.0**24 + 1]), "have exact ids, got 'floating numbers above 2^24'"),
+        (np.array([2.0**24, 1], dtype=np.float32), "have exact ids, got 'floating numbers above 2^24'"),
+        ({7, 8}, "name a person for each of the 2 records, got 'set'"),
     ],
 )
 def test_ids_that_may_be_those_of_others_are_refused(ids, words):

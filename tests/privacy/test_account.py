@@ -369,6 +369,9 @@ def test_runs_of_several_adjacencies_compose_under_replacement(account, relation
         account.charge([(0, event)])
     (only,) = account.holders()
     assert only.together.epsilon == get_accountant("pld", all_of).epsilon([event, event], DELTA)
+    assert only.together.cost().endswith("by another one of the same person)") == (
+        relations[0] + "_of_persons" == relations[1]
+    )
 
 
 def test_many_runs_are_composed_within_seconds():

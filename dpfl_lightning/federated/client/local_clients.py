@@ -79,7 +79,9 @@ class LocalClients:
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.most_records = None if privacy is None else privacy.rows_per_person
-        silent = population.persons is not None and population.rows_per_person is None and self.most_records is None
+        silent = (
+            population.persons is not None and population.rows_per_person is None and self.most_records in (None, 1)
+        )
         several = (SEVERAL_RECORDS,) if silent and privacy is not None else ()
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *several, *population.caveats)
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation

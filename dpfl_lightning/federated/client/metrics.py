@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 _ALONE: dict[str, Any] = {"sync_on_compute": False}  # only rank 0 evaluates
 _AT_ONCE = 256  # records that are compared with all
 _MOST_SHOWN, _BINS = 20, 10  # classes of a confusion table, and bins of a calibration curve
+_FILTERS = threading.Lock()  # those of warnings belong to the whole process, which may have several nodes
 _CLASSES = ("binary", "multiclass", "multilabel")
 
 
@@ -216,7 +218,7 @@ def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _value(name: str, metric: TorchMetric) -> float:
     if name == "r2" and int(metric.total) < 2:  # type: ignore[arg-type]
         return float("nan")
-    with warnings.catch_warnings():
+    with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes without records, which are left out below
         value = metric.compute()
     if name in _OF_RANKS:

@@ -233,7 +233,7 @@ def guarantee(
     if accountant.unit == "person":
         drawn, not_covered = f"{drawn} of persons", (*NOT_COVERED, OTHER_CLIENTS)
         drawn += "" if most_records is None else f", at most {counted(most_records, 'row')} of each"
-    elif most_records is not None and most_records > 1 and math.isfinite(epsilon):
+    elif most_records is not None and most_records > 1 and math.isfinite(epsilon) and any(map(_is_release, events)):
         nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
         changed = FILTER in method or CHOSEN in method
         caveats = (*caveats, nothing if changed else group_words(events, delta, accountant, most_records))
@@ -259,6 +259,10 @@ def weakest(guarantees: Sequence[Guarantee]) -> RunGuarantee:
     accounts = [guarantee.together for guarantee in guarantees if guarantee.together is not None]
     together = max(accounts, key=lambda account: account.urgency, default=None)
     return RunGuarantee(**{**vars(one), "together": together}, clients=len(guarantees), unbounded=unbounded)
+
+
+def _is_release(event: Event) -> bool:
+    return isinstance(event, Release)
 
 
 def _epsilon(value: Any) -> float:

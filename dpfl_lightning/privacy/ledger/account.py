@@ -296,7 +296,7 @@ class PrivacyAccount:
                 epsilon=epsilon,
                 delta=delta,
                 accountant=accountant,
-                adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[relation],
+                adjacency=_adjacency_words(entries, relation),
                 sampling=SAMPLERS[weakest(entry.sampling for entry in entries)].words if entries else "",
                 used=None if limit is None else limit[0],
                 limit=None if limit is None else limit[1],
@@ -519,6 +519,12 @@ def _named(group: Collection[str]) -> str:
 
 def _relation(entries: Sequence[Entry]) -> str:
     return relation_of_all([entry.adjacency for entry in entries] or ["add_remove"])
+
+
+def _adjacency_words(entries: Sequence[Entry], relation: str) -> str:
+    words = (ADJACENCIES | ADJACENCIES_OF_PERSONS)[relation]
+    mixed = relation in ADJACENCIES and any(entry.adjacency in ADJACENCIES_OF_PERSONS for entry in entries)
+    return f"{words} by another one of the same person" if mixed else words
 
 
 def _alike(one: set[str], other: set[str]) -> bool:
