@@ -20,7 +20,8 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.joint import RenyiFilter, joint_bounds, relation_of_all
 from dpfl_lightning.privacy.ledger.account import NAMELESS, Entry, PrivacyAccount
-from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.file import Charge, Header
+from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
 DELTA = 1e-3
 
@@ -282,6 +283,29 @@ def test_copies_that_went_on_without_the_account_count_each_line(runs, tmp_path)
     assert runs.together("bergen").epsilon == TIGHT.epsilon([event] * 4, DELTA)
 
 
+def test_a_copy_that_went_on_without_the_account_is_told_apart(runs, tmp_path):
+    population = hospitals("bergen", "oslo")
+    break_off(runs.loop(population, reserve=2), 2)
+    shutil.copytree(tmp_path / "run0", tmp_path / "copy")
+    with pytest.warns(UserNotice, match="round 2 was broken off"):
+        runs.run(population, resume=True, reserve=2)
+        null = PrivacyOptions(epsilon=2.0, delta=DELTA, account=None, reserve_rounds=2)
+        options = {"rounds": 2, "clients": ClientOptions(batch_size=16), "privacy": null}
+        small_loop(population, output_dir=tmp_path / "copy", **options).run(resume=True)
+    assert runs.account.add(tmp_path / "copy" / "ledger.jsonl") == 2
+    runs.account.limit("bergen", 0.9, DELTA)
+    assert runs.run(population, resume=True, reserve=2).finished, "it releases nothing more"
+
+
+def test_a_ledger_that_is_added_again_brings_new_clients(account, tmp_path):
+    header = Header("pld", "add_remove", "poisson", (DELTA, DELTA), (1.0, 1.0), identity={"names": ["bergen", "oslo"]})
+    ledger = Ledger(tmp_path / "ledger.jsonl", header)
+    for client in (0, 1):
+        ledger.charge([Charge(client, 1, "train", EVENT)])
+        assert account.add(ledger.path) == 1
+    assert [one.together.epsilon for one in account.holders()] == [TIGHT.epsilon([EVENT], DELTA)] * 2
+
+
 def test_what_is_planned_counts_where_the_end_follows_from_results(account):
     account.enter(entry("a" * 32, ("bergen",), ((EVENT, 10),), whole=True))
     account.charge([(0, EVENT)])
@@ -396,7 +420,7 @@ def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, 
             file.write_bytes(content)
         with pytest.raises(
             UserError,
-            match=r"must hold the 7 lines that were written to it.*account accept|must be unchanged, got a line",
+            match=r"must hold the 9 lines that were written to it.*account accept|must be unchanged, got a line",
         ):
             runs.run(population, "run2")
     assert not (runs.folder / "run2" / "ledger.jsonl").exists()

@@ -147,9 +147,9 @@ class LocalClients:
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
         if (account := self._account()) is not None:
-            inside = self.folder.path.absolute() in account.path.absolute().parents
+            inside = self.folder.path.resolve() in account.path.resolve().parents
             require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))
-            account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file))
+            account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file), ended)
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
         if account is not None and earlier is not None and (added := account.settle(self.folder.ledger_file)):
             words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
@@ -228,6 +228,8 @@ class LocalClients:
 
     def end(self, finished: bool) -> None:
         self.folder.save_notes(self.engine.counts)
+        if self.budgets.account is not None:  # so that a copy of the ledger is told apart from this one
+            self.budgets.account.settle(self.folder.ledger_file)
         if finished:  # nobody needs to compare records any more
             self.folder.forget_data_key()
 

@@ -98,10 +98,10 @@ class PrivacyAccount:
 
     # -- a run
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry, ended: bool = False) -> None:
         """Begin or resume a run. Raises UserError if its plan, with all other runs, would exceed a limit.
 
-        Runs that go on at the same time count with all that they plan.
+        Runs that go on at the same time count with all that they plan. One that has `ended` releases nothing more.
         """
         with self._locked() as file:
             known = self._runs.get(entry.run)
@@ -109,7 +109,8 @@ class PrivacyAccount:
             self._append(file, [{"same": pair} for pair in joins])
             for one, other in joins:
                 warn_user(f"{one} has records of {other}: their accounts are one from now on")
-            self._check(entry, {})
+            if not ended:
+                self._check(entry, {})
             if known is None or known[0] != entry:
                 self._append(file, [_line_of(entry)])
             self._within = len(self._chains)
@@ -136,7 +137,8 @@ class PrivacyAccount:
             whole=bool(header.planned),
         )
         with self._locked() as file:
-            if entry.run not in self._runs:
+            known = self._runs.get(entry.run)
+            if known is None or not entry.holders.keys() <= known[0].holders.keys():
                 self._append(file, [_line_of(entry)])
         return self.settle(path, entry.run)
 
@@ -148,7 +150,7 @@ class PrivacyAccount:
         run = self._current.run if run is None else run
         charges = read_ledger(path)
         with open(path, "rb") as lines:
-            chains = [chain_of(line) for line in lines][1 : len(charges) + 1]
+            chains = [chain_of(line)[:16] for line in lines][1 : len(charges) + 1]
         with self._locked() as file:
             entry, has = self._runs[run]
             new = {
@@ -502,7 +504,7 @@ class PrivacyAccount:
         """The file that remembers the last line."""
         import platformdirs
 
-        digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=8).hexdigest()
         return platformdirs.user_state_path("dpfl_lightning") / f"account-{digest}.json"
 
     @property
