@@ -218,14 +218,14 @@ class PrivacyAccount:
         RenyiFilter(epsilon, delta)
         with self._locked() as file:
             self._append(file, [{"limit": [holder, epsilon, delta]}])
-            known = {name for entry, _ in self._runs.values() for name in entry.holders.values()}
+            known = self._names()
         if known and holder not in known:
             warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
 
     def join(self, one: str, other: str) -> None:
         """Say that two names are of one holder."""
         with self._locked() as file:
-            known = {name for entry, _ in self._runs.values() for name in entry.holders.values()} | self._limits.keys()
+            known = self._names() | self._limits.keys()
             for name in (one, other):
                 require(name in known, "HOLDER", f"be one of {', '.join(sorted(known)) or 'no holder'}", name)
             self._append(file, [{"same": [one, other]}])
@@ -246,6 +246,9 @@ class PrivacyAccount:
         if self._entry is None:
             raise RuntimeError("no run has entered the account")
         return self._entry
+
+    def _names(self) -> set[str]:
+        return {name for entry, _ in self._runs.values() for name in entry.holders.values()}
 
     def _group(self, name: str) -> frozenset[str]:
         return self._same.get(name, frozenset([name]))
@@ -287,7 +290,11 @@ class PrivacyAccount:
         runs: Runs | None = None,
     ) -> list[Together]:
         """Return what holds for each group of names beside the run `own`."""
-        found = [(*self._history(group, planned, runs), self._tightest(group, planned, runs)) for group in groups]
+        histories = [self._history(group, planned, runs) for group in groups]
+        found = [
+            (entries, history, delta, self._tightest(group, entries, history))
+            for group, (entries, history, delta) in zip(groups, histories, strict=True)
+        ]
         queries = [
             (history, delta if limit is None else limit[2], _relation(entries))
             for entries, history, delta, limit in found
@@ -310,14 +317,12 @@ class PrivacyAccount:
         ]
 
     def _tightest(
-        self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
+        self, group: Collection[str], entries: Sequence[Entry], history: History
     ) -> tuple[float, float, float] | None:
         """Return the share that is used of the limit of which most is used, and this limit; None without one."""
-        limits = self._limits_of(group)
-        if not limits:
-            return None
-        entries, history, _ = self._history(group, planned, runs)
-        return max((RenyiFilter(*limit).used(history, _relation(entries)), *limit) for limit in limits)
+        relation = _relation(entries)
+        shares = ((RenyiFilter(*limit).used(history, relation), *limit) for limit in self._limits_of(group))
+        return max(shares, default=None)
 
     def _check(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> None:
         """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
@@ -332,7 +337,8 @@ class PrivacyAccount:
         without = {run: one for run, one in self._runs.items() if run != entry.run}
         for group in limited:
             planned = set() if charges else {entry.run, *others}
-            found = self._tightest(group, planned, {**self._runs, entry.run: (entry, paid)})
+            entries, history, _ = self._history(group, planned, {**self._runs, entry.run: (entry, paid)})
+            found = self._tightest(group, entries, history)
             if found is not None and found[0] > 1:
                 used, epsilon, delta = found
                 entries, history, _ = self._history(group, planned, without)
@@ -400,9 +406,8 @@ class PrivacyAccount:
     def _forget(self) -> None:
         self._chains: list[str] = []
         self._size = 0
-        self._inode = (
-            self._within
-        ) = -1  # `_within`: number of lines with which all that the run plans is within the limits
+        self._inode = -1
+        self._within = -1  # number of lines with which all that the run plans is within the limits
         self._runs: dict[str, tuple[Entry, dict[int, Counter[Release]]]] = {}
         self._same: dict[str, frozenset[str]] = {}
         self._limits: dict[str, tuple[float, float]] = {}
