@@ -66,7 +66,7 @@ def test_the_example_of_init_trains_and_is_evaluated(tmp_path, monkeypatch, caps
     assert "Wrote config.yaml and my_data.py" in dpfl("init")
     assert "epsilon" in dpfl("plan --config config.yaml")
     text = dpfl("fit --config config.yaml --output_dir run --quiet")
-    assert [line.partition(" ")[0] for line in text.splitlines()] == ["Mean", "Guarantee:", "Not", "Output"]
+    assert [line.partition(" ")[0] for line in text.splitlines()] == ["Mean", "Scores", "Guarantee:", "Not", "Output"]
     for line in ("evaluate run --json", "plan --config config.yaml --json", "ledger run --json"):
         assert json.loads(dpfl(line)), line
     assert [*importlib.import_module("my_data").hospitals()] == ["berlin", "lyon", "oslo", "porto", "turin"]
