@@ -297,6 +297,59 @@ def test_a_copy_that_went_on_without_the_account_is_told_apart(runs, tmp_path):
     assert runs.run(population, resume=True, reserve=2).finished, "it releases nothing more"
 
 
+def test_clients_of_a_first_run_with_the_same_records_are_one_holder(account):
+    with pytest.warns(UserNotice, match="ward 2 has records of ward 1"):
+        account.enter(entry("a" * 32, ("ward 1", "ward 2", "oslo"), sketches=(sketch(0), sketch(4), sketch(50))))
+    account.charge([(0, EVENT), (1, EVENT), (2, EVENT)])
+    oslo, wards = sorted(account.holders(), key=lambda one: one.names)
+    assert oslo.names == ("oslo",) and oslo.together.epsilon == TIGHT.epsilon([EVENT], DELTA)
+    assert wards.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
+
+
+def test_records_that_moved_to_a_known_client_join_it(account):
+    """Also if its own records are as before."""
+    account.enter(entry("a" * 32, ("bergen", "lund"), sketches=(sketch(0), sketch(50))))
+    account.charge([(0, EVENT), (1, EVENT)])
+    both = (*sketch(0)[:8], *sketch(50)[:8])
+    with pytest.warns(UserNotice, match="bergen has records of lund"):
+        account.enter(entry("b" * 32, ("bergen",), sketches=(both,)))
+    account.charge([(0, EVENT)])
+    (only,) = account.holders()
+    assert only.together.runs == 2 and only.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
+
+
+def test_names_that_the_operator_joins_count_together_in_each_run(account):
+    """Who joins two clients says that their records are of one holder, whatever their digests are."""
+    account.enter(entry("a" * 32, ("ward 1", "ward 2"), sketches=(sketch(0), sketch(50))))
+    account.charge([(0, EVENT), (1, EVENT)])
+    account.join("ward 1", "ward 2")
+    for opened in (account, PrivacyAccount(account.path)):
+        (only,) = opened.holders()
+        assert only.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
+
+
+def test_a_refused_run_joins_no_names(account):
+    account.limit("bergen", 1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA)
+    account.enter(entry("a" * 32, ("bergen",), sketches=(sketch(0),)))
+    account.charge([(0, EVENT)])
+    before = account.path.read_bytes()
+    with pytest.raises(UserError, match="keep the limit of bergen or lund"):
+        account.enter(entry("b" * 32, ("lund",), ((EVENT, 5),), sketches=(sketch(0),)))
+    assert account.path.read_bytes() == before and [one.names for one in account.holders()] == [("bergen",)]
+
+
+def test_a_copy_of_a_killed_run_counts_before_the_run_goes_on(runs, tmp_path):
+    population = hospitals("bergen", "oslo")
+    break_off(runs.loop(population, reserve=2), 2)
+    shutil.copytree(tmp_path / "run0", tmp_path / "copy")
+    with pytest.warns(UserNotice, match="round 2 was broken off"):
+        break_off(runs.loop(population, reserve=2), 2, resume=True)
+        null = PrivacyOptions(epsilon=2.0, delta=DELTA, account=None, reserve_rounds=2)
+        options = {"rounds": 2, "clients": ClientOptions(batch_size=16), "privacy": null}
+        small_loop(population, output_dir=tmp_path / "copy", **options).run(resume=True)
+    assert runs.account.add(tmp_path / "copy" / "ledger.jsonl") == 2
+
+
 def test_a_ledger_that_is_added_again_brings_new_clients(account, tmp_path):
     header = Header("pld", "add_remove", "poisson", (DELTA, DELTA), (1.0, 1.0), identity={"names": ["bergen", "oslo"]})
     ledger = Ledger(tmp_path / "ledger.jsonl", header)

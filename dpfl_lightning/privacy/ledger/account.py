@@ -106,13 +106,13 @@ class PrivacyAccount:
         with self._locked() as file:
             known = self._runs.get(entry.run)
             joins = [] if known else self._joins(entry)
-            self._append(file, [{"same": pair} for pair in joins])
+            if not ended:
+                with self._united(joins):
+                    self._check(entry, {})
+            lines = [_line_of(entry)] if known is None or known[0] != entry else []
+            self._append(file, [*({"same": pair} for pair in joins), *lines])
             for one, other in joins:
                 warn_user(f"{one} has records of {other}: their accounts are one from now on")
-            if not ended:
-                self._check(entry, {})
-            if known is None or known[0] != entry:
-                self._append(file, [_line_of(entry)])
             self._within = len(self._chains)
         self._entry = entry
 
@@ -140,6 +140,9 @@ class PrivacyAccount:
             known = self._runs.get(entry.run)
             if known is None or not entry.holders.keys() <= known[0].holders.keys():
                 self._append(file, [_line_of(entry)])
+        original = path if known is None else Path(known[0].ledger)  # whose lines tell apart those of a copy
+        if original != path and original.is_file() and (other := read_header(original)) and other.run == entry.run:
+            self.settle(original, entry.run)
         return self.settle(path, entry.run)
 
     def settle(self, path: Path, run: str | None = None) -> int:
@@ -187,15 +190,10 @@ class PrivacyAccount:
 
         Raises UserError if its plan would exceed a limit.
         """
-        with self._locked():
-            for pair in self._joins(entry):
-                self._unite(*pair)
-            try:
-                self._check(entry, {})
-                nothing = {client: Counter[Release]() for client in entry.holders}
-                return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
-            finally:
-                self._forget()  # what was united for this question
+        with self._locked(), self._united(self._joins(entry)):
+            self._check(entry, {})
+            nothing = {client: Counter[Release]() for client in entry.holders}
+            return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
 
     def _of_clients(self, entry: Entry, planned: Collection[str], runs: Runs) -> dict[int, Together]:
         groups, place_of = numbered([self._group(name) for name in entry.holders.values()])
@@ -228,7 +226,7 @@ class PrivacyAccount:
             known = self._names() | self._limits.keys()
             for name in (one, other):
                 require(name in known, "HOLDER", f"be one of {', '.join(sorted(known)) or 'no holder'}", name)
-            self._append(file, [{"same": [one, other]}])
+            self._append(file, [{"joined": [one, other]}])
 
     def accept(self) -> int:
         """Go on with an account that is older than the one that was seen last; return its number of lines.
@@ -265,7 +263,7 @@ class PrivacyAccount:
         for entry, paid in (self._runs if runs is None else runs).values():
             clients, released = list(entry.holders), []
             places = [place for place, name in enumerate(entry.holders.values()) if name in group]
-            for of_one in _sharing(entry, places):
+            for of_one in self._sharing(entry, places):
                 events: list[Release] = []
                 for place in of_one:
                     own = [event.repeated(n) for event, n in paid[clients[place]].items()]
@@ -357,28 +355,36 @@ class PrivacyAccount:
         return all(paid[client][event] + n <= planned[client].get(event, 0) for (client, event), n in charges.items())
 
     def _joins(self, entry: Entry) -> list[tuple[str, str]]:
-        """Return the names that have records in common with a client of the run that had other records before.
+        """Return the names that have records in common with a client of the run, in earlier runs or in this one."""
+        entries = (*(one for one, _ in self._runs.values()), entry)
+        pairs = [pair for one in entries for pair in zip(one.holders.values(), one.sketches, strict=True)]
+        earlier = dict.fromkeys(pairs[: -len(entry.holders) or None])
+        names, sketches = zip(*earlier, *pairs[-len(entry.holders) :], strict=True)
+        like = _resembling(sketches)[len(earlier) :]
+        found = [(name, names[one]) for name, ones in zip(entry.holders.values(), like, strict=True) for one in ones]
+        return [(name, other) for name, other in dict.fromkeys(found) if other not in self._group(name)]
 
-        A client whose records resemble those of its own name is that holder, and nobody else is.
-        """
-        before: dict[str, list[set[str]]] = {}
-        for one, _ in self._runs.values():
-            for name, sketch in zip(one.holders.values(), one.sketches, strict=True):
-                before.setdefault(name, []).append(set(sketch))
-        mine = [(name, set(sketch)) for name, sketch in zip(entry.holders.values(), entry.sketches, strict=True)]
-        sure = {
-            name
-            for name, sketch in mine
-            if name != NAMELESS and any(_alike(sketch, one) for one in before.get(name, ()))
-        }
-        found = [
-            (name, other)
-            for name, sketch in mine
-            if name not in sure
-            for other, sketches in before.items()
-            if other not in self._group(name) | sure and any(_alike(sketch, one) for one in sketches)
-        ]
-        return list(dict.fromkeys(found))
+    def _sharing(self, entry: Entry, places: Sequence[int]) -> list[list[int]]:
+        """Return which of some clients of a run share records."""
+        names = list(entry.holders.values())
+        mine = [names[place] for place in places]
+        owners = tuple(
+            name if name == NAMELESS else min(self._declared.get(name, {name}) - {NAMELESS}) for name in mine
+        )
+        classes = _classes(owners, tuple(entry.sketches[place] for place in places))
+        return [[places[one] for one in of_one] for of_one in classes]
+
+    @contextlib.contextmanager
+    def _united(self, joins: Sequence[tuple[str, str]]) -> Iterator[None]:
+        """Answer questions as if these names were joined, of which nothing is written down."""
+        same = dict(self._same)
+        for pair in joins:
+            _unite(self._same, *pair)
+        try:
+            yield
+        finally:
+            self._same.clear()
+            self._same.update(same)
 
     # -- the file
 
@@ -409,7 +415,8 @@ class PrivacyAccount:
         self._inode = -1
         self._within = -1  # number of lines with which all that the run plans is within the limits
         self._runs: dict[str, tuple[Entry, dict[int, Counter[Release]]]] = {}
-        self._same: dict[str, frozenset[str]] = {}
+        self._same: dict[str, frozenset[str]] = {}  # name -> all names of its holder
+        self._declared: dict[str, frozenset[str]] = {}  # those of them that the operator has joined
         self._limits: dict[str, tuple[float, float]] = {}
         self._settled: dict[str, dict[str, tuple[int, Release]]] = {}  # run -> chain of a ledger's line -> charge
         self._key = b""
@@ -469,12 +476,11 @@ class PrivacyAccount:
             known = self._settled.setdefault(content["settled"], {})
             for fields, lines in content["lines"]:
                 known |= {chain: (client, release_of(fields)) for client, chain in lines}
+        elif "joined" in content:
+            _unite(self._declared, *content["joined"])
+            _unite(self._same, *content["joined"])
         else:
-            self._unite(*content["same"])
-
-    def _unite(self, one: str, other: str) -> None:
-        group = self._group(one) | self._group(other)
-        self._same |= dict.fromkeys(group, group)
+            _unite(self._same, *content["same"])
 
     def _append(self, file: FileIO, contents: Sequence[Mapping[str, Any]]) -> None:
         """Write lines and sync; a new file gets a header. Nothing that is not on disk is remembered."""
@@ -534,8 +540,20 @@ def _adjacency_words(entries: Sequence[Entry], relation: str) -> str:
     return f"{words} by another one of the same person" if mixed else words
 
 
-def _alike(one: set[str], other: set[str]) -> bool:
-    return 2 * len(one & other) >= min(len(one), len(other)) > 0
+def _unite(groups: dict[str, frozenset[str]], one: str, other: str) -> None:
+    group = groups.get(one, frozenset([one])) | groups.get(other, frozenset([other]))
+    groups |= dict.fromkeys(group, group)
+
+
+def _resembling(sketches: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return for each sketch the earlier ones that have half of the digests in common with it."""
+    having, found = dict[str, list[int]](), []
+    for place, sketch in enumerate(sketches):
+        shared = Counter(one for digest in sketch for one in having.get(digest, ()))
+        found.append([one for one, n in shared.items() if 2 * n >= min(len(sketch), len(sketches[one]))])
+        for digest in sketch:
+            having.setdefault(digest, []).append(place)
+    return found
 
 
 def _line_of(entry: Entry) -> dict[str, Any]:
@@ -574,22 +592,12 @@ def _settled_lines(run: str, charges: Mapping[str, tuple[int, Release]]) -> list
 
 
 @functools.lru_cache(maxsize=4096)
-def _classes(names: tuple[str, ...], sketches: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return which of the clients share records: those with like sketches, and known names without a sketch."""
-    class_of, having = list(range(len(names))), dict[str, list[int]]()
-    for place, sketch in enumerate(sketches):
-        shared = Counter(one for digest in sketch for one in having.get(digest, ()))
-        like = [one for one, n in shared.items() if 2 * n >= min(len(sketch), len(sketches[one]))]
-        if names[place] != NAMELESS:
-            like += [one for one in range(place) if names[one] != NAMELESS and not (sketch and sketches[one])]
-        for one in like:
+def _classes(owners: tuple[str, ...], sketches: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return which clients share records: those with like sketches, of one owner, or with a name but no sketch."""
+    class_of = list(range(len(owners)))
+    for place, like in enumerate(_resembling(sketches)):
+        named = [] if owners[place] == NAMELESS else [one for one in range(place) if owners[one] != NAMELESS]
+        unknown = [one for one in named if owners[one] == owners[place] or not (sketches[place] and sketches[one])]
+        for one in (*like, *unknown):
             class_of = [class_of[one] if number == class_of[place] else number for number in class_of]
-        for digest in sketch:
-            having.setdefault(digest, []).append(place)
     return tuple(tuple(p for p, number in enumerate(class_of) if number == one) for one in dict.fromkeys(class_of))
-
-
-def _sharing(entry: Entry, places: Sequence[int]) -> list[list[int]]:
-    names = list(entry.holders.values())
-    classes = _classes(tuple(names[place] for place in places), tuple(entry.sketches[place] for place in places))
-    return [[places[one] for one in of_one] for of_one in classes]
