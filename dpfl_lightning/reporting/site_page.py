@@ -1,17 +1,28 @@
-"""`report.html` of a node: the scores that its site keeps, for the operator of the site alone."""
+"""`report.html` of a node: what its site has released, in all studies too, and the scores that it keeps."""
 
+import math
 from collections.abc import Mapping
 
 from jinja2 import Environment, PackageLoader
 
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.scores import formatted, scores_of
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.reporting.guarantee_page import Odds
 
 
 def site_page(
-    site: str, plan: str, round: int, records: int, score: Score, baseline: Mapping[str, float | None]
+    site: str,
+    plan: str,
+    round: int,
+    records: int,
+    score: Score,
+    baseline: Mapping[str, float | None],
+    promise: Guarantee,
 ) -> str:
     """Return the page as HTML text. It loads nothing, runs no scripts, and escapes every value.
+
+    `promise` is about all that the site has released in this run so far.
 
     **Privacy** Shows exact scores on held-out records, which are private.
     """
@@ -20,6 +31,8 @@ def site_page(
         site=site,
         plan=plan[:12],
         round=round,
+        promise=promise,
+        odds=Odds.of(promise.epsilon, promise.delta) if math.isfinite(promise.epsilon) else None,
         records=f"{records:,}",
         scores=[
             {"score": name, "model": formatted(name, value), "best constant": _constant(name, baseline)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.scores import with_baseline
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting.site_page import site_page
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import counted
@@ -36,10 +37,13 @@ class KeptScores:
 wire.register(KeptScores)
 
 
-def write_scores(folder: Path, site: str, scores: KeptScores) -> None:
-    """Write the scores and their page into the folder of a plan, for the operator of the site alone."""
+def write_scores(folder: Path, site: str, scores: KeptScores, promise: Guarantee) -> None:
+    """Write the scores and a page into the folder of a plan, for the operator of the site alone.
+
+    The page also says what the site has released so far.
+    """
     write_text(folder / FILE, wire.to_text(scores), private=True)
-    page = site_page(site, folder.name, scores.round, scores.records, scores.score, scores.baseline)
+    page = site_page(site, folder.name, scores.round, scores.records, scores.score, scores.baseline, promise)
     write_text(folder / PAGE, page, private=True)
 
 

@@ -163,7 +163,8 @@ class Study:
         clients, held_out = self.clients, self.clients.population.num_held_out[self.client]
         if held_out:
             scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
-            write_scores(self._folder, self._name, KeptScores(round, held_out, scores.test, scores.baseline))
+            kept = KeptScores(round, held_out, scores.test, scores.baseline)
+            write_scores(self._folder, self._name, kept, clients.guarantees()[self.client])
 
     def _released(self, value: Tensor | int | float, round: int) -> Released:
         return Released(value, self._paid(round))
