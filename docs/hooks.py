@@ -63,10 +63,12 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         text = text.replace("draws them; of the arrows below, those are drawn", "lists them; those imports are listed")
         text = re.sub(r"```mermaid\n(.*?)```", lambda found: _imports_table(found[1]), text, flags=re.DOTALL)
     if page.file.src_uri == "contributing.md":
-        text = text.replace("](docs/", "](").replace("](README.md)", "](quickstart.md)")
+        text = text.replace("](docs/", "](").replace("](README.md)", "](tutorials/first_run.md)")
     if page.file.src_uri == "examples/index.md":
         text = re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text).replace("](../docs/", "](../")
-    return text.replace("](../examples/README.md)", "](examples/index.md)")
+    return text.replace("](../../examples/README.md)", "](../examples/index.md)").replace(
+        "](../examples/README.md)", "](examples/index.md)"
+    )
 
 
 def _imports_table(drawing: str) -> str:

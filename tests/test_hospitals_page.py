@@ -1,4 +1,4 @@
-"""The blocks of docs/howto/hospitals.md run one after the other, with fewer rounds."""
+"""The blocks of docs/tutorials/hospitals.md run one after the other, with fewer rounds."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.e2e
 def test_three_hospitals_with_csv_files(tmp_path):
-    page = (ROOT / "docs" / "howto" / "hospitals.md").read_text()
+    page = (ROOT / "docs" / "tutorials" / "hospitals.md").read_text()
     script = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL))
     script = script.replace("rounds: 20", "rounds: 3\ntracking: null").replace(
         "init essen --from essen.csv", "init essen --from essen.csv && cp cork/site.yaml found.yaml"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "docs/quickstart.md", "docs/choosing.md"]
+PAGES = ["README.md", "docs/tutorials/first_run.md", "docs/choosing.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "howto").glob("*.md"))
 BLOCKS = [
     (page, mark, kind, text)

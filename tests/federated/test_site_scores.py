@@ -48,7 +48,13 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert sum(map(sum, kept.score.tables["confusion"])) == kept.records
         page = " ".join(re.sub("<[^>]+>", " ", (folder / "report.html").read_text()).split())
         assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
-        for part in (f"accuracy {expected['accuracy']:.2%} ", "sent to nobody", "predicted 9", "Calibration", "2 releases"):
+        for part in (
+            f"accuracy {expected['accuracy']:.2%} ",
+            "sent to nobody",
+            "predicted 9",
+            "Calibration",
+            "2 releases",
+        ):
             assert part in page, part
         capsys.readouterr()
         assert main(["status", str(node.state.path)]) == 0

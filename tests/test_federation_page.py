@@ -1,4 +1,4 @@
-"""The blocks of docs/deployment.md run one after the other, with fewer rounds; the files of `deploy/`."""
+"""The blocks of docs/howto/federation.md run one after the other, with fewer rounds; the files of `deploy/`."""
 
 import argparse
 import configparser
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.e2e
 def test_three_sites_on_one_machine(tmp_path):
-    page = (ROOT / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "howto" / "federation.md").read_text()
     script = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     script = script.replace("rounds: 10", "rounds: 2\ntracking: null")
     (tmp_path / "bin").mkdir()
@@ -36,7 +36,7 @@ def test_three_sites_on_one_machine(tmp_path):
 
 
 def test_files_to_start_a_node_from_are_valid_and_on_the_page():
-    page = (ROOT / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "howto" / "federation.md").read_text()
     for file in sorted((ROOT / "deploy").iterdir()):
         assert f"{file.name}`" in page, file.name
     unit = configparser.ConfigParser(interpolation=None, strict=False)
