@@ -25,6 +25,8 @@ from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 
+pytestmark = pytest.mark.e2e
+
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
 RATE = 0.25
 

@@ -32,7 +32,7 @@ BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
 CLIENTS = {"count": 4, "batch_size": 16, "learning_rate": 0.3}
 PRIVACY = {"epsilon": BUDGETS, "delta": DELTA}
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 
 def loop_of(folder: Path, **changed: Any) -> FederatedLoop:
