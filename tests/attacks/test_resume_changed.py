@@ -25,7 +25,7 @@ from dpfl_lightning.fit import fit, main
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
+from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 
 ROUNDS, DONE = 4, 2
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
