@@ -1,4 +1,4 @@
-# The package, Fashion-MNIST and PyTorch. docs/howto/container.md says how to use the image.
+# The package, Fashion-MNIST and PyTorch. docs/howto/operate.md says how to use the image.
 #
 #   docker build --tag dpfl .                  GPU image (the last stage); it also runs on a CPU
 #   docker build --target cpu --tag dpfl:cpu --build-arg PIP_EXTRA_INDEX_URL=... .    small CPU image

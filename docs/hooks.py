@@ -60,9 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     """Point to the copies of figures, and show the drawing of the rooms as a table (its script is on other hosts)."""
     if page.file.src_uri == "architecture.md":
-        text = text.replace("draws them; of the arrows below, those are drawn", "lists them; those imports are listed")
         text = re.sub(r"```mermaid\n(.*?)```", lambda found: _imports_table(found[1]), text, flags=re.DOTALL)
-    if page.file.src_uri == "contributing.md":
+    if page.file.src_uri in ("contributing.md", "changelog.md"):
         text = text.replace("](docs/", "](").replace("](README.md)", "](tutorials/first_run.md)")
     if page.file.src_uri == "examples/index.md":
         text = re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text).replace("](../docs/", "](../")

@@ -1,4 +1,4 @@
-"""What noise and bins do to released scores, and what they cost. `python -m experiments.released_scores --page PAGE`.
+"""What noise and bins do to released scores, and what they cost. `python -m experiments.released_scores --page`.
 
 Predictions are synthetic: logits of both classes are normal with one variance, as far apart as gives AUROC 0.75.
 """
@@ -6,7 +6,6 @@ Predictions are synthetic: logits of both classes are normal with one variance, 
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,13 +15,18 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from experiments.pages import fill_page, markdown
+from experiments.pages import RESULTS, markdown, written
 
 ROWS, EPSILONS, POSITIVE = (100, 300, 1000, 3000, 10_000), (0.1, 1.0), (0.06, 0.5)
 DELTA, BINS, DRAWS = 1e-5, 20, 400
 _APART = 0.954  # standard deviations between the classes at AUROC 0.75
 _SHARES = (None, 0.1, 0.5, 1.0)  # epsilons of scores beside training
 _RATE, _STEPS, _BUDGET = 0.02, 1500, 2.0
+_ABOUT = (
+    f"Root mean square error of the released AUROC in {DRAWS} draws, true AUROC 0.75, delta {DELTA:g}; then what the "
+    f"release costs beside {_STEPS:,} steps at rate {_RATE} with a budget of epsilon {_BUDGET:g} (one record, add or "
+    "remove one, Poisson sampling, PLD)."
+)
 
 
 def noise_for(epsilon: float) -> float:
@@ -89,13 +93,13 @@ def prices() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.released_scores", description=__doc__)
-    parser.add_argument("--page", help="Markdown file into which the tables are written (default: print them)")
+    parser.add_argument("--page", action="store_true", help="write experiments/results/released_scores.md")
     flags = parser.parse_args(argv)
     text = f"{errors()}\n\n{prices()}"
-    if flags.page is None:
-        print(text)
-    else:
-        fill_page(Path(flags.page), "scores", text)
+    print(text)
+    if flags.page:
+        page = written("Released scores", "python -m experiments.released_scores --page", _ABOUT, text)
+        (RESULTS / "released_scores.md").write_text(page)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Our epsilons beside a second library's, and beside published numbers: `docs/accounting.md`.
+"""Our epsilons beside a second library's, and beside published numbers: `experiments/results/accounting.md`.
 
 python tests/accounting_grid.py            # minutes; writes experiments/results/accounting.json and the page
 python tests/accounting_grid.py --page     # the page alone, from the JSON
@@ -20,7 +20,7 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "experiments" / "results" / "accounting.json", ROOT / "docs" / "accounting.md"
+RESULTS, PAGE = (ROOT / "experiments" / "results" / f"accounting.{kind}" for kind in ("json", "md"))
 COMMAND = "python tests/accounting_grid.py"
 MOST = 0.01  # deviation from the tight epsilon, as a number and as a fraction, whichever is less
 
@@ -172,7 +172,7 @@ def deviation(one: dict) -> float:
 
 
 def page(results: dict) -> str:
-    """`docs/accounting.md`."""
+    """The text of the page."""
     cells = results["cells"]
     above = [
         f"| {one['kind']} | {one['delta']:g} | {one['target']:g} | {one['noise_multiplier']:.4g} | {one['ours']:.5f} "

@@ -1,6 +1,6 @@
 """`PYTHONPATH=. python tests/audit_mutants.py`: audit the build, and with each mutant by the checks that must find it.
 
-Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page FILE` shows them in the docs.
+Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page` writes the page of results.
 """
 
 import argparse
@@ -19,9 +19,11 @@ from dpfl_lightning.auditing.report import claim_words, row
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import load
-from experiments.pages import fill_page, markdown
+from experiments.pages import RESULTS, markdown, written
 
 ROOT = Path(__file__).parents[1]
+PAGE = RESULTS / "audit.md"
+COMMAND = "PYTHONPATH=. python tests/audit_mutants.py --load experiments/results/audit.json --page"
 SOUND = "as it is"
 CASES = {
     "digits": ["--config", "conf/digits.yaml"],
@@ -36,14 +38,15 @@ FOUND = dict.fromkeys(CASES, mutants.MUTANTS | mutants.OF_RULES) | {"persons": m
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--save", "--load", "--page"):
+    for flag in ("--save", "--load"):
         parser.add_argument(flag, type=Path)
+    parser.add_argument("--page", action="store_true")
     flags = parser.parse_args(argv)
     results = json.loads(flags.load.read_text()) if flags.load else audit_all(CASES)
     if flags.save:
         flags.save.write_text(json.dumps(results, indent=1) + "\n")
     if flags.page:
-        fill_page(flags.page, "audit", report(results))
+        PAGE.write_text(page(results))
     else:
         print(report(results))
 
@@ -60,6 +63,11 @@ def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
                 mutate(patch)
                 results.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)
     return {"cases": results, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
+
+
+def page(results: dict[str, Any]) -> str:
+    """The report as a file."""
+    return written("Audit", COMMAND, report(results))
 
 
 def report(results: dict[str, Any]) -> str:

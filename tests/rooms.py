@@ -106,11 +106,12 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))  # a script's path holds its folder only
     from test_layers import FLOORS
 
-    from experiments.pages import fill_page
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, required=True)
-    fill_page(parser.parse_args().page, "rooms", drawing(FLOORS))
+    page = parser.parse_args().page
+    before, opening, rest = page.read_text().partition("<!-- rooms: written by the command -->\n")
+    _, closing, after = rest.partition("<!-- /rooms -->")
+    page.write_text(f"{before}{opening}{drawing(FLOORS)}\n{closing}{after}")
     return 0
 
 

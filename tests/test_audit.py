@@ -1,8 +1,7 @@
-"""The command: its output and status, what it refuses, which clients it audits, and what the docs show."""
+"""The command: its output and status, what it refuses, which clients it audits, and what its page shows."""
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import audit_mutants
@@ -17,7 +16,6 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
-from experiments.pages import fill_page
 
 pytestmark = pytest.mark.e2e
 
@@ -138,14 +136,9 @@ def test_a_simulation_is_not_said_to_have_fresh_noise(make_loop):
 # ---- docs
 
 
-def test_the_docs_show_the_saved_figures(tmp_path):
-    page, committed = tmp_path / "page.md", ROOT / "docs" / "audit.md"
-    shutil.copy(committed, page)
-    fill_page(
-        page, "audit", audit_mutants.report(json.loads((ROOT / "experiments" / "results" / "audit.json").read_text()))
-    )
-    again = "PYTHONPATH=. python tests/audit_mutants.py --load experiments/results/audit.json --page docs/audit.md"
-    assert page.read_text() == committed.read_text(), f"write the page anew: {again}"
+def test_the_page_shows_the_saved_figures():
+    results = json.loads((ROOT / "experiments" / "results" / "audit.json").read_text())
+    assert audit_mutants.PAGE.read_text() == audit_mutants.page(results), f"write it anew: {audit_mutants.COMMAND}"
 
 
 def test_the_saved_audit_refutes_every_mutant_and_not_the_build():

@@ -151,7 +151,7 @@ def hosts(count: int) -> Iterator[list[list[str]]]:
 
 
 def test_two_hosts_with_two_ranks_each_give_the_bits_of_one_process(tmp_path):
-    """The command of docs/howto/ranks.md, on each host."""
+    """The command of docs/howto/operate.md, on each host."""
     with hosts(2) as places:
         head = places[0][-1]
         torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]

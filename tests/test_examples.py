@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.journeys.__main__ import CONTESTANTS, JOURNEYS, script, user_lines
+from experiments.journeys.__main__ import CONTESTANTS, JOURNEYS, PAGE, script, user_lines
 
 ROOT = Path(__file__).parents[1]
 HELPERS = {"example_data", "example_pretrained", "figure"}
@@ -44,7 +44,7 @@ def test_lines_of_user_code(tmp_path):
         '"""Doc.\n\nMore."""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """Doc."""\n    return x\n'
     )
     assert user_lines(path) == 5
-    page = (ROOT / "docs" / "journeys.md").read_text()
+    page = PAGE.read_text()
     for journey, title in JOURNEYS.items():
         for name in CONTESTANTS:
             assert f"| {title} | {name} | {user_lines(script(journey, name))} |" in page, (journey, name)

@@ -12,7 +12,7 @@ FLOORS = (
     ("search", "auditing"),
     ("sites.node", "sites.server"),
     ("build", "distilled"),
-    ("federated.transport", "reporting", "strategies"),
+    ("federated.transport", "reporting", "strategies", "strategies.baselines"),
     ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
     ("data", "sets", "strategies.aggregation"),
     ("federated.server", "algorithms", "sites"),

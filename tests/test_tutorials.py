@@ -54,3 +54,19 @@ def test_three_sites(tmp_path):
     assert "1 plan verified" in done.stdout and "The chain is intact" in done.stdout
     assert (tmp_path / "server" / "runs" / "three" / "guarantee.html").is_file()
     assert done.stderr.count("stopped by SIGTERM") == 3
+
+
+def test_a_rule_and_a_query(tmp_path):
+    text = (ROOT / "docs" / "tutorials" / "rule_and_query.md").read_text()
+    for name, block in re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.DOTALL):
+        with open(tmp_path / name, "a") as file:
+            file.write(block)
+    run = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "check": True}
+    out = subprocess.run([sys.executable, "try_rules.py"], **run, capture_output=True, text=True).stdout
+    printed = [line for line in out.splitlines() if re.match(r"\w+: ", line)]
+    assert len(printed) == 3 and all(f"`{line}`" in text for line in printed), printed
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "own.yaml").write_text(block)
+    words = "fit --config digits --config own.yaml --rounds 2 --tracking null --output_dir run".split()
+    subprocess.run([sys.executable, "-m", "dpfl_lightning", *words], **run)
+    assert '"labels"' in (tmp_path / "run" / "ledger.jsonl").read_text()

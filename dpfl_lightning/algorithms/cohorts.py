@@ -25,3 +25,26 @@ def systematic(remaining: Counts, rounds_left: int, generator: np.random.Generat
     ends = np.cumsum(np.minimum(remaining, rounds_left)[order])
     points = np.arange(generator.integers(rounds_left), ends[-1], rounds_left)
     return np.sort(order[np.searchsorted(ends, points, side="right")])
+
+
+def larger_budgets(epsilon: np.ndarray, grouping: str, top_fraction: float, seed: int) -> np.ndarray:
+    """Return which clients are "public" `[N]` bool: the group with the larger mean budget, or all if budgets are equal.
+
+    The options are those of the strategy `pfa`; `epsilon` `[N]` holds the claimed budgets.
+    """
+    if epsilon.max() == epsilon.min():
+        return np.ones(len(epsilon), dtype=bool)
+    if grouping == "top":
+        count = max(1, round(top_fraction * len(epsilon)))
+        return np.isin(np.arange(len(epsilon)), np.argsort(-epsilon, kind="stable")[:count])
+    from sklearn.cluster import AgglomerativeClustering, KMeans
+    from sklearn.mixture import GaussianMixture
+
+    models = {
+        "mixture": GaussianMixture(2, random_state=seed),
+        "kmeans": KMeans(2, n_init=10, random_state=seed),
+        "hierarchical": AgglomerativeClustering(2, linkage="single"),
+    }
+    group = models[grouping].fit_predict(((epsilon - epsilon.min()) / (epsilon.max() - epsilon.min()))[:, None])
+    means = [epsilon[group == one].mean() if (group == one).any() else -np.inf for one in (0, 1)]
+    return group == int(np.argmax(means))

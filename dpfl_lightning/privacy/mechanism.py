@@ -40,9 +40,8 @@ class Mechanism:
     **Guarantees** The client releases integers: `round(sum / g) + round(noise / g)`, with a public grid step g that is
     a power of two. Everything after that (times g, the divisor, learning rate, momentum, float32) is post-processing,
     so no trailing bit reveals where the exact sum was zero. This is the mechanism that the accountant composes, with
-    noise of scale `noise_multiplier * sensitivity`; docs/epsilon.md has the proof. It assumes that a record's gradient
-    has the same bits whatever is computed with it: kernels may round it differently in batches of another size, and a
-    net may magnify that at a kink, which the noise does not cover.
+    noise of scale `noise_multiplier * sensitivity`; docs/proof.md has the proof. It needs gradients of records with the
+    same bits whatever is computed with them, as `privacy/clipping/passes.py` computes them.
 
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
     """

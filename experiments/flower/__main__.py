@@ -12,14 +12,21 @@ from typing import Any
 from dpfl_lightning.errors import command, require_one_of
 from experiments.flower import failures, speed
 from experiments.flower.report import failures_table, speed_table
-from experiments.pages import fill_page
+from experiments.pages import RESULTS as FOLDER
+from experiments.pages import written
 
 _CASES: Mapping[str, Mapping[str, Callable[[Path], dict[str, Any]]]] = {
     "speed": speed.CASES,
     "failures": failures.CASES,
 }
 _TABLES = {"speed": speed_table, "failures": failures_table}
-RESULTS = Path(__file__).parents[1] / "results" / "flower.json"
+RESULTS, PAGE = FOLDER / "flower.json", FOLDER / "flower.md"
+
+
+def page(saved: Mapping[str, Any]) -> str:
+    """All tables of saved results."""
+    tables = [table(saved[name]) for name, table in _TABLES.items()]
+    return written("Over Flower", "python -m experiments.flower speed --only --page", *tables)
 
 
 @command
@@ -29,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", help="cases, such as supernode or simulation; none shows what is saved")
     parser.add_argument("--save", type=Path, default=RESULTS, help="file whose entries are replaced")
     parser.add_argument("--folder", type=Path, help="keep all files in this folder")
-    parser.add_argument("--page", type=Path, help="write the table into this page")
+    parser.add_argument("--page", action="store_true", help="write experiments/results/flower.md")
     options = parser.parse_args(argv)
     cases = _CASES[options.what]
     for name in cases if options.only is None else options.only:
@@ -41,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         saved = json.loads(options.save.read_text()) if options.save.is_file() else {}
         saved.setdefault(options.what, {})[name] = found
         options.save.write_text(json.dumps(saved, indent=1) + "\n")
-    table = _TABLES[options.what](json.loads(options.save.read_text()).get(options.what, {}))
-    print(table)
+    saved = json.loads(options.save.read_text())
+    print(_TABLES[options.what](saved.get(options.what, {})))
     if options.page:
-        fill_page(options.page, f"flower {options.what}", table)
+        PAGE.write_text(page(saved))
     return 0
 
 

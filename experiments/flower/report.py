@@ -1,4 +1,4 @@
-"""The tables of docs/howto/flower.md from saved results."""
+"""Tables of federations over Flower from saved results."""
 
 from __future__ import annotations
 

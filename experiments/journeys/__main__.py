@@ -3,7 +3,7 @@
     python -m experiments.journeys --peers PYTHON
 
 PYTHON is an interpreter with flwr[simulation], opacus, lightning, pandas, scikit-learn and torchmetrics. Every script
-runs once in each turn, and the medians are written to a page of the docs.
+runs once in each turn, and the medians are written to `experiments/results/journeys.md`.
 """
 
 import argparse
@@ -22,9 +22,10 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from experiments.pages import fill_page
+from experiments.pages import RESULTS, written
 
 ROOT = Path(__file__).parents[2]
+PAGE = RESULTS / "journeys.md"
 JOURNEYS = {
     "tabular": "hospitals in a CSV file",
     "lightning_module": "a LightningModule with Adam and a schedule",
@@ -38,7 +39,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.journeys", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peers", required=True, help="Python interpreter with Opacus and Flower")
     parser.add_argument("--turns", type=int, default=1, help="number of runs of each script")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "journeys.md", help="page with the table")
     options = parser.parse_args()
     pythons = (sys.executable, options.peers, options.peers)
     rows = []
@@ -56,7 +56,8 @@ def main() -> None:
             print(rows[-1], flush=True)
     head = "| journey | by | lines | seconds (ratio) | accuracy |\n|---|---|---|---|---|"
     note = f"{date.today()}, medians of {options.turns} turns on {os.cpu_count()} CPU cores."
-    fill_page(options.page, "python -m experiments.journeys", "\n".join([head, *rows, "", note]))
+    table = "\n".join([head, *rows])
+    PAGE.write_text(written("Journeys", "python -m experiments.journeys --peers PYTHON", table, note))
 
 
 def script(journey: str, contestant: str) -> Path:

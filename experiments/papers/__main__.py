@@ -65,14 +65,13 @@ def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) ->
 def _made_and_shown(
     chosen: Sequence[Experiment], options: argparse.Namespace, overrides: Overrides, free: Sequence[str]
 ) -> int:
-    if options.page:
-        page(options.page, options.results)
     runner = RunnerOptions(fit, options.results, options.runs, tuple(free), options.again)
     complete = options.show or _make_missing(chosen, options, overrides, runner)
     for experiment in chosen:
         print(f"\n{report(experiment, experiment.scale(options.scale), options.results, overrides)}\n")
     if options.page:
-        options.page.write_text(page(options.page, options.results), encoding="utf-8")
+        for paper in dict.fromkeys(one.name.partition(".")[0] for one in chosen):
+            (options.results / f"{paper}.md").write_text(page(paper, options.results), encoding="utf-8")
     return 0 if complete else 1
 
 
@@ -149,7 +148,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--again", action="store_true", help="make finished cells again")
     add("--show", action="store_true", help="run nothing: only show finished cells")
     add("--json", action="store_true", help="print one JSON object, or a list of several tables; text goes to stderr")
-    add("--page", type=Path, metavar="FILE", help="write the tables between this Markdown page's marks")
+    add("--page", action="store_true", help="write all finished tables of the paper beside their cells, as PAPER.md")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help=f"finished cells ({RESULTS})")
     add("--runs", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="folders of runs (runs/reproduce)")
     try:

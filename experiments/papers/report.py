@@ -2,22 +2,17 @@
 
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from dpfl_lightning.errors import require
-from experiments.pages import markdown
+from experiments.pages import markdown, written
 from experiments.papers.cells import Overrides, finished, missing_cells, required_cells
 from experiments.papers.experiment import Cells, Experiment, Tolerance
-from experiments.papers.registry import find
+from experiments.papers.registry import experiments
 from experiments.papers.run import seconds_of
-
-#: the marks of a page: the command writes what is between them
-_BLOCK = re.compile(r"(<!-- papers (\S+) (\S+) -->\n).*?(<!-- /papers -->)", re.DOTALL)
 
 _MOST_NAMED = 8  # rows and columns without finished cells
 
@@ -282,22 +277,15 @@ def _roughly(seconds: float) -> str:
     return f"{math.ceil(seconds / units[unit])} {unit}"
 
 
-# ---- pages
+# ---- files
 
 
-def page(path: Path, results: Path) -> str:
-    """A page with its tables written from the files of finished cells.
-
-    `<!-- papers NAME SCALE -->` asks for a table and ends with `<!-- /papers -->`. A UserError if it is no page, has no
-    marks, or asks for an unknown table.
-    """
-    require(path.is_file(), "--page", "be a Markdown file", str(path))
-    text = path.read_text(encoding="utf-8")
-    marks = "hold marks such as <!-- papers noise_aware.table3 paper --> and <!-- /papers -->"
-    require(_BLOCK.search(text) is not None, "--page", marks, str(path), "Tables go between them.")
-
-    def filled(block: re.Match[str]) -> str:
-        tables = [report(experiment, experiment.scale(block[3]), results) for experiment in find([block[2]])]
-        return "\n".join([block[1].rstrip(), *tables, block[4]])
-
-    return _BLOCK.sub(filled, text)
+def page(paper: str, results: Path) -> str:
+    """All tables of a paper that have finished cells."""
+    tables = [
+        report(table, scale, results)
+        for table in experiments().values()
+        for scale in table.scales
+        if table.name.startswith(f"{paper}.") and finished(results, table, scale)
+    ]
+    return written(f"Tables: {paper}", f"python -m experiments.papers {paper} --show --page", *tables)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.errors import UserError, command, nearest, require, require_one_of
-from experiments.pages import split_page
 from experiments.speed.cases import CASES
-from experiments.speed.report import PAGE, report, write_page
+from experiments.speed.report import PAGE, page, report
 from experiments.speed.scaling import scaling_times
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.save:
         Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
-        write_page(Path(options.page), results)
+        PAGE.write_text(page(results))
     if options.json:
         print(json.dumps(results))
     return 0
@@ -124,7 +123,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--save", metavar="FILE", help="write that object to a file")
     parser.add_argument("--load", metavar="FILE", help="show what --save wrote instead of measuring")
-    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks")
+    parser.add_argument("--page", action="store_true", help="write experiments/results/bench.md")
     try:
         options, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -154,8 +153,6 @@ def _check(options: argparse.Namespace) -> None:
         check_python(options.peers_python)
     if options.save:
         require(Path(options.save).parent.is_dir(), "--save", "lie in a folder that exists", options.save)
-    if options.page:
-        split_page(Path(options.page), PAGE)
 
 
 if __name__ == "__main__":

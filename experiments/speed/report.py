@@ -1,16 +1,14 @@
 """Figures in words: the same table for the terminal and for the docs."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.pages import fill_page, markdown
+from experiments.pages import RESULTS, markdown, written
 from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
 from experiments.speed.scaling import scaling_report
 
-#: the name of the marks of its page
-PAGE = "bench"
+PAGE = RESULTS / "bench.md"
 
 RIVALS = {
     "nonprivate": "plain SGD without privacy",
@@ -56,9 +54,10 @@ def report(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def write_page(path: Path, results: Mapping[str, Any]) -> None:
-    """Put the report between the marks of the page."""
-    fill_page(path, PAGE, report(results))
+def page(results: Mapping[str, Any]) -> str:
+    """The report as a file."""
+    command = "python -m experiments.speed --load experiments/results/bench.json --page"
+    return written("Speed", command, report(results))
 
 
 def rows_of(name: str, found: Mapping[str, Any]) -> list[list[str]]:

@@ -21,11 +21,10 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
-from experiments.pages import fill_page, markdown, split_page
+from experiments.pages import RESULTS, markdown, written
 from experiments.speed.layers import BATCHES, LowRank, Scale
 
-PAGE = "supported"
-RESULTS = Path(__file__).parents[1] / "results" / "layers.json"
+PAGE = RESULTS / "supported.md"
 
 
 class _First(nn.Module):
@@ -224,15 +223,15 @@ def _ratio(measured: Mapping[str, Any], layer: str, batch: int) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the page, or write it into a file."""
+    """Print the tables, or write them beside the speeds."""
     parser = argparse.ArgumentParser(prog="python -m experiments.speed supported", description=__doc__)
-    parser.add_argument("--page", metavar="FILE", help="put the tables between this page's marks")
+    parser.add_argument("--page", action="store_true", help="write experiments/results/supported.md")
     options = parser.parse_args(words)
+    text = report(json.loads((RESULTS / "layers.json").read_text()))
     if options.page:
-        split_page(Path(options.page), PAGE)
-    text = report(json.loads(RESULTS.read_text()))
-    if options.page:
-        fill_page(Path(options.page), PAGE, text)
+        PAGE.write_text(
+            written("Supported layers, optimisers and tasks", "python -m experiments.speed supported --page", text)
+        )
     else:
         print(text)
     return 0

@@ -15,6 +15,8 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 
+pytestmark = pytest.mark.e2e
+
 NOISE = 1e-3  # noise multiplier: hardly any, so that the sum is seen
 
 

@@ -13,6 +13,8 @@ from dpfl_lightning.auditing.company import companies
 from experiments.attacks.nets import NETS
 from experiments.attacks.search import SUMS, loss_of, tried
 
+pytestmark = pytest.mark.e2e
+
 SEEDS = {"fast": (1, 3), "serial": (1,)}  # seed 1: 7 records with one thread; 3: 31 records with two
 SOME = (
     *("linear 33-7", "linear 64-32", "linear over positions", "conv1d, dilated", "conv2d", "conv2d, pooled"),

@@ -23,7 +23,9 @@ from dpfl_lightning.federated.server.results import guarantee_of_each
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.clustering.ifca import Ifca
+from dpfl_lightning.strategies.baselines.ifca import Ifca
+
+pytestmark = pytest.mark.e2e
 
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
 RATE = 0.25

@@ -16,6 +16,8 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies import STRATEGIES
 
+pytestmark = pytest.mark.e2e
+
 KILLS = [pytest.param(2, 8, marks=pytest.mark.e2e), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
 
 

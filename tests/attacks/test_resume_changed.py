@@ -25,14 +25,14 @@ from dpfl_lightning.fit import fit, main
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
+from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 
 ROUNDS, DONE = 4, 2
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
 CLIENTS = {"count": 4, "batch_size": 16, "learning_rate": 0.3}
 PRIVACY = {"epsilon": BUDGETS, "delta": DELTA}
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 
 def loop_of(folder: Path, **changed: Any) -> FederatedLoop:

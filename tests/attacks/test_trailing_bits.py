@@ -35,7 +35,7 @@ FEATURES = 1024
 RECORDS = 2  # of each client: a power of two, so that the division keeps every bit
 LEARN = 30  # releases of each kind that teach the attacker its threshold
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 class Zeros(nn.Linear):

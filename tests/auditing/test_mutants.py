@@ -16,6 +16,8 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.server.view import View
 
+pytestmark = pytest.mark.e2e
+
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
 CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs of a test
 

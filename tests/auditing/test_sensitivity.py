@@ -17,6 +17,8 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 
+pytestmark = pytest.mark.e2e
+
 
 class Rows(nn.Module):
     """Reads an image row by row."""

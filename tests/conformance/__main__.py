@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "experiments/results/conformance.json", ROOT / "docs/conformance.md"
+RESULTS, PAGE = ROOT / "experiments/results/conformance.json", ROOT / "experiments/results/conformance.md"
 COMMAND = "python -m tests.conformance"
 #: first part of a module's name -> the distribution
 LIBRARIES = {
@@ -154,7 +154,7 @@ def found(name: str, file: str, tests: str) -> bool:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return `docs/conformance.md`."""
+    """Return the text of the page."""
     suites = results["suites"]
     table = ["| library | tests | passed | failed | left out | seconds |", "|---|---|---|---|---|---|"]
     reasons = []

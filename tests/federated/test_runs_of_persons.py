@@ -23,7 +23,7 @@ from dpfl_lightning.privacy.clipping.inputs import Block
 from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.reporting.run_files import read_result
-from dpfl_lightning.strategies.clustering.ifca import Ifca
+from dpfl_lightning.strategies.baselines.ifca import Ifca
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
 

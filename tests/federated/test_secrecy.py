@@ -23,6 +23,8 @@ from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 
+pytestmark = pytest.mark.e2e
+
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS)
 SIMULATED = PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY)

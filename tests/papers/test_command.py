@@ -33,7 +33,6 @@ example.digits --output_dir x | --output_dir, --runs
 example.digits --colums x | --colums, Did you mean `--columns`?
 example.digits --clients.lerning_rate 1 | Did you mean `clients.learning_rate`?
 example.digits --clients.learning_rate -1 | clients.learning_rate, > 0, -1
-example.digits --page README.md | --page, README.md, marks
 noise_aware.table3 --rounds 5 | --rounds, formulas
 """
 
@@ -50,10 +49,9 @@ def test_a_mistake_is_one_line_and_makes_nothing(capsys, places, tmp_path):
 
 
 def test_a_table_is_made_shown_and_skipped_the_next_time(capsys, places, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- papers example.digits small -->\n<!-- /papers -->\n")
+    page = tmp_path / "results" / "example.md"
     argv = ["example.digits", "--columns", "epsilon4", *places]
-    assert main([*argv, *QUIET, "--json", "--page", str(page)]) == 0
+    assert main([*argv, *QUIET, "--json", "--page"]) == 0
     out, printed = capsys.readouterr()
     shown = json.loads(out)
     assert shown["missing"] == 0 and len(shown["numbers"]) == 2 and all(one["ours"] for one in shown["numbers"])

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from fake_experiments import CELL, fake, held
 
-from dpfl_lightning.errors import UserError
 from experiments.papers.cells import RESULTS, Cell, finished, write
 from experiments.papers.experiment import Comparison, Row, Tolerance
-from experiments.papers.registry import experiments
+from experiments.papers.registry import PAPERS, experiments
 from experiments.papers.report import best_rival, page, report
 
 pytestmark = pytest.mark.usefixtures("known")
@@ -112,33 +111,25 @@ def test_paired_differences_are_over_common_seeds(tmp_path, monkeypatch):
     assert best_rival(table, {}, "a") is None and "Differences" not in report(fake(), "small", tmp_path)
 
 
-def test_a_page_is_written_from_files_and_mistakes_are_refused(results, known, tmp_path, monkeypatch):
-    file = tmp_path / "page.md"
-    monkeypatch.setitem(experiments(), "fake.table1", fake(paper=PAPER, comparison=POINTS))
-    file.write_text("# Head\n\n<!-- papers fake.table1 small -->\nold\n<!-- /papers -->\n\nTail\n")
-    written = page(file, results)
-    assert written.startswith("# Head\n\n<!-- papers fake.table1 small -->\n**fake.table1** A fake")
-    assert written.endswith("<!-- /papers -->\n\nTail\n") and "old" not in written
-    file.write_text(written)
-    assert page(file, results) == written
-    for text, words in (
-        ("no marks", "marks such as"),
-        ("<!-- papers nothing small -->\n<!-- /papers -->", "NAME"),
-        ("<!-- papers example.digits big -->\n<!-- /papers -->", "--scale"),
-    ):
-        file.write_text(text)
-        with pytest.raises(UserError, match=words):
-            page(file, tmp_path)
+def test_a_page_has_the_finished_tables_of_a_paper(tmp_path):
+    text = page("fake", tmp_path)
+    assert text == "# Tables: fake\n\nWritten by `python -m experiments.papers fake --show --page`.\n"
+    write(tmp_path, Cell("fake.table1", "ours", "a", "small", 0), held(accuracy=51.0))
+    text = page("fake", tmp_path)
+    assert (
+        text.count("**fake.table1**") == 1
+        and "(scale small: few)" in text
+        and row_of(text, "ours") == ["ours", "51.00"]
+    )
 
 
 @pytest.mark.e2e
-def test_the_docs_are_written_from_the_files(monkeypatch):
+def test_the_kept_pages_are_written_from_the_cells(monkeypatch):
     monkeypatch.chdir(ROOT)
-    pages = [path for path in sorted(ROOT.glob("docs/*.md")) if "<!-- papers " in path.read_text()]
-    assert "noise_aware.md" in [path.name for path in pages]
-    for path in pages:
-        again = f"python -m experiments.papers {path.stem} --show --page docs/{path.name}"
-        assert path.read_text() == page(path.relative_to(ROOT), RESULTS), f"write the page anew: {again}"
+    kept = {path.stem: path.read_text() for path in RESULTS.glob("*.md") if path.stem in PAPERS}
+    assert len(kept) == len(PAPERS) - 1, "all but the example"
+    for paper, text in kept.items():
+        assert text == page(paper, RESULTS), f"write it anew: python -m experiments.papers {paper} --show --page"
 
 
 def test_the_accountants_are_those_of_the_guarantees(results):

@@ -366,8 +366,8 @@ def test_what_is_planned_counts_where_the_end_follows_from_results(account):
 
 
 def test_clients_of_a_run_that_share_records_count_together(account):
-    """Wards of one hospital, and not clients that only have a joined name; the delta is that of the holder."""
-    account.enter(entry("a" * 32, ("bergen", "lund"), sketches=(sketch(0), sketch(99)), delta=1e-2))
+    """Wards of one hospital, and not clients that only have a joined name; the least delta of the holder counts."""
+    account.enter(entry("a" * 32, ("bergen", "lund"), sketches=(sketch(0), sketch(99)), delta=1e-4))
     account.charge([(0, EVENT), (1, EVENT)])
     with pytest.warns(UserNotice, match="ward 1 has records of bergen"):
         account.enter(entry("b" * 32, ("ward 1", "ward 2"), sketches=(sketch(0), sketch(4))))
@@ -375,8 +375,8 @@ def test_clients_of_a_run_that_share_records_count_together(account):
     account.enter(entry("c" * 32, ("oslo", "lund"), sketches=(sketch(200), sketch(99))))
     account.charge([(0, EVENT), (1, EVENT)])
     bergen, lund, oslo = sorted(account.holders(), key=lambda one: one.names)
-    assert bergen.together.epsilon == TIGHT.epsilon([EVENT] * 3, 1e-2)
-    assert (oslo.together.delta, lund.together.delta) == (DELTA, 1e-2)
+    assert bergen.together.epsilon == TIGHT.epsilon([EVENT] * 3, 1e-4)
+    assert (oslo.together.delta, lund.together.delta) == (DELTA, 1e-4)
 
 
 def test_each_client_without_a_name_is_compared(account):

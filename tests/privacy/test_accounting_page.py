@@ -1,4 +1,4 @@
-"""`docs/accounting.md` says what its JSON says, and its JSON is what the code computes."""
+"""`experiments/results/accounting.md` says what its JSON says, and its JSON is what the code computes."""
 
 import json
 

@@ -10,6 +10,8 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.accounting.group_privacy import group_words, of_group
 from dpfl_lightning.privacy.accounting.guarantee import guarantee
 
+pytestmark = pytest.mark.e2e
+
 
 def largest_excess(rate: float, noise: float, records: int, epsilon: float) -> float:
     """The least delta of one step, in both orders: a person's records are drawn one by one, and add up."""

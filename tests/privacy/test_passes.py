@@ -50,6 +50,7 @@ def test_neighbours_of_two_bytes_are_hostile_too():
     assert not is_private(lambda x, y, count: [(x * (1 + (x == 0).any()))[:count]], examples, 32)
 
 
+@pytest.mark.e2e
 def test_loops_that_are_checked_on_first_use_are_no_part_of_a_pass():
     """Several threads do not use them, so that the first use is in a pass that is watched, which has one thread."""
     net, threads = models.build("cnn_small", (1, 28, 28), 10), torch.get_num_threads()

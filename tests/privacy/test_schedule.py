@@ -106,7 +106,7 @@ def test_far_out_settings_are_safe_and_tight_or_refused(
         return
     noise = solved.noise_multiplier("train")
     assert accountant.epsilon(solved.events(), delta) <= epsilon
-    assert epsilon_with(0.999 * noise) > epsilon
+    assert epsilon_with(0.999 * noise) > epsilon - 1e-6, "it is computed in steps of this size"
 
 
 @pytest.mark.parametrize(("accountant", "rate"), [(RDP, 0.05), (PLD, 0.05), (PLD, 1.0)])

@@ -38,6 +38,7 @@ def case(kernel, records, outputs, size, stride, padding, density, seed=0, chann
     return layer, x.contiguous(memory_format=form), dy.contiguous(memory_format=form)
 
 
+@pytest.mark.e2e
 @given(
     kernel=st.sampled_from(KERNELS),
     records=st.integers(1, 4),

@@ -13,6 +13,8 @@ from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.objectives import FederatedObjective
 from dpfl_lightning.sweep import main as sweep
 
+pytestmark = pytest.mark.e2e
+
 RAW = {
     "rounds": 2,
     "clients": {"batch_size": 32},

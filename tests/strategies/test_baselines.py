@@ -17,7 +17,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
+from dpfl_lightning.strategies.baselines.kmeans_clusters import coordinates
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 
 GROUPS = (0, 1, 0, 1)

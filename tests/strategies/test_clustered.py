@@ -27,16 +27,16 @@ from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
+from dpfl_lightning.strategies.baselines.ifca import Ifca
+from dpfl_lightning.strategies.baselines.kmeans_clusters import KMeansClusters
+from dpfl_lightning.strategies.baselines.oracle_clusters import OracleClusters
+from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.clustering.first_round import DISTANCE
-from dpfl_lightning.strategies.clustering.ifca import Ifca
-from dpfl_lightning.strategies.clustering.kmeans_clusters import KMeansClusters
 from dpfl_lightning.strategies.clustering.local import Local
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
-from dpfl_lightning.strategies.clustering.oracle_clusters import OracleClusters
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
-from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy clustered")
 TRUE = (0, 0, 1, 1, 1, 2, 2, 2, 2)

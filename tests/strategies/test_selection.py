@@ -20,8 +20,8 @@ from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
+from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise
-from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 COUNT, COHORT, ROUNDS, DELTA = len(EPSILON), 3, 8, 1e-3

@@ -12,6 +12,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from dpfl_lightning import strategies
+from dpfl_lightning.algorithms.cohorts import larger_budgets
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
@@ -26,9 +27,9 @@ from dpfl_lightning.strategies.aggregation.multi_krum import MultiKrum
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.aggregation.noise_floor import NoiseFloor, lowest_share
 from dpfl_lightning.strategies.aggregation.norm_bound import NormBound
-from dpfl_lightning.strategies.aggregation.pfa import Pfa, larger_budgets
 from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
 from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
+from dpfl_lightning.strategies.baselines.pfa import Pfa
 from experiments.papers.noise_aware.pfa import WholeUpdatePfa
 
 OPTIMIZERS = ("fedadam", "fedyogi", "server_momentum")

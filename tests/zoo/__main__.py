@@ -1,4 +1,4 @@
-"""Try the models of the zoo, each in a process of its own, and write `docs/models_tried.md`."""
+"""Try the models of the zoo, each in a process of its own, and write `experiments/results/models_tried.md`."""
 
 import argparse
 import json

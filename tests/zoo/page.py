@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs/models_tried.md"
+PAGE = Path(__file__).parents[2] / "experiments/results/models_tried.md"
 WORST, LONGEST, TOLERANCE = 10, 240, 1e-4
 
 TEXT = """# Models that were tried

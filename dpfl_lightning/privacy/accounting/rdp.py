@@ -23,7 +23,7 @@ def sampled_gaussian_rdp(
 
     With N(m) a Gaussian of mean m and std z = noise_multiplier [n], and q = sample_rate [n], the worst neighbours
     release (1-q) N(0) + q N(1), and N(0) (add_remove, in the order that costs more) or (1-q) N(0) + q N(-1)
-    (replace_one; proof in docs/epsilon.md). Orders whose quadrature would take too long get the value of the full
+    (replace_one; proof in docs/proof.md). Orders whose quadrature would take too long get the value of the full
     batch, an upper bound; they never give the smallest epsilon.
 
     Reference: Mironov, Talwar, Zhang (2019), section 3.3, like Opacus' `compute_rdp`. Both agree to 1e-9, or to 1e-12

@@ -5,7 +5,7 @@ of a thread's share of it, by other code than the rest. A pass is therefore a co
 a public record; all passes of a computation have one size, which public facts determine; and an operator of the CPU
 uses one thread. `vector_loops.py` says at which sizes no record has those last numbers, and `is_private` tests on this
 machine that a pass gives a record the same bits, wherever it is and whatever the others are. What no size passes goes
-one record at a time. `docs/privacy.md` has the argument.
+one record at a time. `docs/proof.md` has the argument.
 """
 
 from __future__ import annotations

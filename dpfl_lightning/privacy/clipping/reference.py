@@ -30,7 +30,7 @@ SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 DEFAULT_SIZE = 32  # records whose gradients are computed at once
 CANCELLING = 1e3  # largest assumed ratio of the terms of a sum over positions to the norm used for the sum
-#: how far, in units of the clip norm, a clipped sum may be from the exact one; the proof is in docs/privacy.md
+#: how far, in units of the clip norm, a clipped sum may be from the exact one; the proof is in docs/proof.md
 SUM_ROUNDING = 5e-4
 
 
@@ -101,7 +101,7 @@ class ClippedSum(Protocol):
 
     `g_j` is a function of the record and the model alone, bit for bit. No clipped gradient exceeds `clip_norm`, and the
     result is within `SUM_ROUNDING * clip_norm` of the exact sums, so that one record changes it by at most
-    `(1 + 2 SUM_ROUNDING) clip_norm`, in one row. Proof: docs/privacy.md. Both results are private.
+    `(1 + 2 SUM_ROUNDING) clip_norm`, in one row. Proof: docs/proof.md. Both results are private.
     """
 
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]: ...
@@ -137,7 +137,7 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
 
 
 def require_proved(records: int, size: int, terms: int = 1) -> None:
-    """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING` (docs/privacy.md).
+    """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING` (docs/proof.md).
 
     `size` records are summed at once, and of each record's gradient T `terms` with those of other records.
     """

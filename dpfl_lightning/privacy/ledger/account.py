@@ -254,12 +254,12 @@ class PrivacyAccount:
     def _history(
         self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
     ) -> tuple[list[Entry], History, float]:
-        """Return the runs on the records of a group of names, what clients released in each, and the largest delta.
+        """Return the runs on the records of a group of names, what clients released in each, and the least delta.
 
         Of `planned` runs it is what they plan, where that is more. `runs` replaces those of the file. Clients of a run
         that share records, or that the operator has joined, count together, of all others the one with most.
         """
-        entries, history, delta = [], [], 0.0
+        entries, history, delta = [], [], 1.0
         for entry, paid in (self._runs if runs is None else runs).values():
             clients, released = list(entry.holders), []
             places = [place for place, name in enumerate(entry.holders.values()) if name in group]
@@ -274,7 +274,7 @@ class PrivacyAccount:
             if any(released):
                 entries.append(entry)
                 history.append(released)
-                delta = max(delta, *(entry.delta[place] for place in places))
+                delta = min(delta, *(entry.delta[place] for place in places))
         return entries, history, delta
 
     def _limits_of(self, group: Collection[str]) -> list[tuple[float, float]]:

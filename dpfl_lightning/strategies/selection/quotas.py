@@ -12,7 +12,7 @@ from annotated_types import Interval
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpfl_lightning.algorithms.cohorts import systematic
+from dpfl_lightning.algorithms.cohorts import larger_budgets, systematic
 from dpfl_lightning.algorithms.selection_estimates import jain_index
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -24,7 +24,6 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.noise import stream_words
-from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 Counts = NDArray[np.int64]

@@ -8,34 +8,12 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
+from dpfl_lightning.algorithms.cohorts import larger_budgets
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
-
-
-def larger_budgets(epsilon: np.ndarray, grouping: str, top_fraction: float, seed: int) -> np.ndarray:
-    """Return which clients are "public" `[N]` bool: the group with the larger mean budget, or all if budgets are equal.
-
-    The options are those of `Pfa`; `epsilon` `[N]` holds the claimed budgets.
-    """
-    if epsilon.max() == epsilon.min():
-        return np.ones(len(epsilon), dtype=bool)
-    if grouping == "top":
-        count = max(1, round(top_fraction * len(epsilon)))
-        return np.isin(np.arange(len(epsilon)), np.argsort(-epsilon, kind="stable")[:count])
-    from sklearn.cluster import AgglomerativeClustering, KMeans
-    from sklearn.mixture import GaussianMixture
-
-    models = {
-        "mixture": GaussianMixture(2, random_state=seed),
-        "kmeans": KMeans(2, n_init=10, random_state=seed),
-        "hierarchical": AgglomerativeClustering(2, linkage="single"),
-    }
-    group = models[grouping].fit_predict(((epsilon - epsilon.min()) / (epsilon.max() - epsilon.min()))[:, None])
-    means = [epsilon[group == one].mean() if (group == one).any() else -np.inf for one in (0, 1)]
-    return group == int(np.argmax(means))
+from dpfl_lightning.strategies.baselines.epsilon_weighted import EpsilonWeighted
 
 
 @dataclass
