@@ -123,6 +123,15 @@ def test_results_are_in_the_volume_of_a_user_without_rights(target):
     assert ("NVIDIA_VISIBLE_DEVICES" in environment(target)) == (target == "gpu")
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_changed_line_of_code_installs_the_package_alone(target):
+    steps = steps_of(target)
+    after = steps[steps.index(("COPY", "dpfl_lightning /src/dpfl_lightning")) + 1 :]
+    (pip,) = [text for _, text in after if "pip " in text]
+    assert {"--no-deps", "--no-build-isolation", "/src"} <= {*pip.split()}, "pip would fetch what builds the package"
+    assert "COPY" not in dict(after)
+
+
 @pytest.mark.slow
 def test_the_image_is_built_and_run_without_docker(tmp_path):
     missing = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]

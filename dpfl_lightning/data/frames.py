@@ -96,6 +96,7 @@ class Table:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)  # it would leave numbers out
                 frame = pandas.read_csv(path, **options, index_col=False)
+            frame = frame.assign(**_falsely_grouped(path, frame, options))
         except pandas.errors.ParserWarning:
             must = "have a name for each value of a row"
             require(False, self.key, must, "more values than names in the first line")
@@ -137,6 +138,29 @@ class Table:
             must, advice = f"hold dates written {written}", f"Write their form, as in {form}."
             raise UserError(f"`{self.key}: {name}` must {must}, got others. {advice}") from None
         return (dates - pandas.Timestamp(origin)) / pandas.Timedelta(days=1)
+
+
+def _falsely_grouped(path: Path, frame: DataFrame, options: Mapping[str, Any]) -> dict[str, Series]:
+    """Return as texts the columns of numbers in which a separator of thousands is not followed by three digits.
+
+    `pandas` leaves out such a separator wherever it is: 42.9 would be 429.
+    """
+    import pandas
+
+    mark = options.get("thousands")
+    if mark is None:
+        return {}
+    others = {name: value for name, value in options.items() if name not in ("thousands", "decimal", "dtype")}
+    texts = pandas.read_csv(path, **others, index_col=False, dtype=str)
+    right = f"{_grouped(mark)}([{options.get('decimal', '.')}]\\d*)?([eE][-+]?\\d+)?"
+    numbers = [name for name in frame if pandas.api.types.is_numeric_dtype(frame[name])]
+    marked = {name: texts[name][texts[name].str.contains(mark, regex=False, na=False)] for name in numbers}
+    return {name: texts[name] for name, ours in marked.items() if not ours.str.strip().str.fullmatch(right).all()}
+
+
+def _grouped(thousands: str) -> str:
+    """Return the pattern of a number with separators of thousands."""
+    return f"[-+]?[1-9]\\d{{0,2}}([{thousands}]\\d{{3}})+"
 
 
 def _replacing(values: Mapping[Any, Any]) -> Any:
@@ -354,7 +378,7 @@ class Columns:
             require(unknown is None, here, f"hold the given categories only, {known}", unknown, advice)
             return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
-        require(numeric, here, "hold numbers", *_what_it_holds(column, table.commas_separate))
+        require(numeric, here, "hold numbers", *not_numeric(column, table))
         plain = name not in self.scale and name not in self.dates and len(column) > 20
         must, advice = "hold measurements if it has no scale", "Leave it out of features, by drop, or write its scale."
         got = "another whole number in nearly every row, as an identifier has"
@@ -428,29 +452,39 @@ def number_marks(column: Series, commas_separate: bool) -> dict[str, str]:
     """
     texts = column.dropna().astype(str).str.strip()
     texts = texts[~texts.str.lower().isin(MARKERS)]
-    for thousands, decimal in (",.", ".,"):
-        group, part = f"[-+]?[1-9]\\d{{0,2}}([{thousands}]\\d{{3}})+", f"([{decimal}]\\d+)?"
+    for thousands, decimal in (",.", ".,", " ,", " .", "',", "'."):
+        group, part = _grouped(thousands), f"([{decimal}]\\d+)?"
         fits = texts.str.fullmatch(f"{group}{part}|[-+]?\\d+{part}").all()
-        both = texts.str.contains(f"[{thousands}]").any() and texts.str.contains(f"[{decimal}]").any()
-        grouped = texts.str.contains(",").any() if commas_separate and thousands == "," else False
-        sure = both or grouped or texts.str.fullmatch(f"{group}[{thousands}]\\d{{3}}").any()
-        if fits and sure:
+        is_grouped = texts.str.contains(thousands, regex=False).any()
+        both = is_grouped and texts.str.contains(decimal, regex=False).any()
+        never_decimal = is_grouped and (thousands in " '" or (commas_separate and thousands == ","))
+        if fits and (both or never_decimal or texts.str.fullmatch(f"{group}[{thousands}]\\d{{3}}").any()):
             return {"thousands": thousands} | ({"decimal": ","} if decimal == "," else {})
     is_decimal = texts.str.fullmatch(r"[-+]?\d+(,\d+)?([eE][-+]?\d+)?").all() and texts.str.contains(",").any()
     return {"decimal": ","} if is_decimal else {}
 
 
-def _what_it_holds(column: Series, commas_separate: bool) -> tuple[str, str]:
+def not_numeric(column: Series, table: Table) -> tuple[str, str]:
     """Return what a column that is not numeric seems to hold, without its values, and the way out."""
     import pandas
 
     texts = column.astype(str).str.strip()
     marked = texts.str.lower().isin(MARKERS)
-    if marked.any() and pandas.to_numeric(texts[~marked], errors="coerce").notna().all():
+    numeric = pandas.to_numeric(texts[~marked], errors="coerce").notna().all()
+    if marked.any() and numeric:
         marks = sorted(set(texts[marked]))
         return f"{', '.join(marks)} beside numbers", f"Write read: {{na_values: {marks}}}, and fill."
-    if written := number_marks(column, commas_separate):
-        return f"numbers with {' and '.join(MARK_WORDS[name] for name in written)}", f"Write read: {inline(written)}."
+    read, written = table.read, number_marks(column, table.commas_separate)
+    if numeric and not read.keys() & MARK_WORDS.keys():
+        return "numbers written as texts", "Make them numbers, as by pandas.to_numeric."
+    if numeric or written:
+        other = any(read.get(key, mark) != mark for key, mark in written.items())
+        other = other or written.get("decimal", "") == read.get("thousands")
+        got = " and ".join(MARK_WORDS[name] for name in written) or "decimal points"
+        advice = (
+            "A file has one decimal mark and one separator of thousands: write all its columns alike, or drop this."
+        )
+        return f"numbers with {got}", advice if numeric or other else f"Write read: {inline(written)}."
     numbers = pandas.to_numeric(column, errors="coerce").notna() | column.isna()
     last = len(column) - 1 - int(np.flatnonzero(numbers.to_numpy())[-1]) if numbers.any() else 0
     if 0 < last <= MOST_FOOTERS and numbers.iloc[: len(column) - last].all():

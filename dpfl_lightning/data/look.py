@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import dataclasses
 import io
 import re
 from collections import deque
@@ -13,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.data.frames import MARKERS, MOST_FOOTERS, Table, is_identifier, number_marks
+from dpfl_lightning.data.frames import (
+    MARK_WORDS,
+    MARKERS,
+    MOST_FOOTERS,
+    Table,
+    is_identifier,
+    not_numeric,
+    number_marks,
+)
 from dpfl_lightning.errors import require
 
 if TYPE_CHECKING:
@@ -64,17 +73,20 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
         read |= {"decimal": ","}
     if read:
         frame = Table(str(path), str(path), read).frame
-    grouped = [_grouped(frame[name], read, commas) for name in frame]
-    thousands = [found["thousands"] for found in grouped if "thousands" in found]
+    marks_of = {name: _grouped(frame[name], read, commas) for name in frame}
+    thousands = {name: found["thousands"] for name, found in marks_of.items() if "thousands" in found}
+    unsure = {name for name in thousands if "thousands" not in number_marks(frame[name], commas_separate=False)}
     if thousands:
-        read |= {"thousands": thousands[0]}
+        read |= {"thousands": next(iter(thousands.values()))}
         dated = [name for name in frame if _is_text(frame[name]) and _date_forms(frame[name])]
         frame = Table(str(path), str(path), read, texts=dated).frame
     forms = {name: found for name in frame if _is_text(frame[name]) and (found := _date_forms(frame[name]))}
     written = {str(name): found[0] for name, found in forms.items() if "ISO8601" not in found}
     one_form = len(set(written.values())) == 1 and len(written) == len(forms)
     read |= {"date_format": next(iter(written.values())) if one_form else written} if written else {}
-    return read, [_described(frame[name], forms.get(name, [])) for name in frame]
+    table = Table(str(path), str(path), read)
+    columns = [_described(frame[name], forms.get(name, []), table) for name in frame]
+    return read, [_to_check(one, frame[one.name], read, one.name in unsure) for one in columns]
 
 
 def likely_label(columns: list[Column]) -> str | None:
@@ -178,6 +190,16 @@ def _grouped(column: Series, read: dict[str, Any], commas_separate: bool) -> dic
     return {"thousands": "."} if points else number_marks(column, commas_separate)
 
 
+def _to_check(column: Column, values: Series, read: Mapping[str, Any], is_unsure: bool) -> Column:
+    """Return the column with a word on its points, if its rows do not tell whether they group thousands."""
+    taken = f"{read['thousands']!r} is taken for a separator of thousands" if is_unsure else ""
+    if "sep" in read and not read.keys() & MARK_WORDS.keys() and values.dtype == float:
+        thousandths = values.dropna() * 1000
+        three = (thousandths.round(6) % 1 == 0).all() and (thousandths.round() % 10 != 0).mean() > 0.5
+        taken = "'.' is taken for a decimal point" if three else ""
+    return dataclasses.replace(column, facts=f"{column.facts}; {taken}: check it") if taken else column
+
+
 def _date_forms(column: Series) -> list[str]:
     """Return the forms in which all values of a column are dates."""
     import pandas
@@ -189,7 +211,7 @@ def _date_forms(column: Series) -> list[str]:
     return [one for one in forms if pandas.to_datetime(values, format=one, errors="coerce").notna().all()]
 
 
-def _described(column: Series, forms: list[str]) -> Column:
+def _described(column: Series, forms: list[str], table: Table) -> Column:
     name, gaps = str(column.name), int(column.isna().sum())
     values, after = column.dropna(), f", {gaps} missing" if gaps else ""
     several = 2 <= values.nunique() <= 10
@@ -209,6 +231,8 @@ def _described(column: Series, forms: list[str]) -> Column:
         spread = f"{values.min():g} to {values.max():g}, mean {values.mean():.3g}, deviation {values.std():.3g}"
         return Column(name, "number", spread + after)
     if identifier or values.nunique() > _MOST_CATEGORIES:
+        if (held := not_numeric(column, table))[0].startswith("numbers"):
+            return Column(name, "number", ". ".join(held))
         return Column(name, "other", f"{values.nunique()} different texts, as identifiers or free text have{after}")
     return Column(name, "category", _counted(values) + after, several, _different(values))
 

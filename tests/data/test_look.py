@@ -231,3 +231,39 @@ def test_a_footer_is_no_record(footer, tmp_path):
         str(tmp_path / "one.csv"), label="ill", drop=["patient"], scale={"age": [50, 20]}, read=read, num_classes=2
     )
     assert people.num_records[0] + people.num_held_out[0] == 30
+
+
+def facts_of(folder, *columns, sep=";"):
+    """What `look` finds in a file with these columns: how it is written, and of each column its kind and facts."""
+    names, rows = ("crp", "cost", "hb")[: len(columns)], zip(*columns, strict=True)
+    lines = [sep.join((*names, "ill")), *(sep.join((*row, str(n % 2))) for n, row in enumerate(rows))]
+    (folder / "one.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    read, found = look(folder / "one.csv")
+    return read, {one.name: (one.kind, one.facts) for one in found}
+
+
+POINTS = [f"{row}.{row % 10}" for row in range(ROWS)]
+GROUPS = [f"{row + 1}.234,50" for row in range(ROWS)]
+ONE_GROUP = [f"{row % 9 + 1}.{row + 100}" for row in range(ROWS)]
+
+
+def test_columns_with_two_decimal_marks_are_no_identifiers_and_their_points_stay(tmp_path):
+    read, found = facts_of(tmp_path, POINTS, GROUPS)
+    assert read == {"sep": ";", "decimal": ",", "thousands": "."}
+    kind, facts = found["crp"]
+    assert kind == "number" and facts.startswith("numbers with decimal points. A file has one decimal mark")
+    assert found["cost"][1].startswith("1234.5 to 60234.5")
+
+
+def test_a_point_that_may_be_of_a_decimal_or_of_thousands_is_to_be_checked(tmp_path):
+    decimals = [f"{row},5" for row in range(ROWS)]
+    read, found = facts_of(tmp_path, ONE_GROUP, decimals)
+    assert read["thousands"] == "." and "'.' is taken for a separator of thousands: check it" in found["crp"][1]
+    read, found = facts_of(tmp_path, ONE_GROUP, decimals, GROUPS)
+    assert "check it" in found["crp"][1] and "check it" not in found["hb"][1] + found["cost"][1]
+    read, found = facts_of(tmp_path, ONE_GROUP, POINTS)
+    assert read == {"sep": ";"} and "'.' is taken for a decimal point: check it" in found["crp"][1]
+    assert "check it" not in found["cost"][1]
+    quoted = [f'"{one.replace(".", ",")}"' for one in ONE_GROUP]
+    read, found = facts_of(tmp_path, quoted, sep=",")
+    assert read == {"thousands": ","} and "',' is taken for a separator of thousands: check it" in found["crp"][1]

@@ -211,3 +211,33 @@ def test_commas_in_a_file_that_they_separate_are_said_to_group_thousands(tmp_pat
     (tmp_path / "one.csv").write_text('cost,ill\n"12,345",0\n"2,000",1\n')
     with pytest.raises(UserError, match=r"numbers with separators of thousands'. Write read: \{thousands: ','\}"):
         Population.from_dataframe(tmp_path / "one.csv", label="ill", num_classes=2)
+
+
+@pytest.mark.parametrize("one", ["42.9", "1017.0", "0.500", "1.23"])
+def test_a_decimal_point_is_no_separator_of_thousands(one, tmp_path):
+    """Points of a file are separators of thousands in one column and decimal points in another."""
+    (tmp_path / "one.csv").write_text(f"crp;cost;ill\n{one};1.234,50;0\n7;2.000,00;1\n")
+    read = {"sep": ";", "decimal": ",", "thousands": "."}
+    given = {"df": str(tmp_path / "one.csv"), "label": "ill", "num_classes": 2, "held_out": 0}
+    with pytest.raises(UserError, match=r"got 'numbers with decimal points'\. A file has one"):
+        Population.from_dataframe(**given, read=read, scale={"cost": [1000, 500]})
+    read_without = Population.from_dataframe(**given, read=read, scale={"cost": [1000, 500]}, drop=["crp"])
+    assert read_without.x[:, 0].tolist() == pytest.approx([0.469, 2])
+    other_way = Population.from_dataframe(**given, read={"sep": ";"}, drop=["cost"], scale={"crp": [float(one), 1]})
+    assert other_way.x[0].item() == 0
+
+
+@pytest.mark.parametrize("mark", [" ", "'"])
+def test_spaces_and_apostrophes_group_thousands(mark, tmp_path):
+    (tmp_path / "one.csv").write_text(f"cost;ill\n1{mark}234,5;0\n2{mark}000,0;1\n7,5;1\n")
+    given = {
+        "df": str(tmp_path / "one.csv"),
+        "label": "ill",
+        "num_classes": 2,
+        "held_out": 0,
+        "scale": {"cost": [0, 1000]},
+    }
+    with pytest.raises(UserError, match=f"separators of thousands and decimal commas'. Write read: .*{mark}"):
+        Population.from_dataframe(**given, read={"sep": ";"})
+    people = Population.from_dataframe(**given, read={"sep": ";", "thousands": mark, "decimal": ","})
+    assert people.x[:, 0].tolist() == pytest.approx([1.2345, 2, 0.0075])

@@ -6,25 +6,33 @@ import math
 import re
 import stat
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from conftest import FIXED_KEY
-from sites import a_request, asked, federation
+from sites import a_request, asked, configured, federation, key_of, with_lines
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.query import ScoreCounts
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.messages.query import ChargedQuery, ScoreCounts
 from dpfl_lightning.node import main
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
-from dpfl_lightning.sites.node.accept import open_study
+from dpfl_lightning.sites.node import study
+from dpfl_lightning.sites.node.accept import accept, open_study, site_of
+from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.scores import read_scores
 from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.server.clients import Sites
-from dpfl_lightning.sites.server.deploy import loop_over
+from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.wire import digest
 from dpfl_lightning.strategies import build
 
@@ -72,6 +80,14 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
             assert released is None
 
 
+def test_scores_that_fail_change_no_reply(tmp_path, monkeypatch):
+    nodes, terms, _ = federation(tmp_path, count=1)
+    monkeypatch.setattr(study, "evaluate_own", lambda *_: 1 / 0)
+    with pytest.warns(UserNotice, match="scores of held-out records are not computed: ZeroDivisionError"):
+        assert asked(nodes[0], Keep(digest(terms), 0, torch.zeros(650))) == Welcome(True, ())
+    assert read_scores(nodes[0].state.plan_folder(digest(terms))) is None
+
+
 def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     nodes, terms, _ = federation(tmp_path, RELEASED)
     model, plan, node = torch.zeros(650), digest(terms), nodes[0]
@@ -95,6 +111,43 @@ def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     assert asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: louder}, **honest))) == Refused("not_planned")
     counts = asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: noise}, **honest))).value
     assert len(counts) == 20 and len(read_ledger(node.state.plan_folder(plan) / "ledger.jsonl")) == 1
+
+
+def node_of_two_labels(folder, frame):
+    """A node whose records have two labels each, with its accepted plan of one line "scores"."""
+    folder.mkdir()
+    frame.to_csv(folder / "frame.csv", index=False)
+    given = {"label": ["y", "z"], "scale": {"a": [0, 1]}, "held_out": 0.2, "num_classes": 2}
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe"}
+    own = {"data": {**data, "init_args": {"df": str(folder / "frame.csv"), **given}}}
+    settings = settings_of(from_mapping({**own, "privacy": {"epsilon": 9.0, "delta": 0.01}}), "0")
+    population, client = site_population(settings)
+    facts = site_of(settings, population, client, key_of(0))
+    state = StateFolder.create(folder / "node", settings, facts, key_of(0))
+    more = {"data": {**data, "init_args": given}, "task": "multilabel"}
+    options = configured(folder, **more, clients={"count": 1, "batch_size": 10}, privacy={"epsilon": 8})
+    terms = terms_of(planning_loop(options, [facts]), [facts])
+    train = terms.plan.schedule.clients[0].planned[0]
+    line = Planned("scores", GaussianEvent(1.0, 20.0, 1), 1)
+    terms = with_lines(terms, dataclasses.replace(train, count=1), line)
+    accept(state, terms)
+    return Node(state, open_study), terms, population
+
+
+def test_no_reply_tells_whether_records_are_held_out(tmp_path):
+    number = np.arange(40)
+    frame = pandas.DataFrame({"a": number / 40, "y": number % 2, "z": number // 2 % 2})
+    held_out = node_of_two_labels(tmp_path / "all", frame)[2].held_out_of[0].tolist()
+    for name, kept in (("none", held_out), ("one", held_out[1:])):
+        node, terms, population = node_of_two_labels(tmp_path / name, frame.drop(index=kept))
+        assert population.num_held_out == (len(held_out) - len(kept),)
+        models = torch.zeros(1, *node._study(digest(terms)).clients.module.flat.shape)
+        asking = {"models": models, "row_of": {0: 0}, "edges": edges_of(4)}
+        question = ScoreCounts(mechanism_of={0: Gaussian(1.0, 20.0, 1.0, 1.0)}, **asking)
+        assert asked(node, Ask(digest(terms), 1, question)) == Refused("not_planned")
+        clients = node._study(digest(terms)).clients
+        with pytest.raises(RuntimeError):  # also without this refusal: a public record is computed where there is none
+            clients.engine.answer(ChargedQuery.of(question), 0, 1, 0)
 
 
 def test_the_price_of_scores_is_in_the_plan(make_loop):

@@ -186,6 +186,7 @@ class ScoreCounts(Query):
     """
 
     of_held_out: ClassVar[bool] = True
+    tasks: ClassVar[tuple[str, ...]] = ("binary", "multiclass")  # for others the question has no meaning
     models: Tensor
     row_of: Mapping[int, int]
     edges: tuple[float, ...]

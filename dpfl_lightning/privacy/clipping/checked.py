@@ -49,9 +49,9 @@ _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more d
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
 _QUICKER_ON_A_GPU = 256  # times as many operations of a pass take no longer there
-_KINDS = 6  # of records in a random example
+_KINDS = 7  # of records in a random example
 _RANDOM_KINDS = 3  # the first ones, without constant stretches
-_FEW_KINDS = [3, 4, 5]  # of a large model: without those that are random from end to end
+_FEW_KINDS = [3, 5, 6]  # of a large model: without those that are random from end to end
 _MOST_KEPT = 1 << 22  # numbers of the gradients that the reference keeps
 _MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
 
@@ -144,7 +144,7 @@ def clipped_sum_for(
             _require_repeatable(net, sample_loss, passes)
     used = clipped_sum.choose()
     reads = used.reads if isinstance(used, FastClippedSum) else ()
-    if places := dict.fromkeys(one.place for one in reads if one.depends and isinstance(one.value, float)):
+    if places := dict.fromkeys(one.place for one in reads if one.depends and type(one.value) is not bool):
         warn_user(
             f"code at {', '.join(places)} reads numbers of records: it gets those of public random records, so "
             "that what it decides by them is the same for all records"
@@ -488,8 +488,8 @@ def random_example(
 ) -> tuple[Params, Records, Tensor]:
     """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns.
 
-    Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`.
-    The rows of a person are of one kind.
+    Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`;
+    others are also masks of a short record: ones, then zeros. The rows of a person are of one kind.
     """
     gen = torch.Generator().manual_seed(1)
     device, each, in_blocks = next(net.parameters()).device, rows_each(x), isinstance(x, Block)
@@ -505,10 +505,12 @@ def random_example(
             end, kind = rows.shape[1] // 2, torch.arange(len(rows)) // each % _KINDS
             rows[kind == 3] = 1
             rows[kind == 4, end:] = 0
+            rows[kind == 6, (end + 1) // 2 :] = 0
             if floating:
                 rows[kind == 5] *= 100
             else:
                 rows[kind == 5, end:] = high - 1
+                rows[kind == 6, : (end + 1) // 2] = 1
         return drawn.to(device, (dtype if floating else None) or example.dtype)
 
     labels = like(y[..., None], 2)[..., 0] if in_blocks else like(y[:, None], 2)[:, 0]

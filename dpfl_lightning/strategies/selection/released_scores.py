@@ -109,7 +109,7 @@ class ReleasedScores(Strategy):
         """Return whether there are two classes. Raises UserError for a task that does not predict one class."""
         task, advice = view.module.task, "Its scores are counts of right predictions."
         name = "another one" if task is None else task.name
-        require(name in ("binary", "multiclass"), "task", f"be binary or multiclass with {self._name}", name, advice)
+        require(name in ScoreCounts.tasks, "task", f"be binary or multiclass with {self._name}", name, advice)
         return name == "binary"
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
