@@ -67,6 +67,6 @@ def test_a_rule_and_a_query(tmp_path):
     assert len(printed) == 3 and all(f"`{line}`" in text for line in printed), printed
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "own.yaml").write_text(block)
-    words = "fit --config digits --config own.yaml --rounds 2 --tracking null --output_dir run".split()
-    subprocess.run([sys.executable, "-m", "dpfl_lightning", *words], **run)
+    program = [sys.executable, "-m", "dpfl_lightning", "fit", "--config", "digits", "--config", "own.yaml"]
+    subprocess.run([*program, "--rounds", "2", "--tracking", "null", "--output_dir", "run"], **run)
     assert '"labels"' in (tmp_path / "run" / "ledger.jsonl").read_text()
