@@ -24,6 +24,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
 from dpfl_lightning.sites.node import study
 from dpfl_lightning.sites.node.accept import accept, open_study, site_of
@@ -54,11 +55,12 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert stat.S_IMODE((folder / "scores.json").stat().st_mode) == 0o600
         assert (kept.round, kept.score.accuracy) == (2, expected["accuracy"]) and kept.score.loss > 0
         assert sum(map(sum, kept.score.tables["confusion"])) == kept.records
-        page = " ".join(re.sub("<[^>]+>", " ", (folder / "report.html").read_text()).split())
+        page = words_of(folder / "report.html")
         assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
         for part in (
             f"accuracy {expected['accuracy']:.2%} ",
-            "sent to nobody",
+            f"exact, without noise, and sent to nobody.{' Noised counts of the same' if strategies else ' No guar'}",
+            "model that the server sent as that of round 2",
             "predicted 9",
             "Calibration",
             "2 releases",
@@ -68,6 +70,7 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert main(["status", str(node.state.path)]) == 0
         shown = capsys.readouterr().out
         assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (majority class" in shown
+        assert ("sent: 1 noised set of counts of held-out records" in shown) == bool(strategies)
         paid = [charge.purpose for charge in read_ledger(folder / "ledger.jsonl")]
         assert paid == ["train", "train", *(["scores"] if strategies else [])]
         released = result.metrics.get("released_accuracy", [None] * 2)[client]
@@ -78,6 +81,20 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
             assert result.clients[client]["epsilon_spent"] <= (4, 8)[client]
         else:
             assert released is None
+    said = words_of(loop.output_dir / "guarantee.html")
+    for part in (
+        "1 noised set of counts of held-out records, from which accuracy, AUROC and calibration follow",
+        "; from noised counts, scores of each site on its held-out records",
+        "Noised counts of them were sent, which epsilon covers.",
+        "test records, and exact scores on held-out records",
+    ):
+        assert (part in said) == bool(strategies), part
+    assert "full-batch step" not in said
+    assert ("test and held-out records, on which models are evaluated" in said) == (not strategies)
+
+
+def words_of(page):
+    return " ".join(re.sub("<[^>]+>", " ", page.read_text()).split())
 
 
 def test_scores_that_fail_change_no_reply(tmp_path, monkeypatch):
@@ -86,6 +103,15 @@ def test_scores_that_fail_change_no_reply(tmp_path, monkeypatch):
     with pytest.warns(UserNotice, match="scores of held-out records are not computed: ZeroDivisionError"):
         assert asked(nodes[0], Keep(digest(terms), 0, torch.zeros(650))) == Welcome(True, ())
     assert read_scores(nodes[0].state.plan_folder(digest(terms))) is None
+
+
+def test_an_operator_reads_that_held_out_records_are_counted_and_sent(tmp_path, capsys):
+    nodes, terms, _ = federation(tmp_path, RELEASED)
+    (tmp_path / "plan.json").write_text(wire.to_text(terms))
+    main(["accept", str(nodes[0].state.path), str(tmp_path / "plan.json"), "--show"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"held-out records are counted [^.]* sent, which costs (1|0\.99\d*) alone\. Accuracy", shown)
+    assert "Not covered: test records, and exact scores on held-out records;" in shown
 
 
 def test_what_a_server_may_ask_of_held_out_records(tmp_path):
@@ -107,6 +133,8 @@ def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     for changed in ({"edges": (0.5, 0.1)}, {"edges": (math.nan,)}, {"edges": (0.1, 1.0)}, {"row_of": {0: 3}}):
         asking = ScoreCounts(mechanism_of={0: noise}, **{**honest, **changed})
         assert asked(node, Ask(plan, 1, asking)) == Refused("not_planned"), changed
+    of_training = a_request(terms, model, purpose="scores", event=line.event)
+    assert asked(node, of_training) == Refused("not_planned"), "it would train on what was accepted for counts"
     louder = dataclasses.replace(noise, noise_multiplier=0.1)
     assert asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: louder}, **honest))) == Refused("not_planned")
     counts = asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: noise}, **honest))).value
@@ -128,8 +156,11 @@ def node_of_two_labels(folder, frame):
     options = configured(folder, **more, clients={"count": 1, "batch_size": 10}, privacy={"epsilon": 8})
     terms = terms_of(planning_loop(options, [facts]), [facts])
     train = terms.plan.schedule.clients[0].planned[0]
-    line = Planned("scores", GaussianEvent(1.0, 20.0, 1), 1)
-    terms = with_lines(terms, dataclasses.replace(train, count=1), line)
+    scores = GaussianEvent(1.0, 20.0, 1)
+    terms = with_lines(terms, dataclasses.replace(train, count=1), Planned("scores", scores.of_held_out(), 1))
+    with pytest.raises(UserError, match="`PLAN` must count held-out records of a task binary or multiclass"):
+        accept(state, terms)
+    terms = with_lines(terms, dataclasses.replace(train, count=1), Planned("scores", scores, 1))
     accept(state, terms)
     return Node(state, open_study), terms, population
 
@@ -158,6 +189,8 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
         accountant = loop.config.accountant
         assert (line.purpose, line.count) == ("scores", 1) and 0.99 < accountant.search(alone)[0] <= 1
         assert accountant.search(whole)[0] <= client.target_epsilon
+    seldom = dataclasses.replace(client.planned[0], count=0), line
+    assert dataclasses.replace(client, planned=seldom).main_line.purpose == "train", "it defines rate and noise"
     labels = torch.arange(50) % 2
     whole = {str(client): (torch.ones(50, 6), labels) for client in range(4)}
     population = Population.from_datasets(whole, held_out=0.0, num_classes=2)

@@ -181,7 +181,7 @@ class Study:
         if gradients are asked for.
         """
         event, job = self._planned(request.purpose), request.job
-        if request.event != event or not isinstance(event, NoisedEvent):
+        if request.event != event or not isinstance(event, NoisedEvent) or event.counts_held_out:
             raise NotPlanned("event")
         if not (0 < request.learning_rate <= MOST_RATE and 0 <= request.pull <= MOST_RATE):
             raise NotPlanned("learning_rate")
