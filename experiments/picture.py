@@ -54,8 +54,8 @@ def _figure(table: Experiment, cells: Cells) -> Figure:
     axes.set_yticks(range(len(shown)), [table.rows[row].title.replace(" and ", "\nand ") for row in shown])
     axes.invert_yaxis()
     axes.set_xlabel("accuracy on the test set, percent")
-    legend = {"title": "epsilon of the 20 clients", "loc": "outside upper center", "frameon": False}
-    figure.legend(ncols=len(_COLUMNS), **legend)
+    title = "epsilon of the 20 clients"
+    figure.legend(ncols=len(_COLUMNS), title=title, loc="outside upper center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     return figure
