@@ -162,6 +162,9 @@ def test_services_wait_for_what_they_need_and_their_volumes_exist():
     assert services["job"]["command"] == DEFAULT_ARGUMENTS and "entrypoint" not in services["job"]
     assert services["job"]["environment"] == {"MLFLOW_TRACKING_URI": "http://mlflow:5000"}
     assert all(port.startswith("127.0.0.1:") for port in services["mlflow"]["ports"])
+    ready = " ".join(services["database"]["healthcheck"]["test"])
+    assert "--host 127.0.0.1" in ready, "while it is set up, the database listens on its own socket alone"
+    assert services["job"]["stop_grace_period"] == "10m", "it finishes its round"
 
 
 @pytest.mark.slow
