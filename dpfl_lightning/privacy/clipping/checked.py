@@ -142,6 +142,8 @@ def clipped_sum_for(
         if reason[:4] != "loop" and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
             _require_repeatable(net, sample_loss, passes)
+    if refused := _refused_draws(clipped_sum):
+        return _loop_of(net, sample_loss, passes), f"loop: {refused}"
     used = clipped_sum.choose()
     reads = used.reads if isinstance(used, FastClippedSum) else ()
     if places := dict.fromkeys(one.place for one in reads if one.depends and type(one.value) is not bool):
@@ -157,10 +159,31 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
     with _drawing_nothing(net):
         passes = _passes_of(net, sample_loss, example_x, example_y)
         changed = _changed_in_a_pass(net, sample_loss, passes)
-        if not changed:
-            return _vmap_or_loop(net, sample_loss, passes)[0]
+        clipped_sum = None if changed else _vmap_or_loop(net, sample_loss, passes)[0]
+    return _loop_of(net, sample_loss, passes) if clipped_sum is None or _refused_draws(clipped_sum) else clipped_sum
+
+
+def _loop_of(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> CheckedSum:
+    """Return the loop. Raises UserError as `_require_repeatable`."""
+    with _drawing_nothing(net):
         _require_repeatable(net, sample_loss, passes)
     return CheckedSum(net, sample_loss, passes, None)
+
+
+def _refused_draws(clipped_sum: CheckedSum) -> str:
+    """Return why `vmap` cannot run with the random numbers of training, which no other check draws; or ""."""
+    if clipped_sum.kind is None:
+        return ""
+    net, (x, y) = clipped_sum.net, take(clipped_sum.passes.examples, [0])
+    used = clipped_sum.kind(net, clipped_sum._sample_loss, SIZES[0])
+    if isinstance(used, FastClippedSum) and not used.uncovered:
+        return ""
+    try:
+        with _generators_kept(net), tensors_restored(net):
+            used(moved_parameters(net), x, y, ClipRequest(1.0))
+    except Exception as error:  # such as draws for what no record has a part in
+        return _first_line(error)
+    return ""
 
 
 def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> tuple[CheckedSum, str]:
