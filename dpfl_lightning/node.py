@@ -215,12 +215,15 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
     with state.serving(), contextlib.closing(node):
         if settings.test_key:
             print(f"Warning: {_TEST}.", flush=True)
+        problems = []
         for plan, reserved in state.plans().items():
             line = _line(state, plan, reserved)
             if _condition(state, plan, reserved) == "active":
-                problem = node.problem(plan)
+                problems.append(problem := node.problem(plan))
                 line += "; ready" if problem is None else f"; not ready: {problem}"
             print(line, flush=True)
+        advice = "Mend what is stated above, and start the node again."
+        require(not problems or None in problems, "STATE_DIR", "have an active plan that is ready", "none", advice)
         with contextlib.closing(Listener(node, path, flags.slot)) as listener:
             print(f"Node {settings.name} listens at {path}; replies leave every {flags.slot:g} s.", flush=True)
             listener.serve()

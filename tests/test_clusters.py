@@ -58,8 +58,12 @@ def of_sbatch(folder: Path) -> tuple[int, list[str]]:
 def of_kubernetes(folder: Path) -> tuple[int, list[str]]:
     """The command of the Job, with the configuration and the folder of this test."""
     job, claim = yaml.safe_load_all((ROOT / "deploy" / "fit.kubernetes.yaml").read_text())
+    evicted, mistaken = job["spec"]["podFailurePolicy"]["rules"]
+    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert mistaken == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), "others are evicted first"
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     (mount,) = container["volumeMounts"]
     words = container["args"]

@@ -209,7 +209,8 @@ def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
     check_names("--name", [settings.name])
     population, client = site_population(settings)
     if held_out := population.num_held_out[client] if settings.config["data"]["class_path"] else 0:
-        warn_user(f"{held_out} records are held out to score models at this site; held_out: 0 trains on all")
+        advice = "held_out: 0 trains on all, and lets no server have models scored here"
+        warn_user(f"{held_out} records are held out to score models at this site; {advice}")
     key = new_key()
     site = site_of(settings, population, client, key)
     return StateFolder.create(path, settings, site, key), site
