@@ -28,11 +28,13 @@ ENV HOME=/tmp \
     XDG_STATE_HOME=/results/account \
     PYTHONUNBUFFERED=1
 
-# All dependencies are one layer of each image, which a change of code leaves as it is. Which torch pip finds depends on
-# its index: constraints.txt fixes the version, and pip prefers its CPU build where an index offers one.
+# All dependencies, with those of the build, are one layer of each image, which a change of code leaves as it is. Which
+# torch pip finds depends on its index: constraints.txt fixes the version, and pip prefers its CPU build where an index
+# offers one.
 COPY constraints.txt pyproject.toml /src/
-RUN python -c "import tomllib; project = tomllib.load(open('/src/pyproject.toml', 'rb'))['project']; \
-    print(*project['dependencies'], *project['optional-dependencies']['postgresql'], sep='\n')" > /src/requirements.txt
+RUN python -c "import tomllib; read = tomllib.load(open('/src/pyproject.toml', 'rb')); project = read['project']; \
+    print(*read['build-system']['requires'], *project['dependencies'], \
+    *project['optional-dependencies']['postgresql'], sep='\n')" > /src/requirements.txt
 ENTRYPOINT ["dpfl"]
 CMD ["fit", "--config", "conf/fmnist.yaml"]
 
@@ -41,18 +43,18 @@ CMD ["fit", "--config", "conf/fmnist.yaml"]
 FROM base AS cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-RUN pip install --no-cache-dir --constraint /src/constraints.txt --requirement /src/requirements.txt
+RUN pip install --no-cache-dir --constraint /src/constraints.txt --requirement /src/requirements.txt \
+    && pip inspect --local > /src/packages.json \
+    && dpkg-query --show > /src/debian-packages.txt
 # hadolint ignore=DL3059
 RUN python -c "import sys, torch; torch.version.cuda and sys.exit( \
     f'torch {torch.__version__} has CUDA: pass --build-arg PIP_EXTRA_INDEX_URL=... with an index of CPU wheels')"
 COPY LICENSE README.md /src/
-COPY dpfl_lightning /src/dpfl_lightning
 COPY conf /src/conf
-RUN pip install --no-cache-dir --no-deps /src \
-    && pip inspect --local > /src/packages.json \
-    && dpkg-query --show > /src/debian-packages.txt
 COPY conf conf
 COPY sweeps sweeps
+COPY dpfl_lightning /src/dpfl_lightning
+RUN pip install --no-cache-dir --no-deps --no-build-isolation /src
 USER 1000
 # The image is complete: it reads its data set and its options as this user.
 RUN python -c "from dpfl_lightning.data.datasets import load; load('fashion_mnist', download=False)" \
@@ -63,20 +65,20 @@ RUN python -c "from dpfl_lightning.data.datasets import load; load('fashion_mnis
 FROM base AS gpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-RUN pip install --no-cache-dir --constraint /src/constraints.txt --requirement /src/requirements.txt
+RUN pip install --no-cache-dir --constraint /src/constraints.txt --requirement /src/requirements.txt \
+    && pip inspect --local > /src/packages.json \
+    && dpkg-query --show > /src/debian-packages.txt
 # hadolint ignore=DL3059
 RUN python -c "import sys, torch; torch.version.cuda or sys.exit( \
     f'torch {torch.__version__} has no CUDA: change the index where pip finds it, or build --target cpu')"
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY LICENSE README.md /src/
-COPY dpfl_lightning /src/dpfl_lightning
 COPY conf /src/conf
-RUN pip install --no-cache-dir --no-deps /src \
-    && pip inspect --local > /src/packages.json \
-    && dpkg-query --show > /src/debian-packages.txt
 COPY conf conf
 COPY sweeps sweeps
+COPY dpfl_lightning /src/dpfl_lightning
+RUN pip install --no-cache-dir --no-deps --no-build-isolation /src
 USER 1000
 RUN python -c "from dpfl_lightning.data.datasets import load; load('fashion_mnist', download=False)" \
     && dpfl fit --config conf/fmnist.yaml --print_config

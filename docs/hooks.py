@@ -58,9 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """Point to the copies of figures, and show the drawing of the rooms as a table (its script is on other hosts)."""
-    if page.file.src_uri == "architecture.md":
-        text = re.sub(r"```mermaid\n(.*?)```", lambda found: _imports_table(found[1]), text, flags=re.DOTALL)
+    """Point to the copies of pages that lie outside of the folder."""
     if page.file.src_uri in ("contributing.md", "changelog.md"):
         text = text.replace("](docs/", "](").replace("](README.md)", "](tutorials/first_run.md)")
     if page.file.src_uri == "examples/index.md":
@@ -68,14 +66,6 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     return text.replace("](../../examples/README.md)", "](../examples/index.md)").replace(
         "](../examples/README.md)", "](examples/index.md)"
     )
-
-
-def _imports_table(drawing: str) -> str:
-    imports: dict[str, list[str]] = {}
-    labels = dict(re.findall(r'(\w+)\["([\w.]+)"\]', drawing))
-    for user, used in re.findall(r"(\w+) --> (\w+)", drawing):
-        imports.setdefault(labels[user], []).append(labels[used])
-    return markdown(["room", "imports"], [[user, ", ".join(used)] for user, used in imports.items()])
 
 
 def _python_page() -> str:

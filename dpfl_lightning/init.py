@@ -99,7 +99,7 @@ model: {name: logistic}  # --model.help lists the models
 evaluation: {metrics: [auroc]}
 clients: {batch_size: 64, learning_rate: 0.25}
 privacy: {epsilon: 4, delta: 1.0e-4}  # delta is usually below 1 / records
-# With unit: person, rows_per_person: 4 epsilon protects the persons of data.yaml, not single rows; sites protect rows.
+# With unit: person, rows_per_person: 4 epsilon protects the persons of data.yaml, not single rows.
 rounds: 20
 tracking: null
 # data: {init_args: {test: FILE.csv}}  # a public table of the server, for scores

@@ -215,12 +215,15 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
     with state.serving(), contextlib.closing(node):
         if settings.test_key:
             print(f"Warning: {_TEST}.", flush=True)
+        problems = []
         for plan, reserved in state.plans().items():
             line = _line(state, plan, reserved)
             if _condition(state, plan, reserved) == "active":
-                problem = node.problem(plan)
+                problems.append(problem := node.problem(plan))
                 line += "; ready" if problem is None else f"; not ready: {problem}"
             print(line, flush=True)
+        advice = "Mend what is stated above, and start the node again."
+        require(not problems or None in problems, "STATE_DIR", "have an active plan that is ready", "none", advice)
         with contextlib.closing(Listener(node, path, flags.slot)) as listener:
             print(f"Node {settings.name} listens at {path}; replies leave every {flags.slot:g} s.", flush=True)
             listener.serve()
@@ -238,9 +241,22 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
         print(_line(state, plan, reserved))
         if (kept := read_scores(state.plan_folder(plan))) is not None:
             print(f"    {kept.words()}")
+        for words in _counts_sent(state.plan_folder(plan) / "ledger.jsonl"):
+            print(f"    sent: {words}")
     print(_budget(state))
     for line in _in_account(settings.name):
         print(line)
+
+
+def _counts_sent(ledger: Path) -> tuple[str, ...]:
+    """Return in words which counts of held-out records the releases in a ledger are; `_line` says if it is damaged."""
+    from dpfl_lightning.privacy.accounting.guarantee import released_words
+    from dpfl_lightning.privacy.ledger.ledger import read_ledger
+
+    charges = []
+    with contextlib.suppress(UserError):
+        charges = read_ledger(ledger) if ledger.is_file() else []
+    return released_words([charge.event for charge in charges if charge.event.counts_held_out])
 
 
 def _in_account(name: str) -> list[str]:

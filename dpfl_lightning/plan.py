@@ -92,10 +92,16 @@ def schedule_text(client_plan: ClientPlan) -> str:
         [line.purpose, line.count, *line.event.cells(), at_most(alone)]
         for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True)
     ]
-    if len(rows) == 1:
-        return columns([head, *rows])
-    together = f"together they cost {at_most(client_plan.guarantee.epsilon)}"
-    return f"{columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
+    lines = [columns([head, *rows])]
+    if len(rows) > 1:
+        together = f"together they cost {at_most(client_plan.guarantee.epsilon)}"
+        lines.append(f"Epsilon alone is the cost of a line without the other lines; {together}.")
+    for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True):
+        if line.event.counts_held_out:
+            what = "held-out records are counted by label and predicted probability, noised and sent"
+            cost = f"which costs {at_most(alone)} alone"
+            lines.append(f"{line.purpose}: {what}, {cost}. Accuracy, AUROC and calibration follow.")
+    return "\n".join(lines)
 
 
 def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequence[int] | None) -> str:

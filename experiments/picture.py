@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dpfl_lightning.config.published import EPSILONS
 from dpfl_lightning.errors import command
@@ -18,7 +19,7 @@ from experiments.papers.experiment import Cells, Experiment
 from experiments.papers.registry import experiments
 
 ROOT = Path(__file__).parents[1]
-_COLUMNS = ("dist1", "dist5", "dist9")
+_COLUMNS = {"dist1": "o", "dist5": "s", "dist9": "^"}  # column -> marker
 _LEFT_OUT = {"fedavg", "uniform", "groups"}  # no budget; equal to DPFedAvg; for clients in groups
 _SEEDS = 3
 
@@ -38,30 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _figure(table: Experiment, cells: Cells) -> Figure:
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    figure = Figure(figsize=(6, 4.2), layout=ConstrainedLayoutEngine(w_pad=0.2))  # text is legible at 400 pixels
+    axes = figure.subplots()
     rows = [row for row in table.rows if row not in _LEFT_OUT]
     shown = [row for row in rows if any((row, column) in cells for column in _COLUMNS)]
-    for column in _COLUMNS:
+    seeds = {place: [run["values"]["accuracy"] for run in made] for place, made in cells.items()}
+    shown.sort(key=lambda row: -fmean(seeds.get((row, "dist1"), [0.0])))
+    for column, marker in _COLUMNS.items():
         places = [place for place, row in enumerate(shown) if (row, column) in cells]
-        seeds = [[run["values"]["accuracy"] for run in cells[shown[place], column]] for place in places]
-        means, errors = (list(map(of, seeds)) for of in (fmean, _standard_error))
+        means, errors = ([of(seeds[shown[place], column]) for place in places] for of in (fmean, _standard_error))
         epsilons = EPSILONS[column][20]
-        label = f"{table.columns[column].title}: epsilon {min(epsilons)} to {max(epsilons)}"
-        left.errorbar(means, places, xerr=errors, fmt="o", markersize=5, elinewidth=1.5, label=label)
-    left.set_yticks(range(len(shown)), [table.rows[row].title for row in shown], fontsize=9)
-    left.invert_yaxis()
-    left.set(title="Accuracy on the test set", xlabel="percent")
-    figure.legend(loc="outside upper center", ncols=len(_COLUMNS), fontsize=9, frameon=False)
-    for number, column in enumerate(_COLUMNS):
-        spent = (
-            sorted(cells["dpfedavg", column][0]["clients"]["epsilon_spent"]) if ("dpfedavg", column) in cells else []
-        )
-        right.step(range(1, len(spent) + 1), spent, where="mid", color=f"C{number}")
-    right.set(title="Epsilon spent by each client", xlabel="client, in the order of epsilon", ylabel="epsilon", ylim=0)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        label = f"{min(epsilons)} to {max(epsilons)}"
+        axes.errorbar(means, places, xerr=errors, fmt=marker, markersize=6, elinewidth=1.5, label=label)
+    axes.set_yticks(range(len(shown)), [table.rows[row].title.replace(" and ", "\nand ") for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("accuracy on the test set, percent")
+    title = "epsilon of the 20 clients"
+    figure.legend(ncols=len(_COLUMNS), title=title, loc="outside upper center", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
     return figure
 
 

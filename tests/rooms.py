@@ -1,12 +1,7 @@
-"""The rooms of the package and the imports between them, read from the source without importing anything.
+"""The rooms of the package and the imports between them, read from the source without importing anything."""
 
-`python tests/rooms.py --page docs/architecture.md` draws them into that page.
-"""
-
-import argparse
 import ast
 import functools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,44 +71,3 @@ def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
             if target in known and (rooms := (room_of(module, package), room_of(target, package)))[0] != rooms[1]:
                 users_of.setdefault(rooms, []).append(module)
     return {rooms: users for rooms, users in users_of.items() if all(rooms)}
-
-
-def drawing(floors: tuple[tuple[str, ...], ...]) -> str:
-    """A Mermaid drawing: floors from top to bottom, and every arrow that no other path of arrows implies."""
-    below: dict[str, set[str]] = {}
-    for user, used in arrows():
-        below.setdefault(user, set()).add(used)
-
-    def reach(room: str) -> set[str]:
-        return set().union(*({one} | reach(one) for one in below.get(room, ())))
-
-    lines = ["```mermaid", "flowchart TD"]
-    for number, floor in enumerate(floors):
-        lines += [f"  subgraph floor{number}[ ]", *(f'    {_id(room)}["{room}"]' for room in floor), "  end"]
-    for room in (one for floor in floors for one in floor):
-        direct = below.get(room, set())
-        implied = set().union(*(reach(one) for one in direct)) if direct else set()
-        lines += [f"  {_id(room)} --> {_id(used)}" for used in sorted(direct - implied)]
-    return "\n".join([*lines, "```"])
-
-
-def _id(room: str) -> str:
-    return room.replace(".", "_")
-
-
-def main() -> int:
-    """Draw the rooms into a page."""
-    sys.path.insert(0, str(ROOT))  # a script's path holds its folder only
-    from test_layers import FLOORS
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", type=Path, required=True)
-    page = parser.parse_args().page
-    before, opening, rest = page.read_text().partition("<!-- rooms: written by the command -->\n")
-    _, closing, after = rest.partition("<!-- /rooms -->")
-    page.write_text(f"{before}{opening}{drawing(FLOORS)}\n{closing}{after}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

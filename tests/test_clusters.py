@@ -42,20 +42,28 @@ DIGITS = [
 
 
 def of_sbatch(folder: Path) -> tuple[int, list[str]]:
-    """How many ranks `deploy/fit.sbatch` starts on a host, and its command; `$@` are what follows the file."""
-    text = (ROOT / "deploy" / "fit.sbatch").read_text()
-    subprocess.run(["bash", "-n", "deploy/fit.sbatch"], check=True, cwd=ROOT)
-    (line,) = [one for one in text.splitlines() if one.startswith("srun ")]
-    srun, _, rest = line.partition(" dpfl ")
-    assert srun == "srun --kill-on-bad-exit=1" and rest.endswith(' "$@"') and "--ntasks-per-node=2" in text
-    return 2, [*rest.split()[:-1], *DIGITS, "--output_dir", str(folder)]
+    """How many ranks `deploy/fit.sbatch` starts on a host, and its command, as an `srun` of this test gets it."""
+    srun = folder.with_name("srun")
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{srun.parent}{os.pathsep}{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "8"}
+    script = ["bash", "deploy/fit.sbatch", *DIGITS, "--output_dir", str(folder)]
+    said = subprocess.run(script, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    words = said.splitlines()
+    assert words[:4] == ["--cpus-per-task", "8", "--kill-on-bad-exit=1", "dpfl"], "of #SBATCH, srun inherits no cores"
+    assert "--ntasks-per-node=2 --cpus-per-task=8" in (ROOT / "deploy" / "fit.sbatch").read_text()
+    return 2, words[4:]
 
 
 def of_kubernetes(folder: Path) -> tuple[int, list[str]]:
     """The command of the Job, with the configuration and the folder of this test."""
     job, claim = yaml.safe_load_all((ROOT / "deploy" / "fit.kubernetes.yaml").read_text())
+    evicted, mistaken = job["spec"]["podFailurePolicy"]["rules"]
+    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert mistaken == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), "others are evicted first"
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     (mount,) = container["volumeMounts"]
     words = container["args"]

@@ -1,8 +1,9 @@
-"""The Dockerfile and compose.yaml without Docker: linted, and checked in parts; the server of compose.yaml runs.
+"""The Dockerfile and compose.yaml without Docker: linted, and checked in parts; a server and nodes of `deploy` run.
 
 With buildah and debootstrap, as root, and the wheels in the folder `DPFL_WHEELS`, the image is built and run.
 """
 
+import configparser
 import fnmatch
 import json
 import os
@@ -24,6 +25,8 @@ from databases import postgresql
 
 from dpfl_lightning.config.load import load
 from dpfl_lightning.fit import main as fit
+from dpfl_lightning.node import main as node
+from dpfl_lightning.plan import main as plan
 
 pytestmark = pytest.mark.e2e
 
@@ -123,6 +126,15 @@ def test_results_are_in_the_volume_of_a_user_without_rights(target):
     assert ("NVIDIA_VISIBLE_DEVICES" in environment(target)) == (target == "gpu")
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_changed_line_of_code_installs_the_package_alone(target):
+    steps = steps_of(target)
+    after = steps[steps.index(("COPY", "dpfl_lightning /src/dpfl_lightning")) + 1 :]
+    (pip,) = [text for _, text in after if "pip " in text]
+    assert {"--no-deps", "--no-build-isolation", "/src"} <= {*pip.split()}, "pip would fetch what builds the package"
+    assert "COPY" not in dict(after)
+
+
 @pytest.mark.slow
 def test_the_image_is_built_and_run_without_docker(tmp_path):
     missing = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
@@ -153,6 +165,9 @@ def test_services_wait_for_what_they_need_and_their_volumes_exist():
     assert services["job"]["command"] == DEFAULT_ARGUMENTS and "entrypoint" not in services["job"]
     assert services["job"]["environment"] == {"MLFLOW_TRACKING_URI": "http://mlflow:5000"}
     assert all(port.startswith("127.0.0.1:") for port in services["mlflow"]["ports"])
+    ready = " ".join(services["database"]["healthcheck"]["test"])
+    assert "--host 127.0.0.1" in ready, "while it is set up, the database listens on its own socket alone"
+    assert services["job"]["stop_grace_period"] == "10m", "it finishes its round"
 
 
 @pytest.mark.slow
@@ -200,3 +215,71 @@ def test_the_server_on_postgresql_is_healthy_and_tracks_a_job(tmp_path, monkeypa
         finally:
             os.killpg(server.pid, signal.SIGTERM)
             server.wait()
+
+
+# ---- the node of a site
+
+
+def of_unit() -> tuple[list[str], dict[str, str], list[str]]:
+    """The command of the unit for the site berlin, its environment, and the folders that it can write."""
+    text = (ROOT / "deploy" / "dpfl-node@.service").read_text().replace("%i", "berlin")
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # names of systemd have capitals
+    unit.read_string(text)
+    service = unit["Service"]
+    assert service["ProtectSystem"] == "strict" and service["PrivateTmp"] == "yes"
+    home = re.search(r"useradd .*--home-dir (\S+)", text)[1]  # systemd and `sudo -H` take it from the account
+    folders = [f"/var/lib/{service['StateDirectory']}", f"/run/{service['RuntimeDirectory']}", "/tmp"]
+    return shlex.split(service["ExecStart"])[1:], {"HOME": home}, folders
+
+
+def of_container() -> tuple[list[str], dict[str, str], list[str]]:
+    """The same of node.compose.yaml."""
+    text = (ROOT / "deploy" / "node.compose.yaml").read_text()
+    service = yaml.safe_load(re.sub(r"\$\{SITE[^}]*\}", "berlin", text))["services"]["node"]
+    mounts = [volume.rpartition("}:")[2] for volume in service["volumes"]]
+    assert service["read_only"] and mounts == ["/state", "/records:ro"]
+    own = environment("cpu") | service["environment"]
+    return [*service["entrypoint"][1:], *service["command"]], own, ["/state", *service["tmpfs"]]
+
+
+@pytest.mark.parametrize("file", [of_unit, of_container])
+def test_a_node_can_write_its_account_and_its_operator_reads_the_same(file, tmp_path, capfd):
+    """All but the folders of the file is read-only, as systemd and Docker make it."""
+    words, own, folders = file()
+
+    def moved(text: str) -> str:
+        return f"{tmp_path}{text}" if text.startswith(tuple(folders)) else text
+
+    words, own = [moved(word) for word in words], {name: moved(value) for name, value in own.items()}
+    for folder in folders:
+        Path(moved(folder)).mkdir(parents=True)
+    binds = "".join(f"mount --bind {moved(folder)} {moved(folder)} && " for folder in folders)
+    alone = f'mount --make-rprivate / && {binds}mount -o remount,bind,ro / && exec "$@"'
+    sandbox = ["unshare", "--mount", "sh", "-c", alone, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*sandbox, "true"], capture_output=True).returncode:
+        pytest.skip("needs root and unshare")
+
+    berlin, table, config = Path(words[2]), tmp_path / "berlin.csv", tmp_path / "site.yaml"
+    table.write_text("age,ill\n" + "".join(f"{age},{age % 2}\n" for age in range(60)))
+    data = {"label": "ill", "classes": [0, 1], "scale": {"age": [30, 20]}}
+    made = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": data}
+    config.write_text(yaml.dump({"data": made, "privacy": {"delta": 1e-3}}))
+    limit = ["--data.init_args.df", str(table), "--privacy.epsilon", "5"]
+    assert node(["init", str(berlin), "--config", str(config), *limit]) == 0
+    run = ["--model.name", "logistic", "--privacy.epsilon", "2", "--privacy.accountant", "rdp", "--rounds", "2"]
+    sites = ["--sites", str(berlin / "site.json"), "--export", str(tmp_path / "plan.json")]
+    assert plan(["--config", str(config), *run, *sites]) == 0
+    assert node(["accept", str(berlin), str(tmp_path / "plan.json")]) == 0
+
+    own |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": moved("/tmp")}
+    pipes = {"env": own, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [*sandbox, sys.executable, "-m", "dpfl_lightning"]
+    served = subprocess.Popen([*command, *words], **pipes)
+    said = ""
+    while " listens at " not in said and (line := served.stdout.readline()):
+        said += line
+    served.terminate()
+    assert "; ready" in said and served.wait(timeout=60) == 143, said + served.stdout.read()
+    status = subprocess.run([*command, "node", "status", str(berlin)], **pipes)
+    assert f"Account {tmp_path}" in status.stdout and "0 runs on these records" in status.stdout, status.stdout

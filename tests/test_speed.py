@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.federated.client.engines.fast import FastEngine
+from experiments.flower import __main__ as flower
 from experiments.speed import layers, supported
 from experiments.speed.__main__ import main
 from experiments.speed.baselines import build_net, contestants
@@ -153,6 +154,12 @@ def test_the_sums_over_a_layer_are_the_same(name):
 def test_the_page_shows_the_saved_figures():
     command = f"python -m experiments.speed --load {SAVED.relative_to(ROOT)} --page"
     assert PAGE.read_text() == page(json.loads(SAVED.read_text())), f"write the page anew: {command}"
+
+
+def test_the_page_of_flower_shows_the_saved_figures():
+    command = "python -m experiments.flower speed --only --page"
+    saved = json.loads(flower.RESULTS.read_text())
+    assert flower.PAGE.read_text() == flower.page(saved), f"write the page anew: {command}"
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ class Population:
             and `categories`, ready for JSON; None for other records.
         origin: of a public data set: `Dataset.origin`; otherwise empty.
         form: what a `training_step` gets as a batch.
-        schema: what sites must agree on beside `features`, ready for JSON: classes, `held_out`, and of a table
-            columns, label, fill, dates and units.
+        schema: what sites must agree on beside `features`, ready for JSON: classes, and of a table columns, label,
+            fill, dates and units.
         persons: [n] int64 code of the person of each stored row; one code at two clients is two persons; None if
             unknown.
         rows_per_person: most rows of a person that training uses, if it counts persons (`counting`), else None.
@@ -396,7 +396,7 @@ class Population:
             warn_user(f"{', '.join(alike[:8])}{more}: {told}")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         rows_of = _tensors(train), _tensors(held_out_rows), test_rows
-        schema = {"classes": [] if classes is None else list(map(str, classes)), "held_out": held_out}
+        schema = {"classes": [] if classes is None else list(map(str, classes))}
         population = cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form, schema=schema)
         if ids is None:
             return population

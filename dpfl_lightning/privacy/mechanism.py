@@ -173,7 +173,7 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
     """
     if event.noise_multiplier is None:
         raise KeyError("its noise is not solved yet")
-    (kind,) = (one for one in MECHANISMS if one.accounted is type(event))
+    (kind,) = (one for one in MECHANISMS if isinstance(event, one.accounted))
     return kind(clip_norm, event.noise_multiplier, event.sample_rate, event.sample_rate * num_records)
 
 

@@ -32,7 +32,7 @@ for k, (name, n) in enumerate(SIZES.items()):
     died = rng.random(n) < 1 / (1 + np.exp(-(z + 0.75 * np.log(creatinine) + 0.15 * k)))
     table = pd.DataFrame(
         {
-            "patient_id": [f"{name[:2]}{i}" for i in patients],
+            "patient_id": [f"{name[:2]}{args.seed}-{i}" for i in patients],
             "admission_date": day.strftime("%d/%m/%Y" if name == "dijon" else "%Y-%m-%d"),
             "age": age,
             "sex": np.where(sex == "F", "female", "male") if name == "cork" else sex,

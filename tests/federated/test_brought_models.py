@@ -76,6 +76,38 @@ def test_a_record_may_be_one_category():
         check_fits(ClientModule(OneCategory()), beyond)
 
 
+class Masked(nn.Module):
+    """Tokens and a mask of whole numbers; the mean of tokens is that of a record, or trimmed to the longest one."""
+
+    def __init__(self, trims=False):
+        super().__init__()
+        self.embedding, self.head, self.trims = nn.Embedding(9, 4), nn.Linear(4, 3), trims
+
+    def forward(self, tokens, mask):
+        hidden = self.embedding(tokens)
+        if self.trims:
+            return self.head(hidden[:, : int(mask.sum(1).max())].mean(1))
+        if not mask.bool().all():
+            hidden = hidden * mask[..., None]
+        return self.head(hidden.sum(1) / mask.sum(1, keepdim=True).clamp(min=1))
+
+
+def masked_tokens(of=1) -> Population:
+    mask = (torch.arange(8) < torch.randint(1, 9, (9, 1))).long() * of
+    return people({"tokens": torch.randint(9, (9, 8)), "mask": mask})
+
+
+def test_a_decision_by_masks_may_be_right_for_masks_of_zeros_and_ones_alone():
+    assert engine_of(Masked(), masked_tokens()).startswith("loop: ")
+    with pytest.raises(UserError, match=r"must hold masks of 0 and 1 .* got a record of client"):
+        check_fits(ClientModule(Masked()), masked_tokens(of=2))
+
+
+def test_a_model_that_trims_to_the_longest_record_mixes_records():
+    with pytest.raises(UserError, match="must see one record at a time"):
+        check_fits(ClientModule(Masked(trims=True)), masked_tokens())
+
+
 class PackedByLengths(nn.Module):
     """Series [B, 6, 3] and lengths [B] of 1 to 6."""
 

@@ -190,8 +190,9 @@ def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch)
     own = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": {"df": "nowhere.csv", "label": "x"}}
     data = {**state.settings().config["data"], "name": None, **own}
     state.save(dataclasses.replace(state.settings(), config={**state.settings().config, "clients": {}, "data": data}))
-    late = said("serve")
+    late = said("serve", code=2)
     assert "not ready" in late and "nowhere.csv" in late, "the operator learns it now, and not at the first request"
+    assert "listens at" not in late and "`STATE_DIR` must have an active plan that is ready" in late
     assert not (state.plan_folder(digest(terms)) / "error.log").exists()
     state.withdraw(digest(terms))
     assert "ready" not in said("serve")

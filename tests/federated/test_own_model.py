@@ -76,6 +76,14 @@ class OwnFormula(Lit):
         return -(smooth * self(batch[0]).log_softmax(dim=1)).sum(dim=1).mean()
 
 
+class Dropping(Lit):
+    """The net draws random numbers in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(self.net, nn.Dropout(0.3))
+
+
 class OfInputs(Lit):
     """The loss is no function of outputs alone, and every layer has its learning rate."""
 
@@ -119,7 +127,8 @@ def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, o
 
 
 def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
-    for kind, *expected in ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False)):
+    kinds = ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False))
+    for kind, *expected in (*kinds, (Dropping, "", True)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted = make_loop(module=kind()).module.adapted

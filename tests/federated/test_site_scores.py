@@ -6,25 +6,34 @@ import math
 import re
 import stat
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from conftest import FIXED_KEY
-from sites import a_request, asked, federation
+from sites import a_request, asked, configured, federation, key_of, with_lines
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.query import ScoreCounts
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.messages.query import ChargedQuery, ScoreCounts
 from dpfl_lightning.node import main
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
-from dpfl_lightning.sites.node.accept import open_study
+from dpfl_lightning.sites.node import study
+from dpfl_lightning.sites.node.accept import accept, open_study, site_of
+from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.scores import read_scores
 from dpfl_lightning.sites.node.service import Node
+from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.server.clients import Sites
-from dpfl_lightning.sites.server.deploy import loop_over
+from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.wire import digest
 from dpfl_lightning.strategies import build
 
@@ -46,11 +55,12 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert stat.S_IMODE((folder / "scores.json").stat().st_mode) == 0o600
         assert (kept.round, kept.score.accuracy) == (2, expected["accuracy"]) and kept.score.loss > 0
         assert sum(map(sum, kept.score.tables["confusion"])) == kept.records
-        page = " ".join(re.sub("<[^>]+>", " ", (folder / "report.html").read_text()).split())
+        page = words_of(folder / "report.html")
         assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
         for part in (
             f"accuracy {expected['accuracy']:.2%} ",
-            "sent to nobody",
+            f"exact, without noise, and sent to nobody.{' Noised counts of the same' if strategies else ' No guar'}",
+            "model that the server sent as that of round 2",
             "predicted 9",
             "Calibration",
             "2 releases",
@@ -60,6 +70,7 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert main(["status", str(node.state.path)]) == 0
         shown = capsys.readouterr().out
         assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (majority class" in shown
+        assert ("sent: 1 noised set of counts of held-out records" in shown) == bool(strategies)
         paid = [charge.purpose for charge in read_ledger(folder / "ledger.jsonl")]
         assert paid == ["train", "train", *(["scores"] if strategies else [])]
         released = result.metrics.get("released_accuracy", [None] * 2)[client]
@@ -70,6 +81,37 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
             assert result.clients[client]["epsilon_spent"] <= (4, 8)[client]
         else:
             assert released is None
+    said = words_of(loop.output_dir / "guarantee.html")
+    for part in (
+        "1 noised set of counts of held-out records, from which accuracy, AUROC and calibration follow",
+        "; from noised counts, scores of each site on its held-out records",
+        "Noised counts of them were sent, which epsilon covers.",
+        "test records, and exact scores on held-out records",
+    ):
+        assert (part in said) == bool(strategies), part
+    assert "full-batch step" not in said
+    assert ("test and held-out records, on which models are evaluated" in said) == (not strategies)
+
+
+def words_of(page):
+    return " ".join(re.sub("<[^>]+>", " ", page.read_text()).split())
+
+
+def test_scores_that_fail_change_no_reply(tmp_path, monkeypatch):
+    nodes, terms, _ = federation(tmp_path, count=1)
+    monkeypatch.setattr(study, "evaluate_own", lambda *_: 1 / 0)
+    with pytest.warns(UserNotice, match="scores of held-out records are not computed: ZeroDivisionError"):
+        assert asked(nodes[0], Keep(digest(terms), 0, torch.zeros(650))) == Welcome(True, ())
+    assert read_scores(nodes[0].state.plan_folder(digest(terms))) is None
+
+
+def test_an_operator_reads_that_held_out_records_are_counted_and_sent(tmp_path, capsys):
+    nodes, terms, _ = federation(tmp_path, RELEASED)
+    (tmp_path / "plan.json").write_text(wire.to_text(terms))
+    main(["accept", str(nodes[0].state.path), str(tmp_path / "plan.json"), "--show"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"held-out records are counted [^.]* sent, which costs (1|0\.99\d*) alone\. Accuracy", shown)
+    assert "Not covered: test records, and exact scores on held-out records;" in shown
 
 
 def test_what_a_server_may_ask_of_held_out_records(tmp_path):
@@ -91,10 +133,52 @@ def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     for changed in ({"edges": (0.5, 0.1)}, {"edges": (math.nan,)}, {"edges": (0.1, 1.0)}, {"row_of": {0: 3}}):
         asking = ScoreCounts(mechanism_of={0: noise}, **{**honest, **changed})
         assert asked(node, Ask(plan, 1, asking)) == Refused("not_planned"), changed
+    of_training = a_request(terms, model, purpose="scores", event=line.event)
+    assert asked(node, of_training) == Refused("not_planned"), "it would train on what was accepted for counts"
     louder = dataclasses.replace(noise, noise_multiplier=0.1)
     assert asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: louder}, **honest))) == Refused("not_planned")
     counts = asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: noise}, **honest))).value
     assert len(counts) == 20 and len(read_ledger(node.state.plan_folder(plan) / "ledger.jsonl")) == 1
+
+
+def node_of_two_labels(folder, frame):
+    """A node whose records have two labels each, with its accepted plan of one line "scores"."""
+    folder.mkdir()
+    frame.to_csv(folder / "frame.csv", index=False)
+    given = {"label": ["y", "z"], "scale": {"a": [0, 1]}, "held_out": 0.2, "num_classes": 2}
+    data = {"class_path": "dpfl_lightning.Population.from_dataframe"}
+    own = {"data": {**data, "init_args": {"df": str(folder / "frame.csv"), **given}}}
+    settings = settings_of(from_mapping({**own, "privacy": {"epsilon": 9.0, "delta": 0.01}}), "0")
+    population, client = site_population(settings)
+    facts = site_of(settings, population, client, key_of(0))
+    state = StateFolder.create(folder / "node", settings, facts, key_of(0))
+    more = {"data": {**data, "init_args": given}, "task": "multilabel"}
+    options = configured(folder, **more, clients={"count": 1, "batch_size": 10}, privacy={"epsilon": 8})
+    terms = terms_of(planning_loop(options, [facts]), [facts])
+    train = terms.plan.schedule.clients[0].planned[0]
+    scores = GaussianEvent(1.0, 20.0, 1)
+    terms = with_lines(terms, dataclasses.replace(train, count=1), Planned("scores", scores.of_held_out(), 1))
+    with pytest.raises(UserError, match="`PLAN` must count held-out records of a task binary or multiclass"):
+        accept(state, terms)
+    terms = with_lines(terms, dataclasses.replace(train, count=1), Planned("scores", scores, 1))
+    accept(state, terms)
+    return Node(state, open_study), terms, population
+
+
+def test_no_reply_tells_whether_records_are_held_out(tmp_path):
+    number = np.arange(40)
+    frame = pandas.DataFrame({"a": number / 40, "y": number % 2, "z": number // 2 % 2})
+    held_out = node_of_two_labels(tmp_path / "all", frame)[2].held_out_of[0].tolist()
+    for name, kept in (("none", held_out), ("one", held_out[1:])):
+        node, terms, population = node_of_two_labels(tmp_path / name, frame.drop(index=kept))
+        assert population.num_held_out == (len(held_out) - len(kept),)
+        models = torch.zeros(1, *node._study(digest(terms)).clients.module.flat.shape)
+        asking = {"models": models, "row_of": {0: 0}, "edges": edges_of(4)}
+        question = ScoreCounts(mechanism_of={0: Gaussian(1.0, 20.0, 1.0, 1.0)}, **asking)
+        assert asked(node, Ask(digest(terms), 1, question)) == Refused("not_planned")
+        clients = node._study(digest(terms)).clients
+        with pytest.raises(RuntimeError):  # also without this refusal: a public record is computed where there is none
+            clients.engine.answer(ChargedQuery.of(question), 0, 1, 0)
 
 
 def test_the_price_of_scores_is_in_the_plan(make_loop):
@@ -105,6 +189,8 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
         accountant = loop.config.accountant
         assert (line.purpose, line.count) == ("scores", 1) and 0.99 < accountant.search(alone)[0] <= 1
         assert accountant.search(whole)[0] <= client.target_epsilon
+    seldom = dataclasses.replace(client.planned[0], count=0), line
+    assert dataclasses.replace(client, planned=seldom).main_line.purpose == "train", "it defines rate and noise"
     labels = torch.arange(50) % 2
     whole = {str(client): (torch.ones(50, 6), labels) for client in range(4)}
     population = Population.from_datasets(whole, held_out=0.0, num_classes=2)

@@ -118,7 +118,6 @@ AT_THE_SERVER = {
     "first day": ({"dates": {"day": "2021-01-01"}}, "dates {day: '2021-01-01'} instead of {day: '2022-01-01'}"),
     "unit": ({"units": {"creatinine": "umol/l"}}, r"units \{creatinine: umol/l\} instead of \{creatinine: mg/dl\}"),
     "no unit": ({"units": {}}, r"units \{creatinine: null\} instead of \{creatinine: mg/dl\}"),
-    "held out": ({"held_out": 0.2}, "held_out 0.2 instead of 0"),
     "fewer features": ({"features": FEATURES[:4], "categories": {}}, "bergen: no columns sex"),
 }
 
@@ -160,6 +159,13 @@ def test_what_is_written_otherwise_makes_the_same_records(case, aarhus, tmp_path
     terms = planned(tmp_path, [first, site])
     accept.accept(state, terms)
     assert state.reserved()[0] == pytest.approx(2, abs=1e-3)
+
+
+def test_each_site_decides_whether_records_are_held_out(aarhus, tmp_path):
+    (none, first), (state, site) = aarhus, site_with(tmp_path, "bergen", TABLE, {}, {"held_out": 0.2})
+    terms = planned(tmp_path, [first, site])
+    accept.accept(state, terms)
+    assert none.site().num_records == ROWS > site.num_records
 
 
 @pytest.mark.parametrize("case", AT_THE_SITE)

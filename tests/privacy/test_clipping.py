@@ -601,6 +601,28 @@ def test_engine_is_chosen_with_its_reason():
         assert reason == words
 
 
+class Queries(nn.Module):
+    """Learned queries, as of a decoder, with dropout before a record has a part in them."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.queries, self.decoder = nn.Embedding(3, 4), nn.TransformerDecoder(layer, 1)
+
+    def forward(self, x):
+        return self.decoder(self.queries.weight.unsqueeze(0).expand(len(x), -1, -1), x).mean(2)
+
+
+def test_what_vmap_cannot_draw_goes_one_record_at_a_time():
+    net, x = Queries(), torch.randn(8, 5, 4)
+    state = torch.get_rng_state()
+    fast, reason = clipped_sum_for(net, None, x[:0], LABELS[:0])
+    serial = vmap_or_loop(net, cross_entropy_of(net), x[:0], LABELS[:0])
+    assert torch.equal(torch.get_rng_state(), state) and reason.startswith("loop: vmap: Cannot ask for different")
+    for one in (fast, serial):
+        assert one(dict(net.named_parameters()), x, LABELS[:8], ClipRequest(1.0))[0].norm() > 0
+
+
 def test_losses_in_float32_and_losses_that_read_parameters_are_checked():
     net = nn.Sequential(nn.Linear(3, 3))
     plain = cross_entropy_of(net)

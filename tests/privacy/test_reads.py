@@ -1,11 +1,13 @@
 """What a model reads of records decides nothing: in a pass every read gives what it gave for public records."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from reference import summed
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -140,6 +142,46 @@ def test_a_number_by_which_code_may_decide_is_said_to_be_public():
     ):
         _, reason = clipped_sum_for(Reading(below_100), None, torch.empty(0, 5, 3), torch.empty(0).long())
     assert reason == "fast: exact rules for all layers"
+
+
+class TrimmedToTheLongest(nn.Module):
+    """Tokens [B, T] and a mask of ones and zeros; the mean over what is left depends on the longest record."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def mean(self, hidden, mask):
+        return hidden.mean(1)
+
+    def forward(self, tokens, mask):
+        longest = int(mask.sum(1).max())
+        return self.head(self.mean(self.embedding(tokens)[:, :longest], mask[:, :longest]))
+
+
+class TrimmedForSpeed(TrimmedToTheLongest):
+    def mean(self, hidden, mask):
+        mask = (mask != 0).to(hidden)[..., None]
+        return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32])
+def test_a_model_that_trims_to_the_longest_record_goes_by_rules_only_where_that_is_right(dtype):
+    mask = (torch.arange(16) < torch.randint(2, 12, (9, 1))).to(dtype)
+    x, y, each = (torch.randint(50, (9, 16)), mask), torch.arange(9) % 3, torch.arange(9)
+    for net, words in (
+        (TrimmedToTheLongest(), "loop: the gradient of `embedding.weight` differs"),
+        (TrimmedForSpeed(), "fast: exact rules"),
+    ):
+
+        def loss(params, x, y):
+            return F.cross_entropy(functional_call(net, params, x), y, reduction="none")  # noqa: B023
+
+        with pytest.warns(UserNotice, match="reads numbers of records") if "fast" in words else nullcontext():
+            clipped_sum, reason = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
+        assert reason.startswith(words)
+        params, loop = dict(net.named_parameters()), LoopClippedSum(net, loss)
+        torch.testing.assert_close(*(summed(one, params, x, y, 0.3, each, 9) for one in (clipped_sum, loop)))
 
 
 @pytest.mark.parametrize("between, words", BY_LOOP)

@@ -106,8 +106,7 @@ def answer(
     passes: FixedPasses,
 ) -> Any:
     """The answer of a client from all its records `x [n, *X]`, `y [n]`: the noised sum `[k]`, the chosen index,
-    or a plain answer. n is above 0, or the query has a `length`. ValueError if the registered function does not return
-    one row for each record.
+    or a plain answer. ValueError if the registered function does not return one row for each record.
 
     **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time, in passes in
     which their bits do not depend on other records. The norm of a row is at most `clip_norm` for `Gaussian` and
@@ -134,7 +133,12 @@ def _bounded_sum(
     passes: FixedPasses,
     bounded: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The sum over all records of their bounded rows, `[k]` float64 on the CPU."""
+    """The sum over all records of their bounded rows, `[k]` float64 on the CPU.
+
+    Without records a public one is computed, which does not count: whether it fails, and k, do not depend on them.
+    """
+    nobody = len(y) == 0
+    x, y = passes.padding if nobody else (x, y)
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
 
     def row(x: Inputs, y: Tensor) -> Tensor:
@@ -160,9 +164,8 @@ def _bounded_sum(
             if total is not None and part.shape != total.shape:
                 raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")
             total = part if total is None else total + part
-    if total is None:  # no held-out records: their noised zeros are released
-        total = torch.zeros(query.question.length)  # type: ignore[attr-defined]
-    return total.cpu().double()
+    assert total is not None  # for mypy
+    return (torch.zeros_like(total) if nobody else total).cpu().double()
 
 
 def _evidence(

@@ -44,11 +44,15 @@ _SLOW_VMAP = "There is a performance drop because we have not yet implemented th
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers that a module takes: from `low` to below `high`; the `special` ones may stand for padding."""
+    """Whole numbers that a module takes: from `low` to below `high`; the `special` ones may stand for padding.
+
+    If no table bounds them, every second record, or each, is a mask: ones, and then zeros.
+    """
 
     low: int
     high: int
     special: tuple[int, ...]
+    masks_every: int | None = None
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return random numbers `[records, ...]`, each record of which ends in runs of some of the special ones."""
@@ -59,6 +63,10 @@ class Numbers:
             runs = special[row :: len(values)]
             for number, run in zip(runs, record.tensor_split(len(runs) + 1)[1:], strict=True):
                 run.fill_(number)
+        if self.masks_every and len(shape) > 1:
+            rows, last = values.view(len(values), -1), torch.arange(len(values), 0, -1)[:, None]
+            masks = torch.arange(rows.shape[1]) * len(rows) < last * rows.shape[1]  # the first one is full
+            rows[self.masks_every - 1 :: self.masks_every] = masks[self.masks_every - 1 :: self.masks_every].long()
         return values
 
 
@@ -121,8 +129,11 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
     special = (0, 1, *sorted(attributes))
     for place in (place for place, is_whole in enumerate(whole) if is_whole):
         lows = (IGNORED, 0) if place == len(inputs) else (0, 1)  # lengths are at least 1
-        for high, low in product(sorted({*rows, *attributes, 256, population.num_classes}, reverse=True), lows):
-            tried = [*found[:place], Numbers(low, high, special), *found[place + 1 :]]
+        bounds = {*rows, *attributes, 256, population.num_classes}
+        beyond = max(bounds) + (place < len(inputs))
+        for high, low in product(sorted(bounds | {beyond}, reverse=True), lows):
+            free = 2 if high not in bounds else None
+            tried = [*found[:place], Numbers(low, high, special, free), *found[place + 1 :]]
             with suppress(Exception), evaluating(module.net), fixed_rng(cpu):  # a user's code may raise anything
                 some_x, some_y = dummy_batch(population, 1 if module.large else 4, cpu, tried)
                 finite = module.sample_loss(module.named_trainable, some_x, some_y).isfinite().all()
@@ -232,9 +243,18 @@ def check_fits(module: ClientModule, population: Population) -> None:
     _check_scores(module, task, x, output, y, population.num_classes)
     with _users_errors("take one record, and many", "Look for squeeze() without a dimension."):
         records = 2 if module.large else 4
-        x, y = dummy_batch(population, records, module.device, whole_numbers(module, population))
+        numbers = whole_numbers(module, population)
+        x, y = dummy_batch(population, records, module.device, numbers)
         _check_finite(module, x, y)
-        _check_alone(_copied(module, x, y), x, y)
+        copied = _copied(module, x, y)
+        try:
+            _check_alone(copied, x, y)
+        except UserError:  # perhaps only for masks of other numbers than 0 and 1
+            masks = [one and replace(one, masks_every=one.masks_every and 1) for one in numbers]
+            if masks == numbers or isinstance(population.x, LazyInputs):
+                raise
+            _check_alone(copied, *dummy_batch(population, records, module.device, masks))
+            _check_masks(population, masks)
     _check_whole_numbers(module, population)
 
 
@@ -343,6 +363,20 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
             "are from 0 to below the num_embeddings of nn.Embedding, the public size of the vocabulary: enlarge it, or "
             "map other tokens into this range."
         )
+
+
+def _check_masks(population: Population, numbers: Sequence[Numbers | None]) -> None:
+    """Refuse other numbers than 0 and 1 in parts of records that only as masks leave other records alone.
+
+    **Privacy** The error names the client whose record does not fit, and no value.
+    """
+    for part, known in zip(tree_leaves(population.x), numbers, strict=False):  # the last ones are of y
+        if known and known.masks_every and bool((wrong := (part != 0) & (part != 1)).any()):
+            raise UserError(
+                "`data` must hold masks of 0 and 1 for this model, which with other numbers computes a record by the "
+                f"others, got a record of {_whose(population, int(wrong.nonzero()[0, 0]))}. Look for decisions by the "
+                "whole batch, such as mask.all()."
+            )
 
 
 def _on_cpu(module: ClientModule) -> ClientModule:

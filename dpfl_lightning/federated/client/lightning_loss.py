@@ -22,6 +22,7 @@ from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
+from dpfl_lightning.privacy.clipping.constant_draws import ConstantDraws
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
 from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
@@ -229,7 +230,8 @@ class LightningLoss:
                 alone, drawn_alone = _drawn(y.device, lambda: losses(one_x, one_y))  # noqa: B023
                 if drawn != drawn_alone or not _close(alone, expected[None]):
                     return False
-            with fixed_rng(y.device):  # also beside extreme records, by which code may decide for all
+            # Also beside extreme records, by which code may decide for all; a batch has other draws than one record.
+            with fixed_rng(y.device), ConstantDraws():
                 return self._same_together(losses, x, y) and self._same_together(losses, tree_map(_with_extremes, x), y)
         except Exception:  # a user's code may raise anything for an unexpected output
             return False

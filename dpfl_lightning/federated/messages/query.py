@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
-from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, Release
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent, Release
 from dpfl_lightning.privacy.mechanism import MECHANISMS, ExponentialMechanism, Mechanism
 
 Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
@@ -47,8 +47,8 @@ class Query:
 
     Attributes:
         replaces_update: whether a simulated network loses answers as it loses updates.
-        of_held_out: whether it asks held-out records instead of training records. A record is one of the two; the cost
-            is charged as if it were both, because a record that is replaced may change sides.
+        of_held_out: whether it counts held-out records, with noise. A record is held out or trained on; the cost is
+            charged as if it were both, because a record that is replaced may change sides.
 
     **Privacy** One `event(1)` of each asked client's mechanism, charged before the question is asked.
     """
@@ -89,7 +89,7 @@ class ChargedQuery(Query):
 
 
 def event_of(query: Query, client: int) -> Release:
-    """The event of the client's answer.
+    """The event of the client's answer; of counts of held-out records it is another one.
 
     Raises TypeError for a mechanism that is none of the framework's (a subclass could state another event), and
     ValueError for one that samples records.
@@ -103,7 +103,8 @@ def event_of(query: Query, client: int) -> Release:
         )
     if isinstance(mechanism, Mechanism) and mechanism.sample_rate != 1:
         raise ValueError(f"{type(query).__name__} asks all records, but its mechanism samples: {mechanism}")
-    return mechanism.event(1)
+    event, question = mechanism.event(1), query.question if isinstance(query, ChargedQuery) else query
+    return event.of_held_out() if question.of_held_out and isinstance(event, NoisedEvent) else event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,7 @@ class ScoreCounts(Query):
     """
 
     of_held_out: ClassVar[bool] = True
+    tasks: ClassVar[tuple[str, ...]] = ("binary", "multiclass")  # for others the question has no meaning
     models: Tensor
     row_of: Mapping[int, int]
     edges: tuple[float, ...]

@@ -61,10 +61,12 @@ class Release(Event):
     Attributes:
         protection: in words.
         needs_delta: whether no epsilon holds at delta 0.
+        counts_held_out: whether it is of counts of held-out records.
     """
 
     protection: ClassVar[str] = "no noise"
     needs_delta: ClassVar[bool] = False
+    counts_held_out: ClassVar[bool] = False
 
     @property
     def noiseless(self) -> bool:
@@ -187,6 +189,10 @@ class NoisedEvent(Release):
         """Return the event with other noise, and other steps if they are given."""
         return self.of(self.sample_rate, noise_multiplier, self.steps if steps is None else steps)
 
+    def of_held_out(self) -> "NoisedEvent":
+        """Return the event of the same noise on counts of held-out records, of which a record adds 1 to one."""
+        return _OF_HELD_OUT[type(self)].of(self.sample_rate, self.noise_multiplier, self.steps)
+
     def repeated(self, times: int) -> Self:
         return self.with_noise(self.noise_multiplier, self.steps * times)
 
@@ -224,7 +230,8 @@ class NoisedEvent(Release):
 
     def step_words(self) -> str:
         noised = self.noised if self.noise_multiplier else "un-noised"
-        return f"{noised} {'gradient' if self.is_sampled else 'full-batch'} step"
+        step = "gradient step" if self.is_sampled else "full-batch step"
+        return f"{noised} {'set' if self.counts_held_out else step}"
 
     def cells(self) -> list[str]:
         noise = f"{self.noise_multiplier or 0.0:.6g}{self.noise_name}"
@@ -340,6 +347,25 @@ class LaplaceEvent(NoisedEvent):
 
 
 @dataclass(frozen=True)
+class GaussianCounts(GaussianEvent):
+    """Gaussian noise on counts of held-out records."""
+
+    kind: ClassVar = "gaussian_counts"
+    counts_held_out: ClassVar = True
+
+
+@dataclass(frozen=True)
+class LaplaceCounts(LaplaceEvent):
+    """Laplace noise on counts of held-out records."""
+
+    kind: ClassVar = "laplace_counts"
+    counts_held_out: ClassVar = True
+
+
+_OF_HELD_OUT: dict[type[NoisedEvent], type[NoisedEvent]] = {GaussianEvent: GaussianCounts, LaplaceEvent: LaplaceCounts}
+
+
+@dataclass(frozen=True)
 class SelectionEvent(Release):
     """`count` choices by the exponential mechanism with a monotone utility (Gumbel noise of scale 1 / epsilon).
 
@@ -417,10 +443,10 @@ class NonPrivateEvent(Release):
 
 
 #: what a client can release; a ledger records each by its `kind`
-RELEASES: tuple[type[Release], ...] = (GaussianEvent, LaplaceEvent, SelectionEvent, NonPrivateEvent)
+RELEASES: tuple[type[Release], ...] = (*_OF_HELD_OUT, *_OF_HELD_OUT.values(), SelectionEvent, NonPrivateEvent)
 
 #: privacy.mechanism -> event of its noised sums
-NOISED: dict[str, type[NoisedEvent]] = {one.kind: one for one in RELEASES if issubclass(one, NoisedEvent)}
+NOISED: dict[str, type[NoisedEvent]] = {one.kind: one for one in _OF_HELD_OUT}
 
 _KINDS: dict[str, type[Event]] = {Caveat.kind: Caveat, **{one.kind: one for one in RELEASES}}
 

@@ -24,6 +24,9 @@ SEVERAL_RECORDS = (
     "privacy.rows_per_person states what holds for them"
 )
 
+#: what a set of noised sums is
+_OF_COUNTS = " of counts of held-out records, from which accuracy, AUROC and calibration follow,"
+
 #: what no epsilon of a run that protects persons covers
 OTHER_CLIENTS = "what other clients release about the same person: a person at two clients is two persons"
 
@@ -50,9 +53,13 @@ UNKNOWN_RUNS = (
     "runs on the same records that are not in the account: of other users and machines, or with privacy.account null"
 )
 
+#: not covered, without releases of held-out records and with them
+SCORED_RECORDS = "test and held-out records, on which models are evaluated"
+EXACT_SCORES = "test records, and exact scores on held-out records"
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED: tuple[str, ...] = (
-    "test and held-out records, on which models are evaluated",
+    SCORED_RECORDS,
     "numbers of training records or persons, batch sizes, budgets and all other options, which are treated as public",
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
     "the clients of an experiment",
@@ -127,6 +134,11 @@ class Guarantee:
     caveats: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
     together: Together | None = None
+
+    @property
+    def counts_held_out(self) -> bool:
+        """Whether epsilon covers noised counts of held-out records."""
+        return EXACT_SCORES in self.not_covered
 
     @property
     def simulated(self) -> bool:
@@ -229,15 +241,16 @@ def guarantee(
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
     unprotected, drawn = leaks_of(events), sampling_words(events, sampling)
-    not_covered = NOT_COVERED
+    counts = any(isinstance(event, Release) and event.counts_held_out for event in events)
+    not_covered = (EXACT_SCORES if counts and math.isfinite(epsilon) else SCORED_RECORDS, *NOT_COVERED[1:])
     if accountant.unit == "person":
-        drawn, not_covered = f"{drawn} of persons", (*NOT_COVERED, OTHER_CLIENTS)
+        drawn, not_covered = f"{drawn} of persons", (*not_covered, OTHER_CLIENTS)
         drawn += "" if most_records is None else f", at most {counted(most_records, 'row')} of each"
     elif most_records is not None and most_records > 1 and math.isfinite(epsilon) and any(map(_is_release, events)):
         nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
         changed = FILTER in method or CHOSEN in method
         caveats = (*caveats, nothing if changed else group_words(events, delta, accountant, most_records))
-    releases_text, bounded = _released(events, releases), math.isfinite(epsilon)
+    releases_text, bounded = released_words(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
@@ -274,17 +287,18 @@ def leaks_of(events: Iterable[Event]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(event.words for event in events if isinstance(event, NonPrivateEvent)))
 
 
-def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
-    """Describe the events, counted by their words."""
-    times, steps, sums = Counter[str](), Counter[str](), set[str]()
+def released_words(events: Sequence[Event], releases: Sequence[int] = ()) -> tuple[str, ...]:
+    """Describe the events, counted by their words; see `guarantee` for `releases`."""
+    times, steps, of_what = Counter[str](), Counter[str](), dict[str, str]()
     for event, count in itertools.zip_longest(events, releases, fillvalue=1):
         if isinstance(event, Release) and event.private:
             words = event.step_words()
-            sums |= {words} if isinstance(event, NoisedEvent) else set()
+            if isinstance(event, NoisedEvent):
+                of_what[words] = f"{_OF_COUNTS if event.counts_held_out else ''} in {{}}"
             times[words] += count
             steps[words] += event.total
     return tuple(
-        counted(steps[words], words) + (f" in {counted(count, 'release')}" if words in sums else "")
+        counted(steps[words], words) + of_what.get(words, "").format(counted(count, "release"))
         for words, count in times.items()
         if count
     )

@@ -124,8 +124,12 @@ class ClientSchedule:
 
     @property
     def main_line(self) -> Planned:
-        """One of the most frequent noised sums (KeyError without one). It defines the noise and the sample rate."""
-        noised = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
+        """One of the most frequent noised sums of training records (KeyError without one).
+
+        It defines the noise and the sample rate.
+        """
+        sums = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
+        noised = [line for line in sums if not line.event.counts_held_out]
         if not noised:
             raise KeyError("no noised sum is planned")
         return max(noised, key=lambda line: line.count)

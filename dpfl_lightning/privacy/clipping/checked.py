@@ -49,9 +49,9 @@ _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more d
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
 _QUICKER_ON_A_GPU = 256  # times as many operations of a pass take no longer there
-_KINDS = 6  # of records in a random example
+_KINDS = 7  # of records in a random example
 _RANDOM_KINDS = 3  # the first ones, without constant stretches
-_FEW_KINDS = [3, 4, 5]  # of a large model: without those that are random from end to end
+_FEW_KINDS = [3, 5, 6]  # of a large model: without those that are random from end to end
 _MOST_KEPT = 1 << 22  # numbers of the gradients that the reference keeps
 _MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
 
@@ -142,9 +142,11 @@ def clipped_sum_for(
         if reason[:4] != "loop" and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
             _require_repeatable(net, sample_loss, passes)
+    if refused := _refused_draws(clipped_sum):
+        return _loop_of(net, sample_loss, passes), f"loop: {refused}"
     used = clipped_sum.choose()
     reads = used.reads if isinstance(used, FastClippedSum) else ()
-    if places := dict.fromkeys(one.place for one in reads if one.depends and isinstance(one.value, float)):
+    if places := dict.fromkeys(one.place for one in reads if one.depends and type(one.value) is not bool):
         warn_user(
             f"code at {', '.join(places)} reads numbers of records: it gets those of public random records, so "
             "that what it decides by them is the same for all records"
@@ -157,10 +159,31 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
     with _drawing_nothing(net):
         passes = _passes_of(net, sample_loss, example_x, example_y)
         changed = _changed_in_a_pass(net, sample_loss, passes)
-        if not changed:
-            return _vmap_or_loop(net, sample_loss, passes)[0]
+        clipped_sum = None if changed else _vmap_or_loop(net, sample_loss, passes)[0]
+    return _loop_of(net, sample_loss, passes) if clipped_sum is None or _refused_draws(clipped_sum) else clipped_sum
+
+
+def _loop_of(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> CheckedSum:
+    """Return the loop. Raises UserError as `_require_repeatable`."""
+    with _drawing_nothing(net):
         _require_repeatable(net, sample_loss, passes)
     return CheckedSum(net, sample_loss, passes, None)
+
+
+def _refused_draws(clipped_sum: CheckedSum) -> str:
+    """Return why `vmap` cannot run with the random numbers of training, which no other check draws; or ""."""
+    if clipped_sum.kind is None:
+        return ""
+    net, (x, y) = clipped_sum.net, take(clipped_sum.passes.examples, [0])
+    used = clipped_sum.kind(net, clipped_sum._sample_loss, SIZES[0])
+    if isinstance(used, FastClippedSum) and not used.uncovered:
+        return ""
+    try:
+        with _generators_kept(net), tensors_restored(net):
+            used(moved_parameters(net), x, y, ClipRequest(1.0))
+    except Exception as error:  # such as draws for what no record has a part in
+        return _first_line(error)
+    return ""
 
 
 def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> tuple[CheckedSum, str]:
@@ -488,8 +511,8 @@ def random_example(
 ) -> tuple[Params, Records, Tensor]:
     """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns.
 
-    Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`.
-    The rows of a person are of one kind.
+    Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`;
+    others are also masks of a short record: ones, then zeros. The rows of a person are of one kind.
     """
     gen = torch.Generator().manual_seed(1)
     device, each, in_blocks = next(net.parameters()).device, rows_each(x), isinstance(x, Block)
@@ -505,10 +528,12 @@ def random_example(
             end, kind = rows.shape[1] // 2, torch.arange(len(rows)) // each % _KINDS
             rows[kind == 3] = 1
             rows[kind == 4, end:] = 0
+            rows[kind == 6, (end + 1) // 2 :] = 0
             if floating:
                 rows[kind == 5] *= 100
             else:
                 rows[kind == 5, end:] = high - 1
+                rows[kind == 6, : (end + 1) // 2] = 1
         return drawn.to(device, (dtype if floating else None) or example.dtype)
 
     labels = like(y[..., None], 2)[..., 0] if in_blocks else like(y[:, None], 2)[:, 0]

@@ -16,6 +16,7 @@ from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.query import ScoreCounts
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
 from dpfl_lightning.privacy.clipping.inputs import record_shape
@@ -106,6 +107,10 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     module = build_module(options, facts)
     seats = seated(population, own, client, names, len(sizes)).checked()
     clients = LocalClients(seats, module, build_engine("fast"), options.privacy)
+    counts = any(line.event.counts_held_out for line in terms.plan.schedule.clients[client].planned)
+    task, must = module.task, f"count held-out records of a task {' or '.join(ScoreCounts.tasks)}"
+    known = task is not None and task.name in ScoreCounts.tasks
+    require(known or not counts, "PLAN", must, task and task.name, "Refuse the plan.")
     module.check_optimizer(terms.plan.rounds, [one.steps for one in terms.plan.settings])
     must, digest = "train the model that this installation builds from it", module_digest(module)
     advice = "Code or libraries differ: install the same versions on all sides."
@@ -204,7 +209,8 @@ def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:
     check_names("--name", [settings.name])
     population, client = site_population(settings)
     if held_out := population.num_held_out[client] if settings.config["data"]["class_path"] else 0:
-        warn_user(f"{held_out} records are held out to score models at this site; held_out: 0 trains on all")
+        advice = "held_out: 0 trains on all, and lets no server have models scored here"
+        warn_user(f"{held_out} records are held out to score models at this site; {advice}")
     key = new_key()
     site = site_of(settings, population, client, key)
     return StateFolder.create(path, settings, site, key), site

@@ -30,8 +30,8 @@ class KeptScores:
         """Return the scores, beside those of the best constant prediction, and why others are undefined."""
         result = {**{f"test_{name}": one for name, one in vars(self.score).items()}, "baseline": self.baseline}
         why = "".join(f"; {name}: the records {words}" for name, words in self.score.undefined.items())
-        where = f"{counted(self.records, 'held-out record')} after round {self.round}"
-        return f"kept here: {with_baseline(result) or 'no score'} on {where}{why}"
+        where = f"{counted(self.records, 'held-out record')}, of the model that the server sent as that of round"
+        return f"kept here: {with_baseline(result) or 'no score'} on {where} {self.round}{why}"
 
 
 wire.register(KeptScores)

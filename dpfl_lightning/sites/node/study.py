@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.evaluation import evaluate_own
 from dpfl_lightning.federated.client.local_clients import LocalClients
@@ -160,11 +160,16 @@ class Study:
         return self.welcome()
 
     def _score(self, round: int, model: Tensor) -> None:
+        """Score held-out records, if there are any; the reply to the server is the same if this fails."""
         clients, held_out = self.clients, self.clients.population.num_held_out[self.client]
-        if held_out:
+        if not held_out:
+            return
+        try:
             scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
             kept = KeptScores(round, held_out, scores.test, scores.baseline)
             write_scores(self._folder, self._name, kept, clients.guarantees()[self.client])
+        except Exception as error:
+            warn_user(f"scores of held-out records are not computed: {type(error).__name__}")
 
     def _released(self, value: Tensor | int | float, round: int) -> Released:
         return Released(value, self._paid(round))
@@ -176,7 +181,7 @@ class Study:
         if gradients are asked for.
         """
         event, job = self._planned(request.purpose), request.job
-        if request.event != event or not isinstance(event, NoisedEvent):
+        if request.event != event or not isinstance(event, NoisedEvent) or event.counts_held_out:
             raise NotPlanned("event")
         if not (0 < request.learning_rate <= MOST_RATE and 0 <= request.pull <= MOST_RATE):
             raise NotPlanned("learning_rate")
@@ -276,7 +281,8 @@ class Study:
         if isinstance(question, ScoreCounts):
             edges = question.edges
             rising = all(one < other for one, other in itertools.pairwise((0.0, *edges, 1.0)))
-            if not rising or len(edges) > MOST_EDGES or self._num_classes < 2:
+            task = self.clients.module.task
+            if not rising or len(edges) > MOST_EDGES or task is None or task.name not in question.tasks:
                 raise NotPlanned("question")
         if isinstance(question, MeanLoss | ScoreCounts):
             row = question.row_of.get(client, -1)

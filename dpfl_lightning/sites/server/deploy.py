@@ -67,7 +67,7 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     public = build_test_set(options)
     if public is not None and (records := public.test_records()) is not None:
         x, y = records
-        schema = {**(public.schema or first.schema), "held_out": first.schema.get("held_out")}
+        schema = public.schema or first.schema
         these = dataclasses.replace(first, inputs=x, labels=y, num_classes=public.num_classes, form=public.form)
         these = dataclasses.replace(these, features=public.features or first.features, schema=schema)
         other = difference(these, first)

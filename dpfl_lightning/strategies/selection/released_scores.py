@@ -67,7 +67,8 @@ class ReleasedScores(Strategy):
         def alone(_: int, client: ClientSchedule) -> ClientSchedule:
             epsilon = _SHARE * client.target_epsilon if self.epsilon is None else self.epsilon
             require(math.isfinite(epsilon), self._key("epsilon"), "be a number where a client has no budget", None)
-            return ClientSchedule(epsilon, client.delta, (Planned(PURPOSE, client.main.of(1.0, None, 1), count),))
+            counts = client.main.of(1.0, None, 1).of_held_out()
+            return ClientSchedule(epsilon, client.delta, (Planned(PURPOSE, counts, count),))
 
         lines = [client.planned for client in view.solve(schedule.replan(alone)).clients]
         return schedule.replan(lambda i, one: dataclasses.replace(one, planned=(*one.planned, *lines[i])))
@@ -109,7 +110,7 @@ class ReleasedScores(Strategy):
         """Return whether there are two classes. Raises UserError for a task that does not predict one class."""
         task, advice = view.module.task, "Its scores are counts of right predictions."
         name = "another one" if task is None else task.name
-        require(name in ("binary", "multiclass"), "task", f"be binary or multiclass with {self._name}", name, advice)
+        require(name in ScoreCounts.tasks, "task", f"be binary or multiclass with {self._name}", name, advice)
         return name == "binary"
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
