@@ -39,7 +39,8 @@ class ReleasedScores(Strategy):
         every: number of rounds between two releases; null is one after the last planned round.
         bins: of predicted probability, equally wide in logits. More lose less of the AUROC, and have more noise.
 
-    **Privacy** Counts of held-out records, with noise for sensitivity 1, composed with the training of the client.
+    **Privacy** Counts of held-out records, with noise for sensitivity 1, composed with the training of the client. With
+    `unit: person` each person counts once, by the mean of its rows.
     """
 
     epsilon: Annotated[float, Interval(gt=0, le=1000)] | None = None
@@ -47,7 +48,6 @@ class ReleasedScores(Strategy):
     bins: Annotated[int, Interval(ge=4, le=200)] = 20
 
     needs_training = True
-    counts_persons = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
