@@ -380,6 +380,37 @@ def test_a_whole_training_step_may_use_a_module_under_two_names(make_loop):
     assert len(module.trainable) == 4 and all(isinstance(one, nn.Parameter) for one in module.net.parameters())
 
 
+class RarePositives(L.LightningModule):
+    """Labels of 0 and 1, of which the rare ones count five times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(4, 1), torch.tensor(5.0)
+
+    def forward(self, x):
+        return self.layer(x)[:, 0]
+
+    def training_step(self, batch, batch_idx):
+        return F.binary_cross_entropy_with_logits(self(batch[0]), batch[1], pos_weight=self.weight)
+
+
+def test_pos_weight_multiplies_the_gradient_of_a_positive_record():
+    x, y = torch.randn(9, 4), (LABELS == 0).float()
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(5.0), reduction="none")
+    by_loss = ClientModule(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), loss, task="binary")
+    for module in (ClientModule(RarePositives(), task="binary"), by_loss):
+        check_fits(module, people(x, y, classes=None))
+        assert module.adapted is None or not module.adapted.whole
+        clipped_sum, reason = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])
+        assert reason == "fast: exact rules for all layers"
+        weight, bias = (p.detach() for p in module.named_trainable.values())
+        of_output = (torch.sigmoid(x @ weight[0] + bias) - y) * (1 + 4 * y)
+        expected = of_output[:, None] * torch.cat([x, torch.ones(9, 1)], dim=1)
+        request = ClipRequest(1e6, group=torch.arange(9), num_groups=9)
+        ours = clipped_sum({**module.named_trainable}, x, y, request)[0]
+        torch.testing.assert_close(ours.float(), expected, rtol=1e-5, atol=1e-6)
+
+
 class FilledOnce(nn.Module):
     """A table of no record, filled in the first pass."""
 

@@ -1,6 +1,7 @@
 """Every rule and engine of clipped sums is held to per-record gradients by `vmap`, in float64."""
 
 import copy
+import functools
 import itertools
 import math
 
@@ -669,6 +670,22 @@ def test_what_vmap_cannot_draw_goes_one_record_at_a_time():
     assert torch.equal(torch.get_rng_state(), state) and reason.startswith("loop: vmap: Cannot ask for different")
     for one in (fast, serial):
         assert one(dict(net.named_parameters()), x, LABELS[:8], ClipRequest(1.0))[0].norm() > 0
+
+
+def test_a_loss_that_leaves_others_in_the_places_of_parameters_is_refused():
+    """torch's `tie_weights` swaps those of a module with two names twice."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    net = nn.Sequential(block, block, nn.Linear(3, 3))
+    before = dict(net.named_parameters())
+
+    def loss(params, x, y, **options):
+        return F.cross_entropy(functional_call(net, dict(params), (x,), **options), y, reduction="none")
+
+    with pytest.raises(UserError, match=r"others for 0\.0\.weight, 0\.0\.bias'\. .* tie_weights=False"):
+        clipped_sum_for(net, loss, torch.empty(0, 3), LABELS[:0])
+    assert all(before[name] is one for name, one in net.named_parameters())
+    untied = functools.partial(loss, tie_weights=False)
+    assert clipped_sum_for(net, untied, torch.empty(0, 3), LABELS[:0])[1] == RULES_FOR_ALL
 
 
 def test_losses_in_float32_and_losses_that_read_parameters_are_checked():

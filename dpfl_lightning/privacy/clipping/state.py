@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpfl_lightning.errors import require
+
 _COPIED = 1 << 16  # numbers of a tensor that is copied, so that it can be restored
 
 
@@ -23,7 +25,7 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
     These are buffers, frozen parameters and attributes. They are restored whether they were changed in place or
     replaced, and new ones are deleted. Yields a function that restores them at once, and returns their names. Of large
-    ones there is no copy: RuntimeError if they were changed in place.
+    ones there is no copy: RuntimeError if they were changed in place. UserError if trainable parameters were replaced.
     """
     spaces = [
         (name, space) for name, part in net.named_modules() for space in (part._buffers, part._parameters, vars(part))
@@ -32,12 +34,18 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
         {name: (value, _copied(value), value._version) for name, value in space.items() if _fixed(value)}
         for _, space in spaces
     ]
+    trained = [{name: value for name, value in space.items() if _trained(value)} for _, space in spaces]
     empty = [{name for name, value in space.items() if value is None} for _, space in spaces]
 
     @torch.no_grad()
     def restore() -> list[str]:
         changed = []
-        for (part, space), tensors, nothing in zip(spaces, before, empty, strict=True):
+        for (part, space), tensors, parameters, nothing in zip(spaces, before, trained, empty, strict=True):
+            replaced = [f"{part}.{name}".lstrip(".") for name, one in parameters.items() if space.get(name) is not one]
+            space.update(parameters)
+            advice = "functional_call swaps those of a module with two names twice: call it with tie_weights=False."
+            must = "leave the parameters of the model in their places"
+            require(not replaced, "sample_loss", must, f"others for {', '.join(replaced)}", advice)
             for name in [name for name, value in space.items() if _fixed(value) and name not in tensors]:
                 changed.append(f"{part}.{name}".lstrip("."))
                 del space[name]
@@ -78,7 +86,11 @@ def _same(tensor: Tensor, value: Tensor | None, version: int) -> bool:
 
 
 def _fixed(value: Any) -> bool:
-    return isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) and value.requires_grad)
+    return isinstance(value, Tensor) and not _trained(value)
+
+
+def _trained(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def large_tensors(net: nn.Module) -> dict[str, Tensor]:
