@@ -358,6 +358,7 @@ class Columns:
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
         _warn_of_copies(table, self.person)
+        _warn_of_footer(frame[[*self.labels, *(self.features or ())]], table.key)
         self._warn_of_constants(table)
         return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
 
@@ -460,13 +461,35 @@ def is_identifier(column: Series) -> bool:
 
 
 def _warn_of_copies(table: Table, person: str | None) -> None:
-    """Warn of rows that equal another one in all columns, if a column tells nearly all other rows apart."""
+    """Warn of rows that equal another one in all columns, if a column tells nearly all others apart, or all do."""
     rows = table.frame.drop_duplicates()
     copies = len(table.frame) - len(rows)
-    if copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows):
+    several = copies >= len(rows) > 20 and np.gcd.reduce(table.frame.value_counts(dropna=False)) > 1  # whole tables
+    if several or (copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows)):
         means = "with privacy.unit record " * (person is not None)
         means += "the guarantee is for one of them, and k rows of a person have up to k times its epsilon"
         warn_user(f"{table.key}: {copies} of {len(table.frame)} rows are copies of another row: {means}; remove them")
+
+
+def warn_of_equal_tables(inputs: Mapping[str, np.ndarray]) -> None:
+    """Warn if two tables have the same rows of inputs [n, F], in any order, more than by chance."""
+    seen: dict[bytes, str] = {}
+    for name, x in inputs.items() if len(inputs) > 1 else ():
+        rows = np.unique(x, axis=0)
+        first = seen.setdefault(rows.tobytes(), name) if len(rows) > 20 else name
+        if first != name:
+            warn_user(f"{name} has the inputs of {first}, row by row: is one table given twice?")
+
+
+def _warn_of_footer(frame: DataFrame, key: str) -> None:
+    """Warn if the last row has the means or the sums of two or more columns in the rows above it."""
+    above, last = frame.iloc[:-1].select_dtypes("number"), frame.iloc[-1]
+    above = above.loc[:, above.nunique() > 2]
+    for one in (above.mean(), above.sum()):
+        rounded = [round(one[name], len(as_text(last[name]).partition(".")[2])) for name in above]
+        if len(rounded) > 1 and all(np.isclose(rounded, [float(last[name]) for name in above])):
+            told = f"the last row holds the means or sums of the columns {', '.join(map(str, above))}"
+            warn_user(f"{key}: {told}: if it is no record, write read: {{skipfooter: 1}}")
 
 
 def _days(day: Any, origin: Any) -> float:

@@ -69,7 +69,6 @@ def test_the_same_records_are_read_however_they_are_written(files):
     assert x[:2, 1:4].tolist() == [[0, 1, -1], [0.25, 0, pytest.approx(-0.95)]] and y.sum() == ROWS // 4
     assert people.schema == {
         "classes": ["no", "yes"],
-        "held_out": 0,
         "columns": ["age", "crp", "day", "sex"],
         "label": ["died"],
         "fill": {"crp": "10"},
@@ -297,3 +296,31 @@ def test_labels_of_a_regression_in_another_unit_are_refused():
             Population.from_dataframe(tables, test=scaled["a"], label="y")
     few = [(torch.zeros(3, 1), torch.tensor([1e-6, 0, 0])), (torch.zeros(3, 1), torch.ones(3))]
     Population.from_datasets(few, held_out=0)
+
+
+def test_tables_that_are_given_twice_are_warned_of():
+    rng = np.random.default_rng(0)
+    drawn = pandas.DataFrame({"age": rng.integers(40, 80, 180), "sex": rng.integers(0, 2, 180), "ill": [0, 1] * 90})
+    ours, theirs, test = (drawn[start : start + 60] for start in (0, 60, 120))
+    given = {"label": "ill", "num_classes": 2, "scale": {"age": [55, 10]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Population.from_dataframe({"a": ours, "b": theirs}, test=test, **given)
+    with pytest.warns(UserNotice, match=r"client a: \d+ of 120 rows are copies of another row"):
+        Population.from_dataframe({"a": pandas.concat([ours, ours]), "b": theirs}, **given)
+    with pytest.warns(UserNotice, match="client b has the inputs of client a"):
+        Population.from_dataframe({"a": ours, "b": ours.sample(frac=1, random_state=0)}, **given)
+    with pytest.warns(UserNotice, match="test has the inputs of client b"):
+        Population.from_dataframe({"a": ours, "b": theirs}, test=theirs.copy(), **given)
+
+
+def test_a_last_row_of_means_is_warned_of():
+    rng = np.random.default_rng(0)
+    table = pandas.DataFrame(
+        {"age": rng.integers(40, 70, 60) * 1.0, "crp": rng.lognormal(2, 1, 60).round(1), "ill": ["no", "yes"] * 30}
+    )
+    given = {"label": "ill", "classes": ["no", "yes"], "scale": {"age": [55, 10], "crp": [10, 10]}}
+    for found in (table[["age", "crp"]].mean().round(1), table[["age", "crp"]].sum().round(1)):
+        last = pandas.DataFrame([{**found, "ill": "no"}])
+        with pytest.warns(UserNotice, match="df: the last row holds the means or sums of the columns .*skipfooter: 1"):
+            Population.from_dataframe(pandas.concat([table, last], ignore_index=True), **given)
