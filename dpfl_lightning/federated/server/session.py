@@ -26,7 +26,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, answer_of, notify
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
+from dpfl_lightning.federated.server.results import FORMAT, RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.round import Diverged, Round
 from dpfl_lightning.federated.server.settings import RunConfig, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
@@ -297,7 +297,7 @@ class RunSession:
             self.folder.save_models(self.model, final_models, single)
             different, places = numbered(guarantees)  # usually few: `clients` has the place of each client's
             statements = [guarantee.as_dict() for guarantee in different]
-            rows = {"ledger": result.ledger, "guarantees": statements, "clients": places}
+            rows = {"format": FORMAT, "ledger": result.ledger, "guarantees": statements, "clients": places}
             self.folder.save_json("guarantees.json", rows)
             self.folder.save_json("result.json", result.as_dict())
         notify(self.config.watching, "on_fit_end", self.view(self.state), result)
