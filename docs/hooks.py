@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/options.md": _options_page(),
         "reference/commands.md": _commands_page(),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
-        "examples/index.md": (ROOT / "examples" / "README.md").read_text(),
+        "examples/scripts.md": (ROOT / "examples" / "README.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
     }
     for name, text in pages.items():
@@ -61,10 +61,10 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     """Point to the copies of pages that lie outside of the folder."""
     if page.file.src_uri in ("contributing.md", "changelog.md"):
         text = text.replace("](docs/", "](").replace("](README.md)", "](tutorials/first_run.md)")
-    if page.file.src_uri == "examples/index.md":
+    if page.file.src_uri == "examples/scripts.md":
         text = re.sub(r"\[(\w+\.py)\]\(\1\)", r"`\1`", text).replace("](../docs/", "](../")
-    return text.replace("](../../examples/README.md)", "](../examples/index.md)").replace(
-        "](../examples/README.md)", "](examples/index.md)"
+    return text.replace("](../../examples/README.md)", "](../examples/scripts.md)").replace(
+        "](../examples/README.md)", "](examples/scripts.md)"
     )
 
 

@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 _READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format", "skipfooter")
 MARKERS = ("?", "-", ".", "na", "n/a", "n.a.", "k.a.", "nan", "null", "none", "missing", "unknown")
+OF_A_PERSON = re.compile(
+    r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
+    r"[_ .-]?(id|nr|no|num|number|nummer|key|code)?|mrn|pid"
+)
 _OF_AN_IDENTIFIER = re.compile(r"(^|[_ .-])(id|nr|no|num|number|mrn|key|code)$|^(id|mrn)")
 OF_A_TABLE = ("read", "replace", "rename")
+MOST_CATEGORIES = 20  # of a column of texts; identifiers and free text have more
 MOST_FOOTERS = 3  # rows below a table that are recognised
 MARK_WORDS = {"thousands": "separators of thousands", "decimal": "decimal commas"}
+_MOST_FORMS = 8  # of texts in a column of numbers
 _MOST_SCALE = 100  # of a column, in units of the other columns
+_FAR = 20  # deviations from the mean: of any column with this mean and deviation, at most 1/400 of the values
+_MOST_FAR = 0.1  # of the values; scales of textbooks are often a median and quartiles, and tails are heavy
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Table:
         require(wrong is None, self.key, "have columns of different names, each a text", wrong, advice)
         check_columns(f"columns of {self.key}", columns)
         require_columns(frame, list(self.replace), "replace")
-        return frame.assign(**{name: frame[name].map(_replacing(values)) for name, values in self.replace.items()})
+        return frame.assign(**{name: _replaced(frame[name], values) for name, values in self.replace.items()})
 
     def _read(self) -> DataFrame:
         import pandas
@@ -163,10 +171,15 @@ def _grouped(thousands: str) -> str:
     return f"[-+]?[1-9]\\d{{0,2}}([{thousands}]\\d{{3}})+"
 
 
-def _replacing(values: Mapping[Any, Any]) -> Any:
-    """Return a function that replaces values; a number or a truth value that JSON has made a text is what it was."""
+def _replaced(column: Series, values: Mapping[Any, Any]) -> Series:
+    """Return a column with other values; a number or a truth value that JSON has made a text is what it was."""
+    import pandas
+
     by_text = {as_text(value): other for value, other in values.items()}
-    return lambda value: by_text.get(as_text(value), value)
+    column = column.map(lambda value: by_text.get(as_text(value), value))
+    mixed = pandas.api.types.infer_dtype(column, skipna=True) in ("mixed", "mixed-integer")
+    numbers = pandas.to_numeric(column, errors="coerce") if mixed else column
+    return numbers if numbers.notna().equals(column.notna()) else column  # of texts, some of which became numbers
 
 
 def as_text(value: Any) -> str:
@@ -345,6 +358,7 @@ class Columns:
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
         _warn_of_copies(table, self.person)
+        _warn_of_footer(frame[[*self.labels, *(self.features or ())]], table.key)
         self._warn_of_constants(table)
         return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
 
@@ -381,11 +395,27 @@ class Columns:
         require(numeric, here, "hold numbers", *not_numeric(column, table))
         plain = name not in self.scale and name not in self.dates and len(column) > 20
         must, advice = "hold measurements if it has no scale", "Leave it out of features, by drop, or write its scale."
-        got = "another whole number in nearly every row, as an identifier has"
+        got = "whole numbers as an identifier has"
         require(not (plain and is_identifier(column)), here, must, got, advice)
+        values, measured = column.to_numpy(np.float64), ~gaps
+        advice = f"Write replace: {{{name}: {{.inf: ...}}}}, or the mark of a missing value into read: {{na_values}}."
+        require(bool(np.isfinite(values).all()), here, "be finite", "infinity", advice)
+        _warn_of_marks(values[measured], table.frame[name][measured], here)
         mean, std = self.scale.get(name, (0.0, 1.0))
-        scaled = ((column.to_numpy(np.float64) - mean) / std).astype(np.float32)
+        scaled = ((values - mean) / std).astype(np.float32)
+        if name in self.scale:
+            self._check_far(scaled[measured], name, here)
         return [scaled, gaps.to_numpy(np.float32)] if name in self.fill else [scaled]
+
+    def _check_far(self, scaled: np.ndarray, name: str, here: str) -> None:
+        """Raise UserError if many values are far from the public mean, as in another unit, but not for a heavy tail."""
+        far = int((np.abs(scaled) > _FAR).sum())
+        must = f"be within {_FAR} deviations of its public mean, scale: {{{name}: {list(self.scale[name])}}}"
+        na_values = f"read: {{na_values: {{{name}: [999]}}}}"
+        advice = f"Write it in the unit of this scale, name marks of missing values, as in {na_values}, or agree "
+        advice += "on another scale with all sites."
+        fits = far < max(5, _MOST_FAR * len(scaled))
+        require(fits, here, must, f"{far} of {len(scaled)} values that are not", advice)
 
     def _check_scales(self, x: np.ndarray, table: Table) -> None:
         """Raise UserError if a column has numbers that are far larger than those of the others.
@@ -402,23 +432,64 @@ class Columns:
         require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
 
 
+def _warn_of_marks(values: np.ndarray, written: Series, here: str) -> None:
+    """Warn of the smallest or largest value if it repeats far from all others, as a mark of a missing one does."""
+    for value in {values.min(), values.max()} if len(values) else ():
+        rest, rows = values[values != value], np.flatnonzero(values == value)
+        if len(rows) < 3 or len(np.unique(rest)) < 3:
+            continue
+        far = np.abs(rest - value).min() > 3 * np.ptp(rest)
+        if far or (value < 0 <= rest.min() and len(np.unique(rest)) > 10):
+            mark = as_text(written.iloc[rows[0]])
+            way_out = f"read: {{na_values: {{{written.name}: [{mark}]}}}}, and fill"
+            found = f"{mark} in {len(rows)} rows, far from all other values"
+            warn_user(f"{here} is {found}: if it marks a missing one, write {way_out}")
+
+
 def is_identifier(column: Series) -> bool:
-    """Whether whole numbers, of which nearly every row has another one, are running, long, or called an identifier."""
-    values = column.dropna()
-    if len(values) < 2 or values.nunique() <= 0.9 * len(values) or (values != values.round()).any():
+    """Whether whole numbers, of which nearly every row has another one, are running, long, or called an identifier.
+
+    Those of a column that is called a person's may repeat.
+    """
+    values, name = column.dropna(), str(column.name).lower()
+    if len(values) < 2 or (values != values.round()).any():
         return False
+    if values.nunique() <= 0.9 * len(values):
+        return bool(OF_A_PERSON.fullmatch(name)) and values.nunique() > MOST_CATEGORIES
     running = values.max() - values.min() < 2 * len(values)
-    return bool(running or values.abs().max() >= 1e6 or _OF_AN_IDENTIFIER.search(str(column.name).lower()))
+    return bool(running or values.abs().max() >= 1e6 or _OF_AN_IDENTIFIER.search(name))
 
 
 def _warn_of_copies(table: Table, person: str | None) -> None:
-    """Warn of rows that equal another one in all columns, if a column tells nearly all other rows apart."""
+    """Warn of rows that equal another one in all columns, if a column tells nearly all others apart, or all do."""
     rows = table.frame.drop_duplicates()
     copies = len(table.frame) - len(rows)
-    if copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows):
+    several = copies >= len(rows) > 20 and np.gcd.reduce(table.frame.value_counts(dropna=False)) > 1  # whole tables
+    if several or (copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows)):
         means = "with privacy.unit record " * (person is not None)
         means += "the guarantee is for one of them, and k rows of a person have up to k times its epsilon"
         warn_user(f"{table.key}: {copies} of {len(table.frame)} rows are copies of another row: {means}; remove them")
+
+
+def warn_of_equal_tables(inputs: Mapping[str, np.ndarray]) -> None:
+    """Warn if two tables have the same rows of inputs [n, F], in any order, more than by chance."""
+    seen: dict[bytes, str] = {}
+    for name, x in inputs.items() if len(inputs) > 1 else ():
+        rows = np.unique(x, axis=0)
+        first = seen.setdefault(rows.tobytes(), name) if len(rows) > 20 else name
+        if first != name:
+            warn_user(f"{name} has the inputs of {first}, row by row: is one table given twice?")
+
+
+def _warn_of_footer(frame: DataFrame, key: str) -> None:
+    """Warn if the last row has the means or the sums of two or more columns in the rows above it."""
+    above, last = frame.iloc[:-1].select_dtypes("number"), frame.iloc[-1]
+    above = above.loc[:, above.nunique() > 2]
+    for one in (above.mean(), above.sum()):
+        rounded = [round(one[name], len(as_text(last[name]).partition(".")[2])) for name in above]
+        if len(rounded) > 1 and all(np.isclose(rounded, [float(last[name]) for name in above])):
+            told = f"the last row holds the means or sums of the columns {', '.join(map(str, above))}"
+            warn_user(f"{key}: {told}: if it is no record, write read: {{skipfooter: 1}}")
 
 
 def _days(day: Any, origin: Any) -> float:
@@ -493,12 +564,27 @@ def not_numeric(column: Series, table: Table) -> tuple[str, str]:
     if pandas.to_datetime(texts, errors="coerce", format="mixed").notna().all():
         advice = f"Write a public first day, as in dates: {{{column.name}: 2020-01-01}}, or leave the column out."
         return "dates", advice
-    if texts.nunique() > max(20, len(texts) / 2):
-        return "names", "Nearly every row has another one, as an identifier has: leave the column out of features."
+    if texts.nunique() > MOST_CATEGORIES and (forms := _beside_numbers(texts)):
+        words = [form for form in forms if "0" not in form]
+        advice = f"Name words for a missing value in read: {{na_values: {words}}}, " if words else "Write "
+        advice += f"others by replace: {{{column.name}: {{'<5': 2.5}}}}, or numbers alone into the file."
+        return f"numbers beside {', '.join(map(repr, forms[:3]))}", advice
+    if OF_A_PERSON.fullmatch(str(column.name).lower()):
+        return "ids of persons", f"Write person: {column.name}, or leave the column out of features."
+    if texts.nunique() > MOST_CATEGORIES:
+        return "many different texts", "Identifiers and free text are like that: leave the column out of features."
     advice = (
         f'Name its public categories, as in categories={{"{column.name}": ["a", "b"]}}, or leave it out of features.'
     )
     return str(column.dtype), advice
+
+
+def _beside_numbers(texts: Series) -> list[str]:
+    """Return the few forms of other texts, with digits as 0, in a column with numbers in most rows; [] for others."""
+    forms = texts.str.replace(r"\d+([.,]\d+)*([eE][-+]?\d+)?", "0", regex=True)
+    other = sorted(set(forms) - {"0", "-0", "+0", "nan"})
+    like_numbers = forms.str.fullmatch(r"\W*0([ '\u2019\u00a0\u202f]0)*[^0]*").mean() > 0.5
+    return other if like_numbers and len(other) <= _MOST_FORMS else []
 
 
 def by_client(table: Table, client: str | None) -> dict[str, Table]:

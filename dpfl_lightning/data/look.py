@@ -17,7 +17,9 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.frames import (
     MARK_WORDS,
     MARKERS,
+    MOST_CATEGORIES,
     MOST_FOOTERS,
+    OF_A_PERSON,
     Table,
     is_identifier,
     not_numeric,
@@ -31,13 +33,8 @@ if TYPE_CHECKING:
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%Y/%m/%d", "%d/%m/%Y %H:%M", "%d.%m.%Y %H:%M")
 _OF_A_LABEL = re.compile("label|target|outcome|class|died|dead|death|mortal|survi|diagnos|readmi|event|^ill$|^y$")
-_OF_A_PERSON = re.compile(
-    r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
-    r"[_ .-]?(id|nr|no|num|number|nummer|key|code)?|mrn|pid"
-)
 _OF_A_SUM = re.compile("(grand |sub)?(total|sum|summe|gesamt|insgesamt)s?:?")
 _OF_A_FOOTER = re.compile("(total|sum|summe|gesamt|insgesamt|mean|average|source|quelle|note|end of)\\b|#")
-_MOST_CATEGORIES = 20
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def likely_label(columns: list[Column]) -> str | None:
 
 def likely_person(columns: list[Column]) -> str | None:
     """Return the only column whose name is one of a person's identifier, or None."""
-    named = [one.name for one in columns if _OF_A_PERSON.fullmatch(one.name.lower())]
+    named = [one.name for one in columns if OF_A_PERSON.fullmatch(one.name.lower())]
     return named[0] if len(named) == 1 else None
 
 
@@ -215,13 +212,13 @@ def _described(column: Series, forms: list[str], table: Table) -> Column:
     name, gaps = str(column.name), int(column.isna().sum())
     values, after = column.dropna(), f", {gaps} missing" if gaps else ""
     several = 2 <= values.nunique() <= 10
-    if _OF_A_PERSON.fullmatch(name.lower()) and len(values):
+    if OF_A_PERSON.fullmatch(name.lower()) and len(values):
         most = values.value_counts().max()
         return Column(name, "other", f"{values.nunique()} persons with at most {most} rows each{after}")
     if forms:
         other = f"; {' or '.join(forms[1:])} fits, too: check it" if len(forms) > 1 else ""
         return Column(name, "date", f"dates written {forms[0]}{other}{after}")
-    identifier = values.nunique() > max(_MOST_CATEGORIES, len(values) / 2)
+    identifier = values.nunique() > max(MOST_CATEGORIES, len(values) / 2)
     if not _is_text(column) and column.dtype != bool:
         whole = bool((values == values.round()).all())
         if identifier and is_identifier(column):
@@ -230,7 +227,7 @@ def _described(column: Series, forms: list[str], table: Table) -> Column:
             return Column(name, "number", _counted(values) + after, may_be_label=True, values=_different(values))
         spread = f"{values.min():g} to {values.max():g}, mean {values.mean():.3g}, deviation {values.std():.3g}"
         return Column(name, "number", spread + after)
-    if identifier or values.nunique() > _MOST_CATEGORIES:
+    if identifier or values.nunique() > MOST_CATEGORIES:
         if (held := not_numeric(column, table))[0].startswith("numbers"):
             return Column(name, "number", ". ".join(held))
         return Column(name, "other", f"{values.nunique()} different texts, as identifiers or free text have{after}")

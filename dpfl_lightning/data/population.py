@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data import persons as people
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.frames import Columns, by_client, require_filled, table_of, tables_of
+from dpfl_lightning.data.frames import (
+    Columns,
+    by_client,
+    require_filled,
+    table_of,
+    tables_of,
+    warn_of_equal_tables,
+)
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
@@ -58,7 +65,8 @@ class Population:
         persons: [n] int64 code of the person of each stored row; one code at two clients is two persons; None if
             unknown.
         rows_per_person: most rows of a person that training uses, if it counts persons (`counting`), else None.
-        units: [N] rows of each client's persons `[persons, rows_per_person]`, -1 where there is none; see `chosen`.
+        units, held_out_units: [N] rows of each client's persons `[persons, rows_per_person]`, -1 where there is none;
+            see `chosen`.
     """
 
     x: Inputs
@@ -78,6 +86,7 @@ class Population:
     persons: Tensor | None = None
     rows_per_person: int | None = None
     units: list[Tensor] | None = None
+    held_out_units: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.names:
@@ -169,12 +178,15 @@ class Population:
         return dataclasses.replace(self, rows_per_person=rows_per_person)
 
     def chosen(self, key: bytes) -> Population:
-        """Return the population with the rows of each person that training uses, chosen by the secret `key`."""
+        """Return the population with the rows of each person that releases use, chosen by the secret `key`."""
         if self.rows_per_person is None or self.persons is None:
             return self
         most, codes = self.rows_per_person, self.persons.cpu()
-        units = [people.chosen_rows(rows, codes[rows], most, key) for rows in (one.cpu() for one in self.train_of)]
-        return dataclasses.replace(self, units=[rows.to(self.y.device) for rows in units])
+        units, held_out = (
+            [people.chosen_rows(rows, codes[rows], most, key).to(self.y.device) for rows in (one.cpu() for one in each)]
+            for each in (self.train_of, self.held_out_of)
+        )
+        return dataclasses.replace(self, units=units, held_out_units=held_out)
 
     def records(self, client: int, rows: Tensor) -> tuple[Inputs, Tensor]:
         """Return training records of a client: `rows` [b] index its training rows; x [b, *X] and y [b].
@@ -183,13 +195,14 @@ class Population:
         """
         if self.rows_per_person is not None:
             assert self.units is not None, "`chosen` was not called"
-            numbers = self.units[client][rows.to(self.y.device)]
-            numbers, present = numbers.where(numbers >= 0, numbers[:, :1]), numbers >= 0
-            return Block.of(take(self.x, numbers.flatten()), present), self.y[numbers]
+            return self._blocks(self.units[client][rows.to(self.y.device)])
         return self._rows(self.train_of[client][rows.to(self.y.device)])
 
     def held_out(self, client: int) -> tuple[Inputs, Tensor]:
-        """Return all held-out records of a client: x [h, *X] and y [h]; h may be 0."""
+        """Return all held-out records of a client, or persons as `records` does: x [h, *X] and y [h]; h may be 0."""
+        if self.rows_per_person is not None:
+            assert self.held_out_units is not None, "`chosen` was not called"
+            return self._blocks(self.held_out_units[client])
         return self._rows(self.held_out_of[client])
 
     def test_records(self) -> tuple[Inputs, Tensor] | None:
@@ -199,6 +212,10 @@ class Population:
     def public_records(self) -> tuple[Inputs, Tensor]:
         """Return the records that were declared public: x [p, *X] and y [p]; p may be 0."""
         return self._rows(self.y.new_zeros(0, dtype=torch.long) if self.public is None else self.public)
+
+    def _blocks(self, units: Tensor) -> tuple[Block, Tensor]:
+        rows, present = units.where(units >= 0, units[:, :1]), units >= 0
+        return Block.of(take(self.x, rows.flatten()), present), self.y[rows]
 
     def _rows(self, rows: Tensor) -> tuple[Inputs, Tensor]:
         return take(self.x, rows), self.y[rows]
@@ -213,7 +230,9 @@ class Population:
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
             moved[name] = list(torch.cat(rows).to(device).split([len(client_rows) for client_rows in rows]))
-        moved["units"] = None if self.units is None else [rows.to(device) for rows in self.units]
+        for name in ("units", "held_out_units"):
+            units = getattr(self, name)
+            moved[name] = None if units is None else [rows.to(device) for rows in units]
         return dataclasses.replace(self, **moved)
 
     @classmethod
@@ -483,6 +502,8 @@ class Population:
         records = dict(zip(tables, parts, strict=True)) if named else parts
         test = None if test is None else table_of(test, "test", **usual)
         tested = None if test is None else columns.records(test)
+        inputs = {table.key: part[0] for table, part in zip(tables.values(), parts, strict=True)}
+        warn_of_equal_tables(inputs if tested is None else {**inputs, "test": tested[0]})
         if person is not None:
             ids = [people.ids_in(table, person) for table in tables.values()]
             options["persons"] = dict(zip(tables, ids, strict=True)) if named else ids

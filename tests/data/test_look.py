@@ -267,3 +267,39 @@ def test_a_point_that_may_be_of_a_decimal_or_of_thousands_is_to_be_checked(tmp_p
     quoted = [f'"{one.replace(".", ",")}"' for one in ONE_GROUP]
     read, found = facts_of(tmp_path, quoted, sep=",")
     assert read == {"thousands": ","} and "',' is taken for a separator of thousands: check it" in found["crp"][1]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (["<5", "< 5", ">300"], "'< 0', '<0', '>0'"),
+        (["n.b.", "nicht erhoben"], "'n.b.', 'nicht erhoben'"),
+        ([f"{row}.5 mg/l" for row in range(ROWS)], "'0 mg/l'"),
+        ([f"\N{MINUS SIGN}{row}.5" for row in range(ROWS)], "'\N{MINUS SIGN}0'"),
+        ([f"\N{NO-BREAK SPACE}{row}" for row in range(ROWS)], None),
+        ([f"{row} 234.5" for row in range(1, ROWS)] + ["<5"], "'0 0', '<0'"),
+        ([f"{row}%" for row in range(ROWS)], "'0%'"),
+    ],
+)
+def test_numbers_beside_other_signs_are_no_identifiers(written, shown, tmp_path):
+    _, found = facts_of(tmp_path, [*written, *POINTS[len(written) :]], sep="\t")
+    kind, facts = found["crp"]
+    assert kind == "number" and (shown is None or facts.startswith(f"numbers beside {shown}. ")), facts
+
+
+@pytest.mark.parametrize("form", ["P{0:03d}", "{0}{1}", "2022/{0}", "{0}-{0}", "1{0}:30", "{1}{0} x {0}"])
+def test_identifiers_with_digits_are_no_numbers(form, tmp_path):
+    letters = "ABCDEFGHIJKLM"
+    _, found = facts_of(tmp_path, [form.format(row, letters[row % 13]) for row in range(ROWS)])
+    assert found["crp"][0] == "other"
+
+
+def test_what_stands_beside_numbers_is_replaced(tmp_path):
+    (tmp_path / "one.csv").write_text(
+        "crp,ill\n<5,0\nn.b.,1\n" + "".join(f"{row + 5}.5,{row % 2}\n" for row in range(ROWS))
+    )
+    given = {"df": str(tmp_path / "one.csv"), "label": "ill", "num_classes": 2, "held_out": 0, "fill": {"crp": 10}}
+    with pytest.raises(UserError, match=r"numbers beside '<0', 'n.b.'.. Name words .*na_values: \['n.b.'\]\}, other"):
+        Population.from_dataframe(**given)
+    people = Population.from_dataframe(**given, read={"na_values": ["n.b."]}, replace={"crp": {"<5": 2.5}})
+    assert people.x[:3].tolist() == [[2.5, 0], [10, 1], [5.5, 0]]

@@ -1,5 +1,8 @@
 """Tables as hospitals write them: separators, commas, dates, gaps, other words, other orders of columns."""
 
+import re
+import warnings
+
 import numpy as np
 import pandas
 import pytest
@@ -66,7 +69,6 @@ def test_the_same_records_are_read_however_they_are_written(files):
     assert x[:2, 1:4].tolist() == [[0, 1, -1], [0.25, 0, pytest.approx(-0.95)]] and y.sum() == ROWS // 4
     assert people.schema == {
         "classes": ["no", "yes"],
-        "held_out": 0,
         "columns": ["age", "crp", "day", "sex"],
         "label": ["died"],
         "fill": {"crp": "10"},
@@ -241,3 +243,84 @@ def test_spaces_and_apostrophes_group_thousands(mark, tmp_path):
         Population.from_dataframe(**given, read={"sep": ";"})
     people = Population.from_dataframe(**given, read={"sep": ";", "thousands": mark, "decimal": ","})
     assert people.x[:, 0].tolist() == pytest.approx([1.2345, 2, 0.0075])
+
+
+@pytest.mark.parametrize(("mean", "spread", "scale"), [(2.5, 1, [20, 25]), (2.6, 2, [14, 20]), (2.6, 2.5, [300, 2000])])
+@pytest.mark.parametrize("rows", [40, 5000])
+def test_heavy_tails_are_no_other_unit(mean, spread, scale, rows):
+    """CRP by its mean and deviation; troponin by its median and quartiles, or by mean and deviation."""
+    for seed in range(20):
+        values = np.random.default_rng(seed).lognormal(mean, spread, rows).round(1)
+        table = pandas.DataFrame({"marker": values, "ill": np.arange(rows) % 2})
+        Population.from_dataframe(table, label="ill", num_classes=2, scale={"marker": scale})
+
+
+@pytest.mark.parametrize("mark", [-1, 999])
+def test_values_that_may_mark_missing_ones_are_warned_of(mark, tmp_path):
+    rng = np.random.default_rng(0)
+    age = rng.normal(60, 15, 400).round()
+    table = pandas.DataFrame({"age": age, "crp": rng.lognormal(2.5, 1, 400).round(1), "ill": np.arange(400) % 2})
+    given = {"label": "ill", "num_classes": 2, "scale": {"age": [60, 15], "crp": [20, 25]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Population.from_dataframe(table, **given)
+    table.assign(age=np.where(np.arange(400) % 50 == 0, mark, age)).to_csv(tmp_path / "one.csv", index=False)
+    way_out = f"na_values: {{age: [{mark}]}}"
+    with pytest.warns(UserNotice, match=f"df: age is {mark} in 8 rows, .*read: {{{re.escape(way_out)}}}"):
+        Population.from_dataframe(tmp_path / "one.csv", **given)
+    filled = Population.from_dataframe(
+        tmp_path / "one.csv", **given, fill={"age": 60}, read={"na_values": {"age": [mark]}}
+    )
+    assert filled.x[:, 1].sum() == 8
+
+
+@pytest.mark.parametrize("name", ["pid", "case"])
+@pytest.mark.parametrize("each", [2, 4])
+def test_ids_with_several_rows_are_no_categories(name, each):
+    table = pandas.DataFrame({name: [f"P{row // each}" for row in range(300)], "ill": np.arange(300) % 2})
+    with pytest.raises(UserError, match=f"`df: {name}` must hold numbers.* leave the column out") as refused:
+        Population.from_dataframe(table, label="ill", num_classes=2)
+    assert "categories" not in str(refused.value) and ("person: pid" in str(refused.value)) == (name == "pid")
+    assert is_identifier(pandas.Series(np.arange(300) // each, name="pid"))
+
+
+def test_labels_of_a_regression_in_another_unit_are_refused():
+    rng = np.random.default_rng(0)
+    tables = {name: pandas.DataFrame({"age": rng.normal(0, 1, 50), "y": rng.lognormal(1, 1, 50)}) for name in "ab"}
+    Population.from_dataframe(tables, test=tables["a"].assign(y=-30 * tables["a"].y), label="y")
+    for other in (1000, 0.001):
+        scaled = {name: table.assign(y=table.y * other) for name, table in tables.items()}
+        with pytest.raises(UserError, match="`client b: y` must be of the scale of client a"):
+            Population.from_dataframe({"a": tables["a"], "b": scaled["b"]}, label="y")
+        with pytest.raises(UserError, match="`test: y` must be of the scale of client a"):
+            Population.from_dataframe(tables, test=scaled["a"], label="y")
+    few = [(torch.zeros(3, 1), torch.tensor([1e-6, 0, 0])), (torch.zeros(3, 1), torch.ones(3))]
+    Population.from_datasets(few, held_out=0)
+
+
+def test_tables_that_are_given_twice_are_warned_of():
+    rng = np.random.default_rng(0)
+    drawn = pandas.DataFrame({"age": rng.integers(40, 80, 180), "sex": rng.integers(0, 2, 180), "ill": [0, 1] * 90})
+    ours, theirs, test = (drawn[start : start + 60] for start in (0, 60, 120))
+    given = {"label": "ill", "num_classes": 2, "scale": {"age": [55, 10]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Population.from_dataframe({"a": ours, "b": theirs}, test=test, **given)
+    with pytest.warns(UserNotice, match=r"client a: \d+ of 120 rows are copies of another row"):
+        Population.from_dataframe({"a": pandas.concat([ours, ours]), "b": theirs}, **given)
+    with pytest.warns(UserNotice, match="client b has the inputs of client a"):
+        Population.from_dataframe({"a": ours, "b": ours.sample(frac=1, random_state=0)}, **given)
+    with pytest.warns(UserNotice, match="test has the inputs of client b"):
+        Population.from_dataframe({"a": ours, "b": theirs}, test=theirs.copy(), **given)
+
+
+def test_a_last_row_of_means_is_warned_of():
+    rng = np.random.default_rng(0)
+    table = pandas.DataFrame(
+        {"age": rng.integers(40, 70, 60) * 1.0, "crp": rng.lognormal(2, 1, 60).round(1), "ill": ["no", "yes"] * 30}
+    )
+    given = {"label": "ill", "classes": ["no", "yes"], "scale": {"age": [55, 10], "crp": [10, 10]}}
+    for found in (table[["age", "crp"]].mean().round(1), table[["age", "crp"]].sum().round(1)):
+        last = pandas.DataFrame([{**found, "ill": "no"}])
+        with pytest.warns(UserNotice, match="df: the last row holds the means or sums of the columns .*skipfooter: 1"):
+            Population.from_dataframe(pandas.concat([table, last], ignore_index=True), **given)

@@ -84,6 +84,13 @@ class Dropping(Lit):
         self.net = nn.Sequential(self.net, nn.Dropout(0.3))
 
 
+class Standardising(Lit):
+    """It changes its input."""
+
+    def forward(self, x):
+        return self.net(x.sub_(0.5).div_(2.0))
+
+
 class OfInputs(Lit):
     """The loss is no function of outputs alone, and every layer has its learning rate."""
 
@@ -128,7 +135,7 @@ def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, o
 
 def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
     kinds = ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False))
-    for kind, *expected in (*kinds, (Dropping, "", True)):
+    for kind, *expected in (*kinds, (Dropping, "", True), (Standardising, "", True)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted = make_loop(module=kind()).module.adapted

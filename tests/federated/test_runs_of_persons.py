@@ -126,6 +126,22 @@ def test_an_epsilon_of_records_says_what_holds_for_persons(make_loop, capsys, mo
     assert says in capsys.readouterr().out
 
 
+def test_a_person_counts_once_in_released_scores(make_loop):
+    chosen = strategies.build({"size_weighted": {}, "released_scores": {"epsilon": 900}})
+    loop = run_of(make_loop, privacy=per_person(epsilon=1000.0), parts=chosen)
+    result, population = loop.run(), loop.clients.population
+    for client, released in enumerate(result.metrics["released_accuracy"]):
+        x, y = population.held_out(client)
+        loop.model.load(loop.state.models[0])
+        right = loop.model.net(x.rows).argmax(dim=1).view(y.shape) == y
+        assert len(y) == len(population.persons[population.held_out_of[client]].unique())
+        assert released == pytest.approx(float((right * x.weights).sum(dim=1).mean()), abs=0.02)
+    assert len({*result.metrics["released_accuracy"]}) > 1
+    nobody = dataclasses.replace(people(), held_out_of=[torch.empty(0, dtype=torch.long)] * 4)
+    again = run_of(make_loop, population=nobody, privacy=per_person(), parts=strategies.build({"released_scores": {}}))
+    assert again.run().metrics["released_accuracy"] == [None] * 4, "noised zeros"
+
+
 def test_rows_of_a_person_follow_from_this_person_and_the_secret():
     one, more = (population.counting("person", 4).chosen(b"secret") for population in (people(), people(extra=9)))
     known = {int(one.persons[rows[0]]): one.x[rows[rows >= 0]] for units in one.units for rows in units}

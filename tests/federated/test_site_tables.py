@@ -84,6 +84,17 @@ AT_THE_SITE = {
     ),
     "twice": (TABLE.assign(Age=1.0).rename(columns={"Age": "age"}), {}, "columns of different names.*got 'age'"),
     "another unit": (TABLE.assign(creatinine=TABLE.creatinine * 88), {}, r"`df: creatinine` .*scale: \{creatinine"),
+    "months for years": (
+        TABLE.assign(age=TABLE.age * 12),
+        {},
+        r"`df: age` must be within 20 deviations .*scale: \{age: \[50, 20\]\}, got '\d+ of 60 values that are not'",
+    ),
+    "a mark of a gap": (
+        TABLE.assign(age=TABLE.age.mask(TABLE.index % 10 == 0, 999)),
+        {},
+        r"`df: age` .*got '6 of 60 .*read: \{na_values: \{age: \[999\]",
+    ),
+    "infinity": (TABLE.assign(age=TABLE.age.mask(TABLE.index == 3, np.inf)), {}, "`df: age` must be finite"),
     "decimal comma": (TABLE.assign(age=TABLE.age.map("{:.1f}".format).str.replace(".", ",")), {}, "decimal: ','"),
     "form of dates": (TABLE.assign(day=SLASHES), {}, r"`df: day` must hold dates written ISO8601.*date_format"),
     "labels as numbers": (TABLE.assign(died=YES), {}, r"hold the given classes only, \['no', 'yes'\], got 0"),
@@ -104,7 +115,7 @@ AT_THE_SERVER = {
     "more categories": ({"categories": {"sex": ["F", "M", "D"]}}, r"\{sex: \[F, M, D\]\} instead of \{sex: \[F, M\]\}"),
     "fill": (inner("fill", crp=12), r"fill \{crp: '12'\} instead of \{crp: '10'\}"),
     "more filled": (inner("fill", age=50), r"fill \{age: '50'\} instead of \{age: null\}"),
-    "first day": ({"dates": {"day": "2020-01-01"}}, "dates {day: '2020-01-01'} instead of {day: '2022-01-01'}"),
+    "first day": ({"dates": {"day": "2021-01-01"}}, "dates {day: '2021-01-01'} instead of {day: '2022-01-01'}"),
     "unit": ({"units": {"creatinine": "umol/l"}}, r"units \{creatinine: umol/l\} instead of \{creatinine: mg/dl\}"),
     "no unit": ({"units": {}}, r"units \{creatinine: null\} instead of \{creatinine: mg/dl\}"),
     "fewer features": ({"features": FEATURES[:4], "categories": {}}, "bergen: no columns sex"),
@@ -273,8 +284,9 @@ def test_the_servers_test_table_has_the_columns_of_the_sites(given, aarhus, tmp_
         (TABLE, {"units": {"creatinine": "umol/l"}}, r"`test set` .*creatinine: umol/l\} instead of"),
         (TABLE.replace("F", "W"), {}, r"`test: sex` must hold the given categories only, .*got 'W'"),
         (TABLE.assign(age=TABLE.age.where(TABLE.age > 40)), {}, "`test: age` must have no missing value"),
+        (TABLE.assign(age=TABLE.age * 12), {}, "`test: age` must be within 20 deviations"),
     ],
-    ids=["missing column", "fewer features", "order of classes", "scale", "unit", "another category", "gap"],
+    ids=["missing column", "fewer features", "order of classes", "scale", "unit", "another category", "gap", "months"],
 )
 def test_a_test_table_that_does_not_fit_is_refused_by_name(table, given, words, aarhus, tmp_path):
     with pytest.raises(UserError, match=words):

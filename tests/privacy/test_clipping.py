@@ -17,10 +17,16 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
-from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
+from dpfl_lightning.privacy.clipping.checked import _Reference, clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Dense, Unsupported
-from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum, cross_entropy_of, evaluating
+from dpfl_lightning.privacy.clipping.reference import (
+    ClipRequest,
+    LoopClippedSum,
+    VmapClippedSum,
+    cross_entropy_of,
+    evaluating,
+)
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 from dpfl_lightning.runtime.memory import keep_freed_memory
 
@@ -599,6 +605,48 @@ def test_engine_is_chosen_with_its_reason():
         clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
         assert isinstance(clipped_sum.choose(), FastClippedSum if words.startswith("fast") else VmapClippedSum)
         assert reason == words
+
+
+class Triplet(nn.Module):
+    """An anchor beside its positive and negative: of a constant record the gradient is zero up to rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def forward(self, x):
+        anchor, *others = F.normalize(self.encoder(x), dim=-1).unbind(1)
+        return torch.stack([(anchor * one).sum(1) for one in others], dim=1) / 0.1
+
+
+class Standardising(nn.Module):
+    """It changes its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.layer(x.sub_(0.5).div_(2.0))
+
+
+def test_rules_are_right_where_a_gradient_is_zero_and_where_the_input_changes():
+    for net, shape in ((Triplet(), (3, 8)), (Standardising(), (8,))):
+        x, y = torch.randn(9, *shape), torch.arange(9) % 2
+        clipped_sum, reason = clipped_sum_for(net, None, x[:0], y[:0])
+        assert reason.startswith(("fast", "vmap"))
+        params, loop = dict(net.named_parameters()), LoopClippedSum(net, cross_entropy_of(net))
+        ours, expected = (summed(one, params, x.clone(), y, 0.3, None, 1) for one in (clipped_sum, loop))
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrong_gradient_of_a_small_record_is_seen_beside_large_ones():
+    net = nn.Linear(3, 3)
+    checks = _Reference(net, cross_entropy_of(net), torch.empty(0, 3), LABELS[:0], [*range(7)], 0, torch.float64)
+    rows = [torch.cat(checks.row(number))[None] for number in range(7)]
+    for number, row in enumerate(rows):
+        for relative, wrong in ((1e-10, None), (1e-6, "weight")):
+            assert checks.wrong_parameter([*rows[:number], row * (1 + relative), *rows[number + 1 :]]) == wrong
 
 
 class Queries(nn.Module):

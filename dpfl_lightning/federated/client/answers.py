@@ -70,8 +70,8 @@ def is_answerable(kind: type[Query]) -> bool:
     return kind in _ROWS or kind in _PLAIN_ANSWERS
 
 
-#: queries whose rows are losses, of which a person has one
-_OF_LOSSES = (SelectModel, MeanLoss, LowestLoss)
+#: queries of which a person has one row, the mean of those of its records
+_OF_PERSONS = (SelectModel, MeanLoss, LowestLoss, ScoreCounts)
 
 
 def check_answerable(query: ChargedQuery, of_persons: bool = False) -> None:
@@ -82,7 +82,7 @@ def check_answerable(query: ChargedQuery, of_persons: bool = False) -> None:
     """
     kind, advice = type(query.question), "It sums what it computes of records."
     must = f"be record with the query {kind.__name__}"
-    require(not of_persons or kind in _OF_LOSSES, "privacy.unit", must, "person", advice)
+    require(not of_persons or kind in _OF_PERSONS, "privacy.unit", must, "person", advice)
     for mechanism in query.mechanism_of.values():
         _computation(query, mechanism)
 
@@ -220,6 +220,9 @@ def _features_of_class(query: FeatureSums, client: int, module: ClientModule, x:
 
 @rows_of(ScoreCounts)
 def _bin_of(query: ScoreCounts, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
+    if isinstance(x, Block):
+        rows = _bin_of(query, client, module, x.rows, y.flatten(0, 1))
+        return (rows.unflatten(0, x.weights.shape) * x.weights[..., None]).sum(dim=1)
     output = module.output(_parameters(module, query.models[query.row_of[client]], x), x)
     task = module.task or module.infer_task(output, y)
     shares = class_logits(task.as_logits(output), y).flatten(1).softmax(dim=1)

@@ -592,7 +592,7 @@ def _same_bits(module: ClientModule, x: Inputs, y: Tensor) -> bool:
     for row in range(len(y)):
         with fixed_rng(module.device), tensors_restored(module.net):
             before = generator_states(module.device)
-            one_x, one_y = take((x, y), slice(row, row + 1))
+            one_x, one_y = take((x, y), [row])
             alone.append(module.sample_loss(module.named_trainable, one_x, one_y))
             draws |= generator_states(module.device) != before
 

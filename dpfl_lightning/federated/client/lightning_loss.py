@@ -221,7 +221,7 @@ class LightningLoss:
         def losses(x: Any, y: Tensor) -> Tensor:
             if part is None:
                 return self._of_all(params, x, y, records=len(y))
-            return self.loss(output(params, x), y)
+            return self.loss(output(params, tree_map(torch.clone, x)), y)
 
         try:
             for row in range(min(4, len(y))):
@@ -252,7 +252,11 @@ class LightningLoss:
         return loss
 
     def _of_all(self, params: Params, x: Any, y: Tensor, index: int = 0, records: int | None = None) -> Tensor:
-        """The loss of a batch, or those of so many records, `[records]`, if all are losses of torch."""
+        """The loss of a batch, or those of so many records, `[records]`, if all are losses of torch.
+
+        The module gets a copy of the batch, which it may change.
+        """
+        x = tree_map(torch.clone, x)
         named = {f"module.{name}": value for name, value in params.items()}
         with self._silent(), _SeparateLosses(records):
             loss = call(_TrainingStep(self), named, self._further_names, (x, y, index))

@@ -60,6 +60,7 @@ class RunInfo:
         exact_times: whether times are reported as measured.
         task: of the model, in words.
         replans: whether a strategy may change the schedule during the run.
+        ends_by_results: whether a strategy may end the run earlier.
         account: what the run will cost together with others on the same records, in words; empty without an account.
     """
 
@@ -81,6 +82,7 @@ class RunInfo:
     task: str = ""
     strategies: tuple[str, ...] = ()
     replans: bool = False
+    ends_by_results: bool = False
     account: str = ""
 
 

@@ -306,7 +306,7 @@ class RunSession:
     def _stated(self) -> tuple[Guarantee, ...]:
         """The clients' guarantees; those of the whole plan if when to end follows from releases."""
         guarantees = self.clients.guarantees()
-        if not any(strategy.ends_by_results for strategy in self.config.strategies):
+        if not self.config.ends_by_results:
             return guarantees
         bounds = once_each(self._planned_bound, self.schedule.clients)
         return tuple(
@@ -410,6 +410,7 @@ class RunSession:
             task=self.model.task_note,
             strategies=tuple(config.options.get("strategies") or (type(one).__name__ for one in config.strategies)),
             replans=config.replans,
+            ends_by_results=config.ends_by_results,
         )
 
     def _estimate_time(self, first_round: int) -> None:

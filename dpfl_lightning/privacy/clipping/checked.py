@@ -265,13 +265,15 @@ class _Reference:
     ) -> None:
         self.net, self.sample_loss, self._given = net, sample_loss, (x, y, kinds, least)
         self.tolerance = 1e-8 if dtype == torch.float64 else 1e-4
+        self.rounding = 64 * torch.finfo(dtype or torch.float32).eps
         fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())} if dtype else {}
         fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
         self.loss = lambda params, x, y: sample_loss({**fixed, **params}, x, y)
         params, *records = random_example(net, x, y, dtype, least=least)
         some_x, some_y = take(tuple(records), kinds)
         self.example = params, some_x, some_y
-        self._loop, self._kept = LoopClippedSum(net, self.loss), dict[int, list[Tensor]]()
+        self._loop = LoopClippedSum(net, self.loss)
+        self._kept, self._totals = dict[int, list[Tensor]](), dict[int, Tensor]()
 
     @functools.cached_property
     def exact(self) -> _Reference:
@@ -290,28 +292,36 @@ class _Reference:
             return self._kept[number]
         params, x, y = self.example
         (row,) = self._loop.each(params, take(x, [number]), y[[number]], ClipRequest(math.inf))
+        self._totals[number] = row_norms(torch.cat([row_norms(one[None]) for one in row])[None])[0]
         if sum(one.numel() for one in row) <= _MOST_KEPT:
             self._kept[number] = row
         return row
 
+    def total(self, number: int) -> Tensor:
+        """Return the norm of the whole gradient of a record."""
+        if number not in self._totals:
+            self.row(number)
+        return self._totals[number]
+
     def wrong_parameter(self, rows: Iterable[Tensor], norms: Mapping[int, Tensor] | None = None) -> str | None:
         """Return the first parameter in which a record's gradient `[1, P]` differs by more than rounding, or None.
 
-        It is the first of all if only `norms`, `[B]` by their order, are wrong: rules may enlarge them by rounding.
+        It is the first of all if only `norms`, `[B]` by their order, are wrong: rules may enlarge them by rounding. A
+        gradient that is zero up to rounding is compared with the record's whole gradient, and this with the others.
         """
         params, enlarged = self.example[0], 1e-8 if self.tolerance == 1e-8 else 1e-2
         sizes = [p.numel() for p in params.values()]
+        least = self.rounding * torch.stack([self.total(number) for number in range(len(self.example[-1]))]).median()
         for number, actual in enumerate(rows):
             exact = self.row(number)
-            whole = {order: torch.stack([row_norms(one[None], order) for one in exact]) for order in (2, 1)}
-            total = {order: row_norms(norms_of.T, order) for order, norms_of in whole.items()}
-            for name, a, b, size in zip(params, actual[0].split(sizes), exact, whole[2], strict=True):
-                # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
-                if not (a - b).norm() <= self.tolerance * (size + 1e-2 * total[2]):
+            of_each = torch.cat([row_norms(one[None]) for one in exact])
+            zero = self.tolerance * 1e-2 * self.total(number) + least
+            for name, a, b, size in zip(params, actual[0].split(sizes), exact, of_each, strict=True):
+                if not (a - b).norm() <= self.tolerance * size + zero:
                     return name
             for order, norm in (norms or {}).items():
-                right = total[order]
-                if not (1 - self.tolerance) * right <= norm[number] <= (1 + enlarged) * right:
+                right = row_norms(torch.cat([row_norms(one[None], order) for one in exact])[None], order)
+                if not (1 - self.tolerance) * right - least <= norm[number] <= (1 + enlarged) * right + least:
                     return next(iter(params))
         return None
 
@@ -382,7 +392,7 @@ def _used(fast: FastClippedSum, reference: _Reference, passes: FixedPasses) -> t
         widest = fast.widest_input(*example)
         if on_cpu:
             passes.most = min(passes.most, _CPU_NUMBERS // widest)
-            one = take(example[1:], slice(1))
+            one = take(example[1:], [0])
             work = operations_of(lambda: fast.signals(example[0], *one))
             passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
         crowd = max(_FEWEST_IN_A_CROWD, min(passes.crowd, _CROWD_NUMBERS // widest))
@@ -547,7 +557,7 @@ def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -
     if all(map(len, tree_leaves((x, y)))):
         for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
             part[:1] = given[:1]
-    own, one, operations = _own_parameters(net), take((some_x, some_y), slice(1)), 0
+    own, one, operations = _own_parameters(net), take((some_x, some_y), [0]), 0
     with suppress(Exception), torch.no_grad(), tensors_restored(net):  # what a user's code raises is raised again
         operations = operations_of(lambda: sample_loss(own, *one))
     fitting = crowd_of(operations // (_QUICKER_ON_A_GPU if some_y.is_cuda else 1))
@@ -584,7 +594,7 @@ def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, passes: FixedP
     model under autocast may raise only here, and compiled loops read numbers of their own when they are first used.
     """
     params = _own_parameters(net)
-    x, y = take(passes.examples, slice(1 if _is_large(passes) else _KINDS))
+    x, y = take(passes.examples, [*range(1 if _is_large(passes) else _KINDS)])
     if not _is_large(passes):
         clipped_sum(params, x, y, ClipRequest(1.0))
     both = reads_numbers(lambda: clipped_sum.signals(params, x, y))

@@ -170,7 +170,7 @@ class FastClippedSum:
 
         def forward(records: int) -> Tensor:
             with torch.enable_grad():
-                return self._sample_loss({**params, **leaves}, take(x, slice(records)), y[:records])
+                return self._sample_loss({**params, **leaves}, *take((x, y), [*range(records)]))
 
         self._plan = plan_of(self.net, forward, list(leaves.values())) if leaves else None
         return self
@@ -224,6 +224,7 @@ class FastClippedSum:
     def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, dict[str, Tensor]]:
         """Return what the rules read, by unit: inputs `0`, `1`, ... and any gradient `dy` of the output, `[B, ...]`."""
         with torch.no_grad(), self._watched({}) as watch:
+            x, y = take((x, y), [*range(len(y))])  # copies: the model may change them
             self._pass(watch, params, x, y, len(y))
             rows = rows_each(x)
 
@@ -244,7 +245,7 @@ class FastClippedSum:
         """Return the loss of each record `[B]`, with its graph."""
         with self._watched({}) as watch:
             watch.begin(len(y))
-            return self._watched_losses(watch, params, x, y)
+            return self._watched_losses(watch, params, *take((x, y), [*range(len(y))]))
 
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
@@ -257,7 +258,7 @@ class FastClippedSum:
         """Return the largest number of values that enter a unit for one record, at least 1."""
         with self._watched({}) as watch:
             watch.begin(rows_each(x))
-            self._watched_losses(watch, params, take(x, slice(1)), y[:1])
+            self._watched_losses(watch, params, *take((x, y), [0]))
             calls = [*watch.calls.values(), *(watch.uses.uses.values() if watch.uses else ())]
             return max(1, *(a.numel() for call in calls for a in call.inputs))
 

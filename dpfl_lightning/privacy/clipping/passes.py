@@ -144,7 +144,7 @@ class FixedPasses:
         self.examples, self.most, self.cost, self.crowd = examples, max(sizes), PASS_COST, SIZES[-1]
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
         self.draws, self.least = False, 0
-        self.padding = take(examples[0], slice(1)), examples[1][:1]
+        self.padding = take(examples, [0])
         self._sizes = sizes
         self._whole: dict[Hashable, list[int]] = {}
         self._checked: dict[tuple[Hashable, int], bool] = {}

@@ -98,6 +98,7 @@ def reads_of(sample_loss: SampleLoss, params: Params, x: Inputs, y: Tensor) -> l
 
 def _observed(sample_loss: SampleLoss, params: Params, x: Inputs, y: Tensor) -> list[Read]:
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}  # code may ask for it
+    x, y = take((x, y), [*range(len(y))])  # copies, which code may change
     watch = _Numbers([*tree_leaves(x), y])
     with torch.enable_grad(), watch, _Noting(watch) as noting:
         sample_loss(leaves, x, y)
