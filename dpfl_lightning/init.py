@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     folder = Path(flags.folder)
     require(folder.is_dir() or not folder.exists(), "FOLDER", "be a folder", str(folder))
-    files, differences = _for_tables(_tables(flags.tables), folder) if flags.tables else (_FILES, [])
+    files, differences, guessed = _for_tables(_tables(flags.tables), folder) if flags.tables else (_FILES, [], [])
     existing = ", ".join(name for name in files if (folder / name).exists())
     advice = f"It contains {existing} already; choose another folder."
     require(not existing, "FOLDER", f"have no {' or '.join(files)}", str(folder), advice)
@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps.append(f"{invocation('node')} init NODE --config data.yaml --config site.yaml   # or be a site")
     written = " and ".join(str(folder / name) for name in files)
     print("\n  ".join([f"Wrote {written}. Next:", *steps]))
+    for name in guessed:
+        print(f"{name} is not UTF-8 and was read as cp1252: if its names look wrong, write another encoding and names.")
     if differences:
         print("\n  ".join(["These files differ (for your eyes: some are values of private rows):", *differences]))
     return 0
@@ -158,8 +160,10 @@ def _tables(given: Sequence[str]) -> list[Path]:
     return paths
 
 
-def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the configurations for tables (what is shared, what stays at the site, a run), and how tables differ."""
+def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the configurations for tables (what is shared, what stays at the site, a run), how tables differ, and
+    the names of those whose encoding is a guess.
+    """
     from dpfl_lightning.data.look import differences, likely_label, likely_person, look
 
     looked = {path: look(path) for path in paths}
@@ -186,7 +190,8 @@ def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], li
     facts = [line for path in paths for line in _facts(path, looked[path][1])]
     site = _SITE.format(tables="\n    ".join(tables), facts="\n".join(facts))
     written = {"data.yaml": shared, "site.yaml": site, "run.yaml": _RUN}
-    return written, differences({path.name: looked[path] for path in paths}, label)
+    guessed = [path.name for path in paths if looked[path][0].get("encoding") == "cp1252"]
+    return written, differences({path.name: looked[path] for path in paths}, label), guessed
 
 
 def _unfilled(columns: Sequence["Column"], meaning: str) -> str:

@@ -13,7 +13,7 @@ from fakes import two_phases
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.ledger import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
@@ -103,7 +103,7 @@ def test_recomputed_is_live(accountant, make_loop, report):
     text, computed = report(loop.output_dir)
     result = json.loads((loop.output_dir / "result.json").read_text())
     whole = json.loads((loop.output_dir / "guarantees.json").read_text())
-    guarantees = guarantee_of_each(whole)
+    guarantees = read_guarantees(loop.output_dir)
     for key in ("epsilon_budget", "delta", "steps"):
         assert column(computed["clients"], key) == column(result["clients"], key), key
     epsilons = column(computed["clients"], "epsilon")

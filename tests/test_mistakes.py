@@ -50,7 +50,7 @@ TABLES = {
     ),
     "an id": (
         {"features": ["age", "patient_id"]},
-        "patient_id` must hold numbers, got 'names'. Nearly every row",
+        "patient_id` must hold numbers, got 'ids of persons'. Write person: patient_id",
     ),
     "a missing file": (
         {"features": ["age"], "test": "nowhere.csv"},

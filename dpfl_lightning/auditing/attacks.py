@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-import json
 import math
 import tempfile
 import warnings
@@ -30,7 +29,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, MeanLoss, NoMechanism
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
@@ -324,7 +323,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
             device=loop.clients.device.type,
         ).run()
         charges = [charge.purpose for charge in read_ledger(Path(folder) / "run" / "ledger.jsonl")]
-        promises = guarantee_of_each(json.loads((Path(folder) / "run" / "guarantees.json").read_text()))
+        promises = read_guarantees(Path(folder) / "run")
     first, second = strategy._answers
     if charges.count("loss") != 4:
         problems.append(f"two equal questions to two clients cause {charges.count('loss')} charges")

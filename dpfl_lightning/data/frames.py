@@ -21,7 +21,8 @@ from dpfl_lightning.errors import UserError, nearest, require, warn_user
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format", "skipfooter")
+_OF_LINES = ("skiprows", "skipfooter")
+_READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format", *_OF_LINES)
 MARKERS = ("?", "-", ".", "na", "n/a", "n.a.", "k.a.", "nan", "null", "none", "missing", "unknown")
 OF_A_PERSON = re.compile(
     r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
@@ -45,7 +46,8 @@ class Table:
     Args:
         source: a DataFrame, or the path of a CSV or Parquet file.
         read: arguments of `pandas.read_csv`: sep, decimal, thousands, encoding, na_values, keep_default_na,
-            skipfooter (rows at the end that are no records); and date_format, for all columns or by column.
+            skiprows (lines above the names), skipfooter (rows at the end that are no records); and date_format, for all
+            columns or by column.
         replace: {column: {value: other}}, for example where a site writes 1 for yes.
         rename: {column: other name}, before `replace`.
         texts: columns, by their other name, whose values are read from a CSV file as they are written: ids and dates.
@@ -107,17 +109,23 @@ class Table:
             frame = frame.assign(**_falsely_grouped(path, frame, options))
         except pandas.errors.ParserWarning:
             must = "have a name for each value of a row"
-            require(False, self.key, must, "more values than names in the first line")
+            advice = (
+                "If a title, a comment or sep=; is above the names, write read: {skiprows: 1}; if ; separates values, "
+            )
+            advice += "read: {sep: ';'}."
+            require(False, self.key, must, "more values than names in the first line", advice)
         except (ValueError, LookupError) as error:  # of the parser, or of another encoding
             reason = str(error).strip().splitlines()[0]
             advice = "Write how it is written, as in read: {sep: ';', decimal: ',', encoding: latin-1}."
             raise UserError(f"`{self.key}` must be a table that can be read, got {path}: {reason}. {advice}") from None
+        of_excel = str(header.iloc[0]).startswith("sep=")
+        require(not of_excel, self.key, "begin with names of columns", header.iloc[0], "Write read: {skiprows: 1}.")
         named = header.notna().to_numpy()  # the numbers of rows that pandas writes have no name
         frame = frame.loc[:, named].rename(columns=str.strip) if len(named) == len(frame.columns) else frame
         header = header.dropna()
         twice = next(iter(header[header.duplicated()]), None)  # which pandas renames to name.1
         require(twice is None, self.key, "have columns of different names", twice, "Leave one of them out.")
-        mark = next((one for one in ";\t|" if len(frame.columns) == 1 and one in str(frame.columns[0])), "")
+        mark = next((one for one in ";\t|," if len(frame.columns) == 1 and one in str(frame.columns[0])), "")
         advice = f"Write read: {{sep: {mark!r}}}."
         require(not mark, self.key, "have several columns", f"one, with {mark!r} in its name", advice)
         require(len(frame) > 0, self.key, "have rows", "a first line alone")
@@ -139,13 +147,21 @@ class Table:
         column, given = self.frame[name], self.read.get("date_format", "ISO8601")
         written = given.get(name, "ISO8601") if isinstance(given, Mapping) else given
         try:
-            dates = pandas.to_datetime(column, format=written)
-            dates = dates.dt.tz_localize(None)
+            texts = column if pandas.api.types.is_datetime64_any_dtype(column) else without_zone(column)
+            dates = pandas.to_datetime(texts, format=written).dt.tz_localize(None)
         except (ValueError, TypeError, AttributeError):
             form = f'read: {{date_format: {{{name}: "%d/%m/%Y"}}}}'
             must, advice = f"hold dates written {written}", f"Write their form, as in {form}."
+            if pandas.to_numeric(column, errors="coerce").notna().all():
+                advice += " If they are days since 1899-12-30, as Excel counts, write them as dates."
             raise UserError(f"`{self.key}: {name}` must {must}, got others. {advice}") from None
         return (dates - pandas.Timestamp(origin)) / pandas.Timedelta(days=1)
+
+
+def without_zone(column: Series) -> Series:
+    """Return dates as texts in their own time: summer and winter have other offsets."""
+    texts = column.map(as_text, na_action="ignore")
+    return texts.astype("str").str.replace(r"(:\d\d(?:\.\d+)?) ?(?:Z|[+-]\d\d:?\d\d)$", r"\1", regex=True)
 
 
 def _falsely_grouped(path: Path, frame: DataFrame, options: Mapping[str, Any]) -> dict[str, Series]:
@@ -358,6 +374,7 @@ class Columns:
         x = np.stack(columns, axis=1)
         self._check_scales(x, table)
         _warn_of_copies(table, self.person)
+        _warn_of_footer(frame[[*self.labels, *(self.features or ())]], table.key)
         self._warn_of_constants(table)
         return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
 
@@ -387,7 +404,7 @@ class Columns:
         if name in self.categories:
             known = list(self.categories[name])
             unknown = next((value for value in column.unique().tolist() if value not in known), None)
-            advice = f"If it means one of them, write replace: {{{name}: {{{unknown}: ...}}}}."
+            advice = f"If it means one of them, write replace: {{{name}: {{{inline(unknown)}: ...}}}}."
             require(unknown is None, here, f"hold the given categories only, {known}", unknown, advice)
             return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
@@ -460,13 +477,35 @@ def is_identifier(column: Series) -> bool:
 
 
 def _warn_of_copies(table: Table, person: str | None) -> None:
-    """Warn of rows that equal another one in all columns, if a column tells nearly all other rows apart."""
+    """Warn of rows that equal another one in all columns, if a column tells nearly all others apart, or all do."""
     rows = table.frame.drop_duplicates()
     copies = len(table.frame) - len(rows)
-    if copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows):
+    several = copies >= len(rows) > 20 and np.gcd.reduce(table.frame.value_counts(dropna=False)) > 1  # whole tables
+    if several or (copies and any(rows[name].nunique() > max(20, 0.9 * len(rows)) for name in rows)):
         means = "with privacy.unit record " * (person is not None)
         means += "the guarantee is for one of them, and k rows of a person have up to k times its epsilon"
         warn_user(f"{table.key}: {copies} of {len(table.frame)} rows are copies of another row: {means}; remove them")
+
+
+def warn_of_equal_tables(inputs: Mapping[str, np.ndarray]) -> None:
+    """Warn if two tables have the same rows of inputs [n, F], in any order, more than by chance."""
+    seen: dict[bytes, str] = {}
+    for name, x in inputs.items() if len(inputs) > 1 else ():
+        rows = np.unique(x, axis=0)
+        first = seen.setdefault(rows.tobytes(), name) if len(rows) > 20 else name
+        if first != name:
+            warn_user(f"{name} has the inputs of {first}, row by row: is one table given twice?")
+
+
+def _warn_of_footer(frame: DataFrame, key: str) -> None:
+    """Warn if the last row has the means or the sums of two or more columns in the rows above it."""
+    above, last = frame.iloc[:-1].select_dtypes("number"), frame.iloc[-1]
+    above = above.loc[:, above.nunique() > 2]
+    for one in (above.mean(), above.sum()):
+        rounded = [round(one[name], len(as_text(last[name]).partition(".")[2])) for name in above]
+        if len(rounded) > 1 and all(np.isclose(rounded, [float(last[name]) for name in above])):
+            told = f"the last row holds the means or sums of the columns {', '.join(map(str, above))}"
+            warn_user(f"{key}: {told}: if it is no record, write read: {{skipfooter: 1}}")
 
 
 def _days(day: Any, origin: Any) -> float:

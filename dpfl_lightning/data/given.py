@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
+from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, record_shape, take
@@ -115,7 +116,10 @@ class Source:
         )
         unknown = next((name for name in names if name not in number_of), None)
         yes_no = "YAML reads yes and no without quotation marks as true and false: write 'yes' and 'no'."
-        advice = yes_no if isinstance(unknown, str) and True in self.classes else ""
+        replace = (
+            f"If it means one of them, write replace: {{{self.label}: {{{inline(unknown)}: ...}}}} beside its table."
+        )
+        advice = yes_no if isinstance(unknown, str) and any(one is True for one in self.classes) else replace
         require(unknown is None, where, f"hold the given classes only, {list(self.classes)}", unknown, advice)
         return torch.tensor([number_of[name] for name in names])
 

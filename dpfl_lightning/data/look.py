@@ -24,6 +24,7 @@ from dpfl_lightning.data.frames import (
     is_identifier,
     not_numeric,
     number_marks,
+    without_zone,
 )
 from dpfl_lightning.errors import require
 
@@ -133,15 +134,25 @@ def _how_written(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         encoding, text = "cp1252", content.decode("cp1252", errors="replace")
     read = {} if encoding.startswith("utf-8") else {"encoding": encoding}
-    header = text.partition("\n")[0].strip()
-    cells = {sep: next(csv.reader([header], delimiter=sep), []) for sep in ",;\t|"}
-    sep = max(cells, key=lambda one: len(cells[one]))
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    above = next(
+        (n for n, line in enumerate(lines) if not re.match(r"\W*sep=.\W*$|#", line) and len(_cells(line)) > 1), 0
+    )
+    sep, header = _separator(lines[above]), _cells(lines[above])
     advice = "Names of columns leave the site: the values of a row must not. Write the names into the first line."
-    is_row = any(re.fullmatch(r"[-+]?[\d.,:/-]*\d[\d.,:/-]*", cell.strip()) for cell in cells[sep])
+    is_row = any(re.fullmatch(r"[-+]?[\d.,:/-]*\d[\d.,:/-]*", cell.strip()) for cell in header)
     require(not is_row, "--from", f"have the names of its columns in the first line of {path.name}", "a number", advice)
-    footers = _footers(csv.reader(io.StringIO(text, newline=""), delimiter=sep))
-    known = {**({} if sep == "," else {"sep": sep}), **({"skipfooter": footers} if footers else {})}
-    return {**known, **read}
+    footers = _footers(csv.reader(io.StringIO("\n".join(lines[above:]), newline=""), delimiter=sep))
+    found = {"sep": sep, "skiprows": above, "skipfooter": footers}
+    return {name: value for name, value in found.items() if value not in (",", 0)} | read
+
+
+def _separator(line: str) -> str:
+    return max(",;\t|", key=lambda sep: len(next(csv.reader([line], delimiter=sep), [])))
+
+
+def _cells(line: str) -> list[str]:
+    return next(csv.reader([line.strip()], delimiter=_separator(line)), [])
 
 
 def _footers(rows: Iterator[list[str]]) -> int:
@@ -205,14 +216,17 @@ def _date_forms(column: Series) -> list[str]:
     if values.empty or not values.str.contains(r"\d\D\d").all():
         return []
     forms = ("ISO8601", *_DATES)
+    values = without_zone(values)
     return [one for one in forms if pandas.to_datetime(values, format=one, errors="coerce").notna().all()]
 
 
 def _described(column: Series, forms: list[str], table: Table) -> Column:
     name, gaps = str(column.name), int(column.isna().sum())
     values, after = column.dropna(), f", {gaps} missing" if gaps else ""
+    if values.empty:
+        return Column(name, "other", "no value in any row")
     several = 2 <= values.nunique() <= 10
-    if OF_A_PERSON.fullmatch(name.lower()) and len(values):
+    if OF_A_PERSON.fullmatch(name.lower()):
         most = values.value_counts().max()
         return Column(name, "other", f"{values.nunique()} persons with at most {most} rows each{after}")
     if forms:

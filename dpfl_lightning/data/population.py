@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data import persons as people
 from dpfl_lightning.data.datasets import Dataset
-from dpfl_lightning.data.frames import Columns, by_client, require_filled, table_of, tables_of
+from dpfl_lightning.data.frames import (
+    Columns,
+    by_client,
+    require_filled,
+    table_of,
+    tables_of,
+    warn_of_equal_tables,
+)
 from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
@@ -495,6 +502,8 @@ class Population:
         records = dict(zip(tables, parts, strict=True)) if named else parts
         test = None if test is None else table_of(test, "test", **usual)
         tested = None if test is None else columns.records(test)
+        inputs = {table.key: part[0] for table, part in zip(tables.values(), parts, strict=True)}
+        warn_of_equal_tables(inputs if tested is None else {**inputs, "test": tested[0]})
         if person is not None:
             ids = [people.ids_in(table, person) for table in tables.values()]
             options["persons"] = dict(zip(tables, ids, strict=True)) if named else ids

@@ -122,13 +122,18 @@ def completed(rounds: Sequence[Round], result: RunResult) -> list[Round]:
     return [*(one for one in rounds if one is not last), dataclasses.replace(last, values=values, clients=columns)]
 
 
-def with_clients(one: Round) -> dict[str, float | None]:
-    """Return the curves of a round and those of each client, `val_auroc/bergen`."""
+#: begins of the curves of scores that clients have released with noise
+RELEASED = ("train_released_", "train_noise_of_")
+
+
+def with_clients(one: Round, begins: str | tuple[str, ...] = "") -> dict[str, float | None]:
+    """Return the curves of a round and those of each client that begin so, `val_auroc/bergen`."""
     return {
         **one.values,
         **{
             f"{curve}/{client}": value
             for curve, column in one.clients.items()
+            if curve.startswith(begins)
             for client, value in zip(_charts(list(column)), column.values(), strict=True)
         },
     }

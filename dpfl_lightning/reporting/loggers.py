@@ -47,7 +47,7 @@ class Loggers(Callback):
 
     def _log(self, rounds: Sequence[history.Round]) -> None:
         for one in rounds:
-            values = curves.with_clients(one) if self._per_client else one.values
+            values = curves.with_clients(one, "" if self._per_client else curves.RELEASED)
             values = curves.with_headline(values, one.values)
             known = {name: (one.round, value) for name, value in values.items() if value is not None}
             new = {name: value for name, (_, value) in known.items() if self._logged.get(name) != known[name]}

@@ -14,7 +14,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from dpfl_lightning.config.reading import read_bytes
+from dpfl_lightning.config.reading import check_format, read_bytes
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.ledger.file import CHANGED, Head
 from dpfl_lightning.runtime.files import write_json
@@ -22,7 +22,7 @@ from dpfl_lightning.runtime.strict_json import parsed
 
 _PRIME = 2**255 - 19
 _LOW_ORDER = (0, 1, 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826)  # coordinates, up to their sign
-FILE = "receipts.json"  # beside the ledger of a run over nodes
+FILE, FORMAT = "receipts.json", 1  # beside the ledger of a run over nodes
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def write_receipts(folder: Path, receipts: Mapping[int, Receipt], public_keys: S
         {"client": client, "public_key": public_keys[client], **dataclasses.asdict(receipt)}
         for client, receipt in sorted(receipts.items())
     ]
-    write_json(folder / FILE, {"clients": rows})
+    write_json(folder / FILE, {"format": FORMAT, "clients": rows})
 
 
 def read_receipts(folder: Path, public_keys: Sequence[str] | None = None) -> dict[int, Receipt]:
@@ -116,13 +116,17 @@ def read_receipts(folder: Path, public_keys: Sequence[str] | None = None) -> dic
     if not file.is_file():
         return {}
     try:
-        rows = parsed(read_bytes(file))["clients"]
+        content = parsed(read_bytes(file))
+        check_format(file, content.get("format"), FORMAT)
+        rows = content["clients"]
         keys = {row["client"]: row["public_key"] for row in rows}
         known = keys if public_keys is None else dict(enumerate(public_keys))
         if len(keys) < len(rows) or not keys.items() <= known.items():
             raise ValueError("other clients")
         return dict(map(_receipt_in, rows))
-    except (ValueError, TypeError, KeyError):
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"`{file}` must hold receipts that nodes have signed, got others. {CHANGED}") from None
 
 

@@ -38,7 +38,7 @@ def read_terms(path: Path) -> Terms:
 
     Raises UserError if it is none, of another version, or has text that could be taken for words of this program.
     """
-    terms = _read(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
+    terms = read_message(Terms, path, "PLAN", "be a file that `dpfl plan --export` wrote")
     plan = terms.plan
     agree = len(plan.schedule.clients) == len(terms.sites) and plan.schedule.rounds == plan.rounds
     agree = agree and [one.num_records for one in plan.settings] == [site.num_records for site in terms.sites]
@@ -69,7 +69,7 @@ def server_words(text: str) -> str:
 
 def read_site(path: Path, key: str = "--sites") -> Site:
     """Return the facts of a site from its file. Raises UserError, about `key`, if it is none, or has odd names."""
-    site = _read(Site, path, key, "be files site.json that `dpfl node init` wrote")
+    site = read_message(Site, path, key, "be files site.json that `dpfl node init` wrote")
     _check_site(key, site)
     return site
 
@@ -127,7 +127,8 @@ def several_records(site: Site) -> tuple[str, ...]:
     return (SEVERAL_RECORDS,) if silent else ()
 
 
-def _read(kind: type[T], path: Path, key: str, must: str) -> T:
+def read_message(kind: type[T], path: Path, key: str, must: str) -> T:
+    """Return the message in a text file. Raises UserError, about `key`, if it is another one, or of another format."""
     content = read_bytes(path, key, _MOST_TEXT, f"It must {must}.")
     try:
         return wire.from_text(kind, content)

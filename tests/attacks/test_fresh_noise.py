@@ -19,7 +19,7 @@ from dpfl_lightning.federated.client.answers import rows_of
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
-from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -212,7 +212,7 @@ def test_choices_without_noise_are_covered_by_no_epsilon(selection, tmp_path, ca
     ).run()
     bare = selection == "paper_argmin"
     assert [one["epsilon_spent"] is None for one in result.clients] == [bare] * 4
-    promises = guarantee_of_each(json.loads((tmp_path / "run" / "guarantees.json").read_text()))
+    promises = read_guarantees(tmp_path / "run")
     assert [one["epsilon"] is None for one in promises] == [bare] * 4
     assert ledger([str(tmp_path / "run"), "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -10,6 +10,7 @@ import yaml
 from dpfl_lightning import Population
 from dpfl_lightning.__main__ import main
 from dpfl_lightning.config.load import load
+from dpfl_lightning.data.frames import Table
 from dpfl_lightning.data.look import Column, likely_label, likely_person, look
 from dpfl_lightning.errors import UserError
 
@@ -303,3 +304,36 @@ def test_what_stands_beside_numbers_is_replaced(tmp_path):
         Population.from_dataframe(**given)
     people = Population.from_dataframe(**given, read={"na_values": ["n.b."]}, replace={"crp": {"<5": 2.5}})
     assert people.x[:3].tolist() == [[2.5, 0], [10, 1], [5.5, 0]]
+
+
+@pytest.mark.parametrize("above", ["sep=;\n", "# exported in 2023\n", "Export of ward 7\n\n# draft\n"])
+def test_lines_above_the_names_are_skipped(above, tmp_path):
+    text = "age;ill\n" + "50,5;0\n60,5;1\n" * 30
+    (tmp_path / "one.csv").write_text(above + text)
+    read, columns = look(tmp_path / "one.csv")
+    assert read == {"sep": ";", "skiprows": above.count("\n"), "decimal": ","}
+    assert [one.name for one in columns] == ["age", "ill"] and columns[0].facts.startswith("50.5 to 60.5")
+
+
+def test_lines_that_old_computers_end_are_read(tmp_path):
+    (tmp_path / "one.csv").write_bytes(b"age,ill\r" + b"50.5,0\r60.5,1\r" * 30)
+    read, columns = look(tmp_path / "one.csv")
+    assert read == {} and columns[0].facts.startswith("50.5 to 60.5")
+
+
+def test_dates_of_summer_and_winter_are_days(tmp_path):
+    days = [f"2024-0{row % 9 + 1}-05T08:00:00+0{1 + (row % 9 > 2)}:00" for row in range(ROWS)]
+    read, found = facts_of(tmp_path, days)
+    assert read == {"sep": ";"} and found["crp"] == ("date", "dates written ISO8601")
+    table = Table(str(tmp_path / "one.csv"), "df", read, texts=["crp"])
+    assert table.days("crp", "2024-01-01")[[0, 6]].tolist() == [4 + 1 / 3, 186 + 1 / 3]
+
+
+def test_a_guessed_encoding_and_columns_without_values_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "věk;zemřel;nic\n" + "50;ano;\n60;ne;\n" * 30
+    (tmp_path / "one.csv").write_text(text, encoding="cp1250")
+    assert main(["init", "--from", "one.csv"]) == 0
+    assert "one.csv is not UTF-8 and was read as cp1252" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "data.yaml").read_text())["data"]["init_args"]["drop"] == ["nic"]
+    assert "nic: no value in any row" in (tmp_path / "site.yaml").read_text()

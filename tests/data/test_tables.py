@@ -69,7 +69,6 @@ def test_the_same_records_are_read_however_they_are_written(files):
     assert x[:2, 1:4].tolist() == [[0, 1, -1], [0.25, 0, pytest.approx(-0.95)]] and y.sum() == ROWS // 4
     assert people.schema == {
         "classes": ["no", "yes"],
-        "held_out": 0,
         "columns": ["age", "crp", "day", "sex"],
         "label": ["died"],
         "fill": {"crp": "10"},
@@ -297,3 +296,73 @@ def test_labels_of_a_regression_in_another_unit_are_refused():
             Population.from_dataframe(tables, test=scaled["a"], label="y")
     few = [(torch.zeros(3, 1), torch.tensor([1e-6, 0, 0])), (torch.zeros(3, 1), torch.ones(3))]
     Population.from_datasets(few, held_out=0)
+
+
+def test_tables_that_are_given_twice_are_warned_of():
+    rng = np.random.default_rng(0)
+    drawn = pandas.DataFrame({"age": rng.integers(40, 80, 180), "sex": rng.integers(0, 2, 180), "ill": [0, 1] * 90})
+    ours, theirs, test = (drawn[start : start + 60] for start in (0, 60, 120))
+    given = {"label": "ill", "num_classes": 2, "scale": {"age": [55, 10]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Population.from_dataframe({"a": ours, "b": theirs}, test=test, **given)
+    with pytest.warns(UserNotice, match=r"client a: \d+ of 120 rows are copies of another row"):
+        Population.from_dataframe({"a": pandas.concat([ours, ours]), "b": theirs}, **given)
+    with pytest.warns(UserNotice, match="client b has the inputs of client a"):
+        Population.from_dataframe({"a": ours, "b": ours.sample(frac=1, random_state=0)}, **given)
+    with pytest.warns(UserNotice, match="test has the inputs of client b"):
+        Population.from_dataframe({"a": ours, "b": theirs}, test=theirs.copy(), **given)
+
+
+def test_a_last_row_of_means_is_warned_of():
+    rng = np.random.default_rng(0)
+    table = pandas.DataFrame(
+        {"age": rng.integers(40, 70, 60) * 1.0, "crp": rng.lognormal(2, 1, 60).round(1), "ill": ["no", "yes"] * 30}
+    )
+    given = {"label": "ill", "classes": ["no", "yes"], "scale": {"age": [55, 10], "crp": [10, 10]}}
+    for found in (table[["age", "crp"]].mean().round(1), table[["age", "crp"]].sum().round(1)):
+        last = pandas.DataFrame([{**found, "ill": "no"}])
+        with pytest.warns(UserNotice, match="df: the last row holds the means or sums of the columns .*skipfooter: 1"):
+            Population.from_dataframe(pandas.concat([table, last], ignore_index=True), **given)
+
+
+@pytest.mark.parametrize("above", ["sep=;\n", "# exported\n", "Export of ward 7\n"])
+def test_lines_above_the_names_are_skipped_by_a_word(above, tmp_path):
+    (tmp_path / "one.csv").write_text(above + "age;ill\n50;0\n60;1\n")
+    given = {"df": str(tmp_path / "one.csv"), "label": "ill", "num_classes": 2, "held_out": 0}
+    with pytest.raises(UserError, match=r"read: \{skiprows: 1\}"):
+        Population.from_dataframe(**given, read={"sep": ";"})
+    assert Population.from_dataframe(**given, read={"sep": ";", "skiprows": 1}).x.tolist() == [[50], [60]]
+
+
+WAYS_OUT = {
+    "decimal commas in a file with another separator": ("age;ill\n50,5;0\n", {}, {}, r"read: \{sep: ';'\}"),
+    "a separator of another file": ("age,ill\n50,0\n", {"sep": ";"}, {}, r"Write read: \{sep: ','\}"),
+    "labels of another word": (
+        "age,ill\n50,Yes\n",
+        {},
+        {"classes": ["no", "yes"]},
+        r"replace: \{ill: \{'Yes': \.\.\.\}\}",
+    ),
+    "a blank": ("age,sex,ill\n5,M ,0\n", {}, {"categories": {"sex": ["M"]}}, r"replace: \{sex: \{'M ': \.\.\.\}\}"),
+    "days of Excel": ("day,ill\n45292,0\n45293,1\n", {}, {"dates": {"day": "2024-01-01"}}, "days since 1899-12-30"),
+}
+
+
+@pytest.mark.parametrize("case", WAYS_OUT)
+def test_a_refusal_names_a_way_out(case, tmp_path):
+    text, read, given, words = WAYS_OUT[case]
+    (tmp_path / "one.csv").write_text(text)
+    with pytest.raises(UserError, match=words):
+        Population.from_dataframe(str(tmp_path / "one.csv"), label="ill", num_classes=2, read=read, **given)
+
+
+def test_dates_in_whole_numbers_and_texts_for_classes_in_numbers(tmp_path):
+    frame = pandas.DataFrame({"day": [20240101, 20240103], "age": [1, 2], "ill": [0, 1]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        days = Table(frame, "df").days("day", "2024-01-01")
+    assert days.tolist() == [0, 2]
+    with pytest.raises(UserError, match="got '0'") as refused:
+        Population.from_dataframe(frame.astype({"ill": str}), label="ill", classes=[0, 1], drop=["day"])
+    assert "YAML" not in str(refused.value)

@@ -16,7 +16,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.plan import main as plan
@@ -209,7 +209,7 @@ def test_with_diagnostics_no_epsilon_is_claimed_anywhere(make_loop):
     assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.words().startswith(
         WORDS
     )
-    saved = guarantee_of_each(json.loads((loop.output_dir / "guarantees.json").read_text()))
+    saved = read_guarantees(loop.output_dir)
     assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
     report = ledger_report.read([loop.clients.folder.ledger_file])  # from the file alone
     assert all(math.isinf(account.epsilon) for account in report.accounts) and report.weakest.words().startswith(WORDS)

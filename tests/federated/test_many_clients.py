@@ -10,7 +10,7 @@ from conftest import private
 
 from dpfl_lightning import ClientOptions, Population
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 
 COHORT, BUDGETS = 5, (2.0, 8.0)
@@ -74,5 +74,5 @@ def test_equal_guarantees_are_one_object_and_written_once(many):
     kinds = {(client % 2, took_part[client]): promises[client] for client in range(40)}
     assert all(promises[client] is kinds[client % 2, took_part[client]] for client in range(40))
     written = json.loads((loop.output_dir / "guarantees.json").read_text())
-    assert guarantee_of_each(written) == [json.loads(json.dumps(one.as_dict())) for one in promises]
+    assert read_guarantees(loop.output_dir) == [json.loads(json.dumps(one.as_dict())) for one in promises]
     assert len(written["guarantees"]) == len(set(promises)) <= len(kinds) == 4

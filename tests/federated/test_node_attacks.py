@@ -141,7 +141,7 @@ def test_damaged_files_of_a_node_are_one_sentence(tmp_path, terms):
         with pytest.raises(UserError, match="PLAN"):
             read_terms(tmp_path / "plan.json")
     state = StateFolder(tmp_path)
-    (tmp_path / "node.json").write_text("{}")
+    (tmp_path / "node.json").write_text('{"format": 1}')
     with pytest.raises(UserError, match="settings of a node"):
         state.settings()
     state.save(settings_for(0))

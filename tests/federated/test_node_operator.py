@@ -26,7 +26,7 @@ from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import MOST_HEADER, Ask
 from dpfl_lightning.sites.node.accept import accept, cost_of, open_study
 from dpfl_lightning.sites.node.service import Node
-from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.node.state import StateFolder, kept_releases
 from dpfl_lightning.sites.server.deploy import planning_loop, remote_population, terms_of
 from dpfl_lightning.sites.terms import read_terms
 from dpfl_lightning.sites.wire import digest
@@ -196,6 +196,17 @@ def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch)
     assert not (state.plan_folder(digest(terms)) / "error.log").exists()
     state.withdraw(digest(terms))
     assert "ready" not in said("serve")
+
+
+def test_releases_of_another_format_are_not_served(state, terms, said):
+    accept(state, terms, 3.0)
+    node = Node(state, open_study)
+    assert asked(node, a_request(terms, MODEL)).value.shape == MODEL.shape
+    node.close()
+    (file,) = kept_releases(state.plan_folder(digest(terms)))
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + bytes([wire.VERSION + 1]) + content[5:])
+    assert "not ready: the message is of format 3, not of 2" in said("serve", code=2)
 
 
 def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path):

@@ -34,7 +34,7 @@ from dpfl_lightning.federated.messages.query import (
     event_of,
 )
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import guarantee_of_each
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.ledger import main as ledger_command
 from dpfl_lightning.models.model import FORWARD_CHUNK
@@ -389,7 +389,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
         return {client for client, value in enumerate(values) if value is None or math.isinf(value)}
 
     folder, last = loop.output_dir, live._reports[-1]
-    promises = guarantee_of_each(json.loads((folder / "guarantees.json").read_text()))
+    promises = read_guarantees(folder)
     page, ledger = (folder / "guarantee.html").read_text(), json.loads(report.splitlines()[-1])
     for place, epsilons in {
         "result": [one["epsilon_spent"] for one in json.loads((folder / "result.json").read_text())["clients"]],

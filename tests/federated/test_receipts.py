@@ -256,14 +256,15 @@ def test_a_run_keeps_the_heads_that_nodes_have_signed(tmp_path, terms, capsys):
     assert ledger([str(run)]) == 0
     assert "receipts.json beside it holds the heads of ledgers that 2 nodes signed" in capsys.readouterr().out
     file, mirror = run / "receipts.json", run / "ledger.jsonl"
-    rows = json.loads(file.read_text())["clients"]
+    written = json.loads(file.read_text())
+    rows = written["clients"]
     assert [row["public_key"] for row in rows] == [public_key(key_of(client)) for client in range(2)]
     for node, row in zip(nodes, rows, strict=True):
         assert row["ledger"] == json.loads((node.state.plan_folder(digest(terms)) / "ledger.head").read_text())
         node.close()
 
     def problem(**changed):
-        file.write_text(json.dumps({"clients": [rows[0], {**rows[1], **changed}]}))
+        file.write_text(json.dumps({**written, "clients": [rows[0], {**rows[1], **changed}]}))
         assert ledger([str(run)]) == 2
         return capsys.readouterr().err
 
@@ -310,7 +311,8 @@ def test_a_run_is_resumed_with_the_receipts_of_its_nodes_only(finished, change, 
     nodes, terms, folder = finished
     file = folder / "run" / "receipts.json"
     content = file.read_text()
-    file.write_text(json.dumps({"clients": change(json.loads(content)["clients"])}))
+    written = json.loads(content)
+    file.write_text(json.dumps({**written, "clients": change(written["clients"])}))
     with pytest.raises(UserError, match=rf"receipts\.json` must .*{words}|receipts\.json` {words}"):
         over(nodes, terms, options(folder)).run(resume=True)
     file.write_text(content)

@@ -19,11 +19,14 @@ from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.query import ChargedQuery, ScoreCounts
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.reporting.mlflow.sync import _curves
+from dpfl_lightning.reporting.run_files import read_run
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
 from dpfl_lightning.sites.node import study
@@ -69,6 +72,8 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         capsys.readouterr()
         assert main(["status", str(node.state.path)]) == 0
         shown = capsys.readouterr().out
+        sent = {name for one in _curves(read_run(loop.output_dir), per_client=False).values() for name in one}
+        assert ({"train_released_accuracy/00", "train_noise_of_accuracy/01"} <= sent) == bool(strategies)
         assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (majority class" in shown
         assert ("sent: 1 noised set of counts of held-out records" in shown) == bool(strategies)
         paid = [charge.purpose for charge in read_ledger(folder / "ledger.jsonl")]
@@ -196,11 +201,30 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
     population = Population.from_datasets(whole, held_out=0.0, num_classes=2)
     loop = make_loop(population, torch.nn.Linear(6, 2), parts=build(RELEASED))
     result = loop.run()
+    (words,) = [one for one in result.remarks if "released score" in one]
+    assert words.endswith("A released score is - where its records are too few for the noise: clients 0, 1, 2, 3.")
     assert [row["releases"] for row in result.clients] == [4] * 4, "noised zeros, as if there were held-out records"
     assert result.metrics["released_auroc"] == [None] * 4
     with pytest.raises(UserError, match="`task` must be binary or multiclass with released_scores"):
         numbers = {str(client): (torch.zeros(50, 6), torch.zeros(50)) for client in range(4)}
         make_loop(Population.from_datasets(numbers), torch.nn.Linear(6, 1), parts=build(RELEASED)).plan_schedule()
+
+
+class Early(Strategy):
+    """Ends the run after three rounds."""
+
+    ends_by_results = True
+
+    def stop(self, view):
+        return "enough" if view.state.round == 3 else None
+
+
+def test_a_run_that_may_end_earlier_is_asked_in_between(make_loop):
+    with pytest.raises(UserError, match=r"`strategies\.released_scores\.every` must be a number of rounds"):
+        make_loop(parts=[*build(RELEASED), Early()]).plan_schedule()
+    for every, words in {2: "Scores were released after round 2; metrics.jsonl has them.", 4: "No scores were"}.items():
+        loop = make_loop(rounds=5, parts=[*build({"size_weighted": {}, "released_scores": {"every": every}}), Early()])
+        assert [one for one in loop.run().remarks if words in one]
 
 
 def slow_counts(shares, labels, edges):

@@ -14,20 +14,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import blobs, private, small_loop
+from conftest import blobs, private, small_loop, small_net
 
 from dpfl_lightning import DistilledSet
+from dpfl_lightning.config.reading import read_tensors
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.folder import ClientFolder
+from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
+from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.privacy.ledger import file as ledger
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Released
+from dpfl_lightning.sites.node.scores import KeptScores, read_scores
+from dpfl_lightning.sites.node.state import Reservation, StateFolder
+from dpfl_lightning.sites.node.study import Kept
+from dpfl_lightning.sites.receipt import Receipt, public_key, read_receipts, write_receipts
 from dpfl_lightning.sites.terms import read_site, read_terms
 
 HERE = Path(__file__).parent
@@ -71,8 +79,8 @@ def checkpoint_with(path: Path, number: int) -> None:
         RunFolder(path.parent).save_checkpoint(content, ClientFolder(path.parent).seal)
 
 
-def released(path: Path) -> Released:
-    return wire.decode(Released, path.read_bytes())
+def message(kind: type) -> Callable[[Path], object]:
+    return lambda path: wire.decode(kind, path.read_bytes())
 
 
 #: file -> how it is read, its number, how it gets another number
@@ -86,33 +94,48 @@ FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "set/distilled.json": (lambda path: DistilledSet.load(path.parent), 1, with_number),
     "sites/site.json": (read_site, 2, text_with),
     "sites/plan.json": (read_terms, 2, text_with),
-    "sites/released.bin": (released, 2, bytes_with),
+    "sites/released.bin": (message(Released), 2, bytes_with),
+    "sites/kept.bin": (message(Kept), 2, bytes_with),
+    "run/guarantees.json": (lambda path: read_guarantees(path.parent), 1, with_number),
+    "run/receipts.json": (lambda path: read_receipts(path.parent), 1, with_number),
+    "node/node.json": (lambda path: StateFolder(path.parent).settings(), 1, with_number),
+    "node/plans/0/reserved.json": (lambda path: StateFolder(path.parents[2]).plans(), 1, with_number),
+    "node/plans/0/scores.json": (lambda path: read_scores(path.parent), 2, text_with),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_sample_is_read_and_another_number_is_refused(name, tmp_path):
     read, number, renumber = FORMATS[name]
-    shutil.copytree((HERE / name).parent, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / Path(name).name
+    top = Path(name).parts[0]
+    shutil.copytree(HERE / top, tmp_path / top)
+    path = tmp_path / name
     assert read(path)
     renumber(path, number + 1)
-    with pytest.raises((UserError, wire.WireError), match=f"format {number}, got {number + 1}|of format 3, not of 2"):
+    refused = wire.WireError if path.suffix == ".bin" else UserError
+    with pytest.raises(refused, match=f"format {number}, got {number + 1}|of format 3, not of 2"):
         read(path)
 
 
+def test_the_sample_of_a_model_is_read():
+    """It has the names and shapes of its parameters, and no number."""
+    small_net().load_state_dict(read_tensors(HERE / "run" / "model.pt"))
+
+
 def write_samples() -> None:
-    """A run of two rounds, its account, a distilled set, the files of a federation of three sites, and a message."""
+    """A run of two rounds, its account, a distilled set, the files of three sites and of a node, and messages."""
     import sites
 
     os.chdir(HERE)  # samples name no other folder
-    for name in ("account", "run", "set", "sites"):
+    for name in ("account", "run", "set", "sites", "node"):
         shutil.rmtree(name, ignore_errors=True)
     small_loop(blobs(), rounds=2, privacy=private(), output_dir=Path("run")).run()
-    kept = {Path(name).name for name in FORMATS} | {"ledger.head", "checkpoint.key"}
+    kept = {Path(name).name for name in FORMATS} | {"ledger.head", "checkpoint.key", "model.pt"}
     for path in (HERE / "run").rglob("*"):
         if path.is_file() and path.name not in kept:
             path.unlink()
+    head = read_head(Path("run/ledger.jsonl"))
+    write_receipts(Path("run"), {0: Receipt("", "", "", head).signed(sites.key_of(0))}, [public_key(sites.key_of(0))])
     account = PrivacyAccount(Path("account/account.jsonl"))
     account.accept()
     account.add(Path("run/ledger.jsonl"))
@@ -123,6 +146,13 @@ def write_samples() -> None:
     (HERE / "sites" / "plan.json").write_text(wire.to_text(terms))
     (HERE / "sites" / "site.json").write_text(wire.to_text(terms.sites[0]))
     (HERE / "sites" / "released.bin").write_bytes(wire.encode(Released(torch.arange(3.0), ())))
+    (HERE / "sites" / "kept.bin").write_bytes(wire.encode(Kept(torch.arange(3.0), {0: torch.ones(1)})))
+    node = StateFolder(HERE / "node")
+    node.plan_folder("0").mkdir(parents=True)
+    node.save(sites.settings_for(0))
+    node._write("0", Reservation(2.0, 1e-3, client=0, most_numbers=5200))
+    scores = KeptScores(2, 9, Score(0.5, 0.7, {"auroc": 0.6}), {"accuracy": 0.5})
+    (node.plan_folder("0") / "scores.json").write_text(wire.to_text(scores))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.messages.evaluation import Diagnostics, Score
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.scores import in_words
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 
-FORMAT = 1  # of result.json
+FORMAT = 1  # of result.json and guarantees.json
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class RunInfo:
         exact_times: whether times are reported as measured.
         task: of the model, in words.
         replans: whether a strategy may change the schedule during the run.
+        ends_by_results: whether a strategy may end the run earlier.
         account: what the run will cost together with others on the same records, in words; empty without an account.
     """
 
@@ -80,6 +82,7 @@ class RunInfo:
     task: str = ""
     strategies: tuple[str, ...] = ()
     replans: bool = False
+    ends_by_results: bool = False
     account: str = ""
 
 
@@ -256,6 +259,7 @@ class RunTotals:
         return cls(**{**fields, "noise_std": fields["noise_std"].cpu()})
 
 
-def guarantee_of_each(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each client's guarantee in the content of `guarantees.json`, where equal guarantees are written once."""
+def read_guarantees(folder: Path) -> list[dict[str, Any]]:
+    """Return each client's guarantee in the `guarantees.json` of a run, where equal ones are written once."""
+    content = read_json(folder / "guarantees.json", format=FORMAT)
     return [content["guarantees"][place] for place in content["clients"]]

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, answer_of, notify
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
+from dpfl_lightning.federated.server.results import FORMAT, RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.round import Diverged, Round
 from dpfl_lightning.federated.server.settings import RunConfig, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
@@ -297,7 +297,7 @@ class RunSession:
             self.folder.save_models(self.model, final_models, single)
             different, places = numbered(guarantees)  # usually few: `clients` has the place of each client's
             statements = [guarantee.as_dict() for guarantee in different]
-            rows = {"ledger": result.ledger, "guarantees": statements, "clients": places}
+            rows = {"format": FORMAT, "ledger": result.ledger, "guarantees": statements, "clients": places}
             self.folder.save_json("guarantees.json", rows)
             self.folder.save_json("result.json", result.as_dict())
         notify(self.config.watching, "on_fit_end", self.view(self.state), result)
@@ -306,7 +306,7 @@ class RunSession:
     def _stated(self) -> tuple[Guarantee, ...]:
         """The clients' guarantees; those of the whole plan if when to end follows from releases."""
         guarantees = self.clients.guarantees()
-        if not any(strategy.ends_by_results for strategy in self.config.strategies):
+        if not self.config.ends_by_results:
             return guarantees
         bounds = once_each(self._planned_bound, self.schedule.clients)
         return tuple(
@@ -410,6 +410,7 @@ class RunSession:
             task=self.model.task_note,
             strategies=tuple(config.options.get("strategies") or (type(one).__name__ for one in config.strategies)),
             replans=config.replans,
+            ends_by_results=config.ends_by_results,
         )
 
     def _estimate_time(self, first_round: int) -> None:

@@ -183,6 +183,11 @@ class RunConfig:
         return any(overrides(strategy, "replan") for strategy in self.strategies)
 
     @property
+    def ends_by_results(self) -> bool:
+        """Whether a strategy may end the run by its releases."""
+        return any(strategy.ends_by_results for strategy in self.strategies)
+
+    @property
     def watching(self) -> list[Callback]:
         """The strategies that watch, and the callbacks."""
         return [part for part in (*self.strategies, *self.callbacks) if isinstance(part, Callback)]

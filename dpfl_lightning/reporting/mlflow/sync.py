@@ -105,6 +105,7 @@ def _end(store: Store, run_id: str, run: RunFiles) -> None:
 
 def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
     """Return round -> curves, and the one that stands for the run under a name by which MLflow shows it first."""
-    values = {one.round: curves.with_clients(one) if per_client else dict(one.values) for one in run.rounds}
+    begins = "" if per_client else curves.RELEASED
+    values = {one.round: curves.with_clients(one, begins) for one in run.rounds}
     scores = run.score_curves.values()
     return {step: curves.with_headline(one, scores) for step, one in values.items()}

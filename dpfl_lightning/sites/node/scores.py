@@ -13,6 +13,7 @@ from dpfl_lightning.reporting.site_page import site_page
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.terms import read_message
 
 FILE, PAGE = "scores.json", "report.html"
 
@@ -50,4 +51,4 @@ def write_scores(folder: Path, site: str, scores: KeptScores, promise: Guarantee
 def read_scores(folder: Path) -> KeptScores | None:
     """Return the scores in the folder of a plan, if there are any."""
     file = folder / FILE
-    return wire.from_text(KeptScores, file.read_bytes()) if file.is_file() else None
+    return read_message(KeptScores, file, str(file), "hold scores of a site") if file.is_file() else None

@@ -55,7 +55,7 @@ class Node:
         with self._one_at_a_time, self.state.locked():
             try:
                 self._study(plan)
-            except (UserError, OSError) as error:
+            except (UserError, OSError, wire.WireError) as error:
                 return str(error)
         return None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpfl_lightning.config.reading import read_bytes
+from dpfl_lightning.config.reading import check_format, read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.ledger.file import is_begun
@@ -24,6 +24,8 @@ from dpfl_lightning.sites.receipt import public_key
 from dpfl_lightning.sites.terms import read_site, read_terms
 
 T = TypeVar("T")
+
+_FORMAT = 1  # of node.json and of reserved.json
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class StateFolder:
         return read_site(file, str(file))
 
     def save(self, settings: Settings) -> None:
-        write_json(self.path / "node.json", dataclasses.asdict(settings), private=True)
+        _write(self.path / "node.json", settings)
 
     def settings(self) -> Settings:
         file = self.path / "node.json"
@@ -210,13 +212,21 @@ class StateFolder:
         return after
 
     def _write(self, plan: str, reservation: Reservation) -> None:
-        write_json(self.plan_folder(plan) / "reserved.json", dataclasses.asdict(reservation), private=True)
+        _write(self.plan_folder(plan) / "reserved.json", reservation)
+
+
+def _write(file: Path, content: Settings | Reservation) -> None:
+    write_json(file, {"format": _FORMAT, **dataclasses.asdict(content)}, private=True)
 
 
 def _read(kind: type[T], file: Path, what: str) -> T:
     try:
-        return kind(**parsed(read_bytes(file)))
-    except (ValueError, TypeError):
+        content = parsed(read_bytes(file))
+        check_format(file, content.pop("format", None), _FORMAT)
+        return kind(**content)
+    except UserError:
+        raise
+    except (ValueError, TypeError, AttributeError):
         raise UserError(f"`{file}` must hold {what}, got others. Restore it from a copy.") from None
 
 

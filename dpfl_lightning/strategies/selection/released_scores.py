@@ -24,6 +24,7 @@ from dpfl_lightning.runtime.text import at_most, counted
 
 PURPOSE = "scores"
 _SHARE = 0.1  # of a budget
+_MOST_NAMES = 10  # of clients in a sentence
 
 
 @dataclass
@@ -52,6 +53,7 @@ class ReleasedScores(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._read: dict[str, Tensor] = {}  # curve of the round -> value of each client `[N]`
+        self._asked = 0  # the last round after which clients were asked
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._of_two(view)
@@ -59,6 +61,8 @@ class ReleasedScores(Strategy):
         require(not personal, "personal", f"be empty with {self._name}", personal, advice)
         must = f"not hold {self._name} beside a strategy that changes the plan of the run later"
         require(not view.run.replans, "strategies", must, "both", "Remove one of them.")
+        must, advice = "be a number of rounds beside a strategy that may end the run", "The last round may not come."
+        require(self.every is not None or not view.run.ends_by_results, self._key("every"), must, None, advice)
         bare = not all(client.adds_noise for client in schedule.clients)
         require(not bare, self._key("epsilon"), "be left out of a run without noise", self.epsilon)
         every = schedule.rounds if self.every is None else self.every
@@ -97,6 +101,7 @@ class ReleasedScores(Strategy):
         mechanism = {client: self._mechanism(client, view) for client in clients}
         row_of, noise = dict(enumerate(state.model_of)), {one: mechanism[one].noise_std(1, 1.0) for one in clients}
         question = ScoreCounts(mechanism_of=mechanism, models=state.models, row_of=row_of, edges=edges)
+        self._asked = view.round
         for client, counts in view.ask(question).items():
             for name, reading in binned_scores(counts, noise[client], edges, self._of_two(view)).items():
                 for curve, value in ((f"released_{name}", reading.value), (f"noise_of_{name}", reading.noise)):
@@ -116,8 +121,21 @@ class ReleasedScores(Strategy):
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return self._read
 
+    def remarks(self, view: View) -> tuple[str, ...]:
+        if not self._asked:
+            return ("No scores were released: the run ended before clients were asked.",)
+        if not self._read:
+            return (f"Scores were released after round {self._asked}; metrics.jsonl has them.",)
+        words = "The \N{PLUS-MINUS SIGN} of a released score is the standard deviation of its noise alone."
+        missing = torch.stack([values for curve, values in self._read.items() if curve.startswith("released_")]).isnan()
+        names = [view.facts.name_of(client) for client in missing.any(dim=0).nonzero().flatten().tolist()]
+        if names:
+            listed = f"{', '.join(names[:_MOST_NAMES])}{' and more' if len(names) > _MOST_NAMES else ''}"
+            words += f" A released score is - where its records are too few for the noise: clients {listed}."
+        return (words,)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"read": dict(self._read)}
+        return {"read": dict(self._read), "asked": self._asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._read = dict(state["read"])
+        self._read, self._asked = dict(state["read"]), state["asked"]
