@@ -222,8 +222,8 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
                 problems.append(problem := node.problem(plan))
                 line += "; ready" if problem is None else f"; not ready: {problem}"
             print(line, flush=True)
-        advice = "Mend what is stated above, and start the node again."
-        require(not problems or None in problems, "STATE_DIR", "have an active plan that is ready", "none", advice)
+        must, advice = "have an active plan that is ready", "Mend what is stated above, and start the node again."
+        require(not problems or None in problems, "STATE_DIR", must, str(state.path), advice)
         with contextlib.closing(Listener(node, path, flags.slot)) as listener:
             print(f"Node {settings.name} listens at {path}; replies leave every {flags.slot:g} s.", flush=True)
             listener.serve()

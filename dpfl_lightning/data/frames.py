@@ -110,9 +110,9 @@ class Table:
         except pandas.errors.ParserWarning:
             must = "have a name for each value of a row"
             advice = (
-                "If a title, a comment or sep=; is above the names, write read: {skiprows: 1}; if ; separates values, "
+                "If a title or a comment is above the names, remove it, or write read: {skiprows: 1}. If ; separates "
             )
-            advice += "read: {sep: ';'}."
+            advice += "values, write read: {sep: ';'}."
             require(False, self.key, must, "more values than names in the first line", advice)
         except (ValueError, LookupError) as error:  # of the parser, or of another encoding
             reason = str(error).strip().splitlines()[0]

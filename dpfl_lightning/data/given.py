@@ -17,7 +17,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, record_shape, take
 
-_FEW = 20  # labels, whose mean size is by chance
+_FEW = 20  # labels, whose size is by chance
 _MOST_RATIO = 50  # of sizes of labels of two clients
 Classes = Sequence[Any] | None  # names of the classes, in the order of their numbers
 
@@ -195,7 +195,7 @@ def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | 
     if regression:
         advice = "Pass y.long() for classes."
         require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
-        _check_units([(where, y) for where, _, y in pairs if len(y) >= _FEW], label)
+        _check_units([(where, y) for where, _, y in pairs], label)
         return 1
     advice = "The largest label would reveal that a record has it: state the public number, as in num_classes=3."
     whole = isinstance(num_classes, int) and not isinstance(num_classes, bool) and num_classes >= 1
@@ -208,13 +208,20 @@ def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | 
 
 def _check_units(labels: Sequence[tuple[str, Tensor]], label: str) -> None:
     """Raise UserError if labels of a regression have another unit than those of the first source, by their size."""
-    sizes = [(where, y.double().abs().mean(dim=0)) for where, y in labels]
-    for where, size in sizes[1:]:
-        ratio = (size / sizes[0][1]).reshape(-1)
-        far = ratio[ratio.isfinite() & (ratio > 0) & (ratio.log().abs() > math.log(_MOST_RATIO))]
+    sizes = [(where, [_size(part) for part in (y.T if y.ndim == 2 else [y])]) for where, y in labels]
+    known = [(where, torch.tensor(size)) for where, size in sizes if not all(map(math.isnan, size))]
+    for where, size in known[1:]:
+        ratio = size / known[0][1]
+        far = ratio[ratio.log().abs() > math.log(_MOST_RATIO)]
         got = f"about {float(far[0]):.0e} times as large" if len(far) else ""
         advice = "Write all labels in one unit, or divide them by a public constant."
-        require(not len(far), f"{where}: {label}", f"be of the scale of {sizes[0][0]}", got, advice)
+        require(not len(far), f"{where}: {label}", f"be of the scale of {known[0][0]}", got, advice)
+
+
+def _size(y: Tensor) -> float:
+    """Return the median absolute value of labels other than 0, which no single record moves; NaN of a few."""
+    sizes = y[y != 0].abs()
+    return float(sizes.median()) if len(sizes) >= _FEW else math.nan
 
 
 def check_range(where: str, y: Tensor, num_classes: int) -> None:

@@ -70,19 +70,20 @@ def look(path: Path) -> tuple[dict[str, Any], list[Column]]:
     if any("decimal" in number_marks(column, commas) for column in texts.values()):
         read |= {"decimal": ","}
     if read:
-        frame = Table(str(path), str(path), read).frame
+        table = Table(str(path), str(path), read)
+        frame = table.frame
     marks_of = {name: _grouped(frame[name], read, commas) for name in frame}
     thousands = {name: found["thousands"] for name, found in marks_of.items() if "thousands" in found}
     unsure = {name for name in thousands if "thousands" not in number_marks(frame[name], commas_separate=False)}
     if thousands:
         read |= {"thousands": next(iter(thousands.values()))}
         dated = [name for name in frame if _is_text(frame[name]) and _date_forms(frame[name])]
-        frame = Table(str(path), str(path), read, texts=dated).frame
+        table = Table(str(path), str(path), read, texts=dated)
+        frame = table.frame
     forms = {name: found for name in frame if _is_text(frame[name]) and (found := _date_forms(frame[name]))}
     written = {str(name): found[0] for name, found in forms.items() if "ISO8601" not in found}
     one_form = len(set(written.values())) == 1 and len(written) == len(forms)
     read |= {"date_format": next(iter(written.values())) if one_form else written} if written else {}
-    table = Table(str(path), str(path), read)
     columns = [_described(frame[name], forms.get(name, []), table) for name in frame]
     return read, [_to_check(one, frame[one.name], read, one.name in unsure) for one in columns]
 
@@ -135,16 +136,21 @@ def _how_written(path: Path) -> dict[str, Any]:
         encoding, text = "cp1252", content.decode("cp1252", errors="replace")
     read = {} if encoding.startswith("utf-8") else {"encoding": encoding}
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    above = next(
-        (n for n, line in enumerate(lines) if not re.match(r"\W*sep=.\W*$|#", line) and len(_cells(line)) > 1), 0
-    )
+    above = next((number for number, line in enumerate(lines) if not _is_above_names(line)), 0)
     sep, header = _separator(lines[above]), _cells(lines[above])
+    must = f"have the names of its columns in the first line of {path.name}"
+    require(len(header) > 1, "--from", must, "one name", "If a title or a comment is above the names, remove it.")
     advice = "Names of columns leave the site: the values of a row must not. Write the names into the first line."
     is_row = any(re.fullmatch(r"[-+]?[\d.,:/-]*\d[\d.,:/-]*", cell.strip()) for cell in header)
-    require(not is_row, "--from", f"have the names of its columns in the first line of {path.name}", "a number", advice)
+    require(not is_row, "--from", must, "a number", advice)
     footers = _footers(csv.reader(io.StringIO("\n".join(lines[above:]), newline=""), delimiter=sep))
     found = {"sep": sep, "skiprows": above, "skipfooter": footers}
     return {name: value for name, value in found.items() if value not in (",", 0)} | read
+
+
+def _is_above_names(line: str) -> bool:
+    """Whether it is blank, a comment or Excel's sep=;. A title is not known from a name, which leaves the site."""
+    return bool(re.fullmatch(r"\W*(sep=.\W*)?", line)) or (line.startswith("#") and len(_cells(line)) == 1)
 
 
 def _separator(line: str) -> str:

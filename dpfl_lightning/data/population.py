@@ -470,7 +470,7 @@ class Population:
             fill: public value in place of a missing one, {"age": 50}, with a column beside it that is 1 in its place.
             dates: public first day of columns of dates, {"admitted": "2020-01-01"}, which become days since then.
             units: public units of columns, {"creatinine": "mg/dl"}; sites with another one are refused.
-            read: sep, decimal, thousands, encoding, na_values, keep_default_na and skipfooter of CSV files, as in
+            read: sep, decimal, thousands, encoding, na_values, keep_default_na, skiprows, skipfooter of CSV files as in
                 `pandas.read_csv`, and date_format, for all columns or by column. Columns without a name are left out.
             replace: {column: {value: other}}, where a table writes something else for a class or category.
             rename: {column: other name}, where a table calls a column something else; before `replace`.

@@ -306,13 +306,23 @@ def test_what_stands_beside_numbers_is_replaced(tmp_path):
     assert people.x[:3].tolist() == [[2.5, 0], [10, 1], [5.5, 0]]
 
 
-@pytest.mark.parametrize("above", ["sep=;\n", "# exported in 2023\n", "Export of ward 7\n\n# draft\n"])
+@pytest.mark.parametrize("above", ["sep=;\n", "# exported in 2023\n", "# a\n\n# draft\n"])
 def test_lines_above_the_names_are_skipped(above, tmp_path):
     text = "age;ill\n" + "50,5;0\n60,5;1\n" * 30
     (tmp_path / "one.csv").write_text(above + text)
     read, columns = look(tmp_path / "one.csv")
     assert read == {"sep": ";", "skiprows": above.count("\n"), "decimal": ","}
     assert [one.name for one in columns] == ["age", "ill"] and columns[0].facts.startswith("50.5 to 60.5")
+
+
+@pytest.mark.parametrize("above", ["Export of ward 7\n", "#nr;ward;unit\n"])
+def test_a_title_is_no_reason_to_take_a_row_for_names(above, tmp_path):
+    (tmp_path / "one.csv").write_text(above + "Doe;3B;no\nRoe;4A;yes\n" * 30)
+    if above.startswith("#"):
+        assert [one.name for one in look(tmp_path / "one.csv")[1]] == ["#nr", "ward", "unit"]
+    else:
+        with pytest.raises(UserError, match="If a title or a comment is above the names, remove it"):
+            look(tmp_path / "one.csv")
 
 
 def test_lines_that_old_computers_end_are_read(tmp_path):
