@@ -56,6 +56,8 @@ from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 
+pytestmark = pytest.mark.e2e
+
 MODULE = ClientModule(small_net())
 
 

@@ -28,6 +28,8 @@ from dpfl_lightning.sites.server.clients import Sites, SocketChannel
 from dpfl_lightning.sites.server.deploy import loop_over
 from dpfl_lightning.sites.wire import digest
 
+pytestmark = pytest.mark.e2e
+
 MOST = wire.Limits(1 << 16, 1 << 16)
 TWO = {"clients": {"count": 2, "learning_rate": 0.5, "batch_size": 240}, "privacy": {"epsilon": [2, 4]}}
 

@@ -27,6 +27,8 @@ from dpfl_lightning.strategies.baselines.ifca import Ifca
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
 
+pytestmark = pytest.mark.e2e
+
 CLIENTS = ClientOptions(count=4, batch_size=8, learning_rate=0.3)
 ROWS = [1, 2, 3, 6] * 10  # of the persons of a client
 

@@ -40,6 +40,8 @@ from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_o
 from dpfl_lightning.sites.wire import digest
 from dpfl_lightning.strategies import build
 
+pytestmark = pytest.mark.e2e
+
 RELEASED = {"size_weighted": {}, "released_scores": {"epsilon": 1.0, "bins": 10}}
 
 

@@ -20,6 +20,8 @@ from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server.deploy import export, planning_loop, terms_of, with_columns
 
+pytestmark = pytest.mark.e2e
+
 ROWS = 60
 TABLE = pandas.DataFrame(
     {

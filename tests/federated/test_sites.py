@@ -29,6 +29,8 @@ from dpfl_lightning.sites.server.deploy import export, loop_over, planning_loop,
 from dpfl_lightning.sites.terms import read_site, read_terms
 from dpfl_lightning.sites.wire import digest
 
+pytestmark = pytest.mark.e2e
+
 FOUR = {
     "clients": {"count": 4, "learning_rate": 0.5, "batch_size": 180},
     "privacy": {"epsilon": [2, 4, 8, 8]},

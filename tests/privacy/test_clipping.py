@@ -583,26 +583,33 @@ DIFFERS = "vmap: the gradient of `{}.weight` differs from what the layers' rules
 RULES_FOR_ALL = "fast: exact rules for all layers"
 VMAP = "fast: exact rules but vmap for `{}` ({})"
 ATTEND = VMAP.format("attend", "MultiheadAttention") + ", `attend.out_proj` (NonDynamicallyQuantizableLinear)"
-REASONS = [
-    (scaled(), RULES_FOR_ALL),
-    (nn.Sequential(nn.Linear(3, 3), scaled(), Slope()), RULES_FOR_ALL),
-    (linear_of_3(lambda net, x: net.layer(net.layer(x))), RULES_FOR_ALL),
-    (tied(), RULES_FOR_ALL),
-    (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), RULES_FOR_ALL),
-    (linears_of_3(lambda net, x: net.second(net.first(x)) / net.first.weight[0].exp()), VMAP.format("first", "Linear")),
-    # mixes records: what one contributes depends on the others, so no sum over a batch is per record
-    (linear_of_3(lambda net, x: net.layer(x - x.mean(0))), DIFFERS.format("layer")),
-    (attending(batch_first=False), ATTEND),
-    (attending(batch_first=True), ATTEND),
-    (reading(nn.RNN(1, 3, batch_first=True)), VMAP.format("read", "RNN")),
-    (reading(nn.LSTM(1, 4, proj_size=3, batch_first=True)), VMAP.format("read", "LSTM")),
-    # dropout between layers and within attention is drawn for each record
-    (reading(nn.GRU(1, 3, 2, dropout=0.5, batch_first=True)), "fast: exact rules for all layers"),
-]
+
+
+def reasons():
+    """Nets, and why their engine is chosen."""
+    return [
+        (scaled(), RULES_FOR_ALL),
+        (nn.Sequential(nn.Linear(3, 3), scaled(), Slope()), RULES_FOR_ALL),
+        (linear_of_3(lambda net, x: net.layer(net.layer(x))), RULES_FOR_ALL),
+        (tied(), RULES_FOR_ALL),
+        (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), RULES_FOR_ALL),
+        (
+            linears_of_3(lambda net, x: net.second(net.first(x)) / net.first.weight[0].exp()),
+            VMAP.format("first", "Linear"),
+        ),
+        # mixes records: what one contributes depends on the others, so no sum over a batch is per record
+        (linear_of_3(lambda net, x: net.layer(x - x.mean(0))), DIFFERS.format("layer")),
+        (attending(batch_first=False), ATTEND),
+        (attending(batch_first=True), ATTEND),
+        (reading(nn.RNN(1, 3, batch_first=True)), VMAP.format("read", "RNN")),
+        (reading(nn.LSTM(1, 4, proj_size=3, batch_first=True)), VMAP.format("read", "LSTM")),
+        # dropout between layers and within attention is drawn for each record
+        (reading(nn.GRU(1, 3, 2, dropout=0.5, batch_first=True)), "fast: exact rules for all layers"),
+    ]
 
 
 def test_engine_is_chosen_with_its_reason():
-    for net, words in REASONS:
+    for net, words in reasons():
         clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
         assert isinstance(clipped_sum.choose(), FastClippedSum if words.startswith("fast") else VmapClippedSum)
         assert reason == words

@@ -13,7 +13,7 @@ from dpfl_lightning.privacy.accounting.events import (
     NonPrivateEvent,
     SelectionEvent,
 )
-from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, _released, guarantee, weakest
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, guarantee, released_words, weakest
 
 RDP = get_accountant("rdp")
 ROUND, FULL = GaussianEvent(0.02, 1.5, 19), GaussianEvent(1.0, 5.0)
@@ -55,7 +55,7 @@ def test_words_name_sampling_accountant_and_caveats():
 
 
 def test_laplace_releases_are_counted_apart():
-    assert _released([LaplaceEvent(2.0, 3), ROUND], []) == (
+    assert released_words([LaplaceEvent(2.0, 3), ROUND], []) == (
         "3 Laplace-noised full-batch steps in 1 release",
         "19 noised gradient steps in 1 release",
     )

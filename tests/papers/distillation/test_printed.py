@@ -8,7 +8,7 @@ from few_digits import CLASSES, NOTICE, SMALL, UNEQUAL, class_means, digits, few
 from dpfl_lightning.errors import UserError
 from experiments.papers.distillation.printed import AsPrinted
 
-pytestmark = [pytest.mark.e2e, [NOTICE, pytest.mark.filterwarnings("ignore:strategy distillation. .*reinit_every")]]
+pytestmark = [pytest.mark.e2e, NOTICE, pytest.mark.filterwarnings("ignore:strategy distillation. .*reinit_every")]
 
 
 def first_target(make_loop, population):
