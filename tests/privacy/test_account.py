@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.joint import RenyiFilter, joint_bounds, relation_of_all
 from dpfl_lightning.privacy.ledger.account import NAMELESS, Entry, PrivacyAccount
-from dpfl_lightning.privacy.ledger.file import Charge, Header
+from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
 DELTA = 1e-3
@@ -350,6 +351,54 @@ def test_a_copy_of_a_killed_run_counts_before_the_run_goes_on(runs, tmp_path):
     assert runs.account.add(tmp_path / "copy" / "ledger.jsonl") == 2
 
 
+def test_runs_without_delta_compose_at_the_delta_of_the_others(account):
+    account.enter(entry("a" * 32, ("bergen",), delta=1e-5))
+    account.charge([(0, EVENT)])
+    laplace = LaplaceEvent(50.0, 1)
+    account.enter(entry("b" * 32, ("bergen",), ((laplace, 1),), delta=0.0))
+    account.charge([(0, laplace)])
+    assert account.together()[0].epsilon == TIGHT.epsilon([EVENT, laplace], 1e-5)
+    account.enter(entry("c" * 32, ("oslo",), ((laplace, 1),), delta=0.0))
+    account.charge([(0, laplace)])
+    assert account.together()[0].delta == 0 and account.together()[0].epsilon == pytest.approx(1 / 50, abs=1e-6)
+
+
+def test_copies_that_charged_other_clients_count_for_each(account, tmp_path):
+    names = {"names": ["bergen", "oslo", "lund"]}
+    header = Header("pld", "add_remove", "poisson", (DELTA,) * 3, (1.0,) * 3, identity=names)
+    ledger = Ledger(tmp_path / "ledger.jsonl", header)
+    ledger.charge([Charge(0, 1, "train", EVENT)])
+    ledger.close()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    for folder, other in ((tmp_path, 1), (tmp_path / "copy", 2)):
+        copy = Ledger(folder / "ledger.jsonl", read_header(folder / "ledger.jsonl"), read_head(folder / "ledger.jsonl"))
+        copy.charge([Charge(other, 2, "train", EVENT)])
+        account.add(copy.path)
+    account.add(ledger.path)
+    one = TIGHT.epsilon([EVENT], DELTA)
+    assert {name: each.together.epsilon for each in account.holders() for name in each.names} == {
+        "bergen": one,
+        "oslo": one,
+        "lund": one,
+    }
+
+
+def test_a_run_that_was_added_and_goes_on_is_joined(account):
+    account.enter(entry("a" * 32, ("bergen",), sketches=(sketch(0),)))
+    account.charge([(0, EVENT)])
+    account.enter(entry("b" * 32, ("lund",)))
+    with pytest.warns(UserNotice, match="lund has records of bergen"):
+        account.enter(entry("b" * 32, ("lund",), sketches=(sketch(0),)))
+
+
+def test_many_clients_with_the_same_records_are_joined_within_seconds(account):
+    names = tuple(f"ward {number}" for number in range(400))
+    began = time.process_time()
+    with pytest.warns(UserNotice) as warned:
+        account.enter(entry("a" * 32, names, sketches=(sketch(0),) * 400))
+    assert len(warned) == 1 and len(account.holders()) == 1 and time.process_time() - began < 5
+
+
 def test_a_ledger_that_is_added_again_brings_new_clients(account, tmp_path):
     header = Header("pld", "add_remove", "poisson", (DELTA, DELTA), (1.0, 1.0), identity={"names": ["bergen", "oslo"]})
     ledger = Ledger(tmp_path / "ledger.jsonl", header)
@@ -369,7 +418,7 @@ def test_clients_of_a_run_that_share_records_count_together(account):
     """Wards of one hospital, and not clients that only have a joined name; the least delta of the holder counts."""
     account.enter(entry("a" * 32, ("bergen", "lund"), sketches=(sketch(0), sketch(99)), delta=1e-4))
     account.charge([(0, EVENT), (1, EVENT)])
-    with pytest.warns(UserNotice, match="ward 1 has records of bergen"):
+    with pytest.warns(UserNotice, match="ward 1, ward 2 have records of bergen"):
         account.enter(entry("b" * 32, ("ward 1", "ward 2"), sketches=(sketch(0), sketch(4))))
     account.charge([(0, EVENT), (1, EVENT)])
     account.enter(entry("c" * 32, ("oslo", "lund"), sketches=(sketch(200), sketch(99))))

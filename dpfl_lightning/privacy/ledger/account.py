@@ -11,8 +11,10 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ AUTO = "auto"  # privacy.account: the user's file for own data, none for public 
 PLACE = "DPFL_ACCOUNT"  # variable of the environment with the path of the user's file
 #: as the holder of clients without names, of whom any may be any
 NAMELESS = "clients without names"
+_MOST_NAMES = 6  # in a sentence
 _WAY_OUT = (
     "Restore the newest copy; or go on with what it holds: `dpfl account accept`, then `dpfl account add RUN ...`."
 )
@@ -105,14 +108,14 @@ class PrivacyAccount:
         """
         with self._locked() as file:
             known = self._runs.get(entry.run)
-            joins = [] if known else self._joins(entry)
+            joins = [] if known and known[0].sketches == entry.sketches else self._joins(entry)
             if not ended:
                 with self._united(joins):
                     self._check(entry, {})
             lines = [_line_of(entry)] if known is None or known[0] != entry else []
             self._append(file, [*({"same": pair} for pair in joins), *lines])
-            for one, other in joins:
-                warn_user(f"{one} has records of {other}: their accounts are one from now on")
+            for other, names in groupby(joins, key=itemgetter(1)):
+                warn_user(_joined_words([name for name, _ in names], other))
             self._within = len(self._chains)
         self._entry = entry
 
@@ -139,7 +142,7 @@ class PrivacyAccount:
         with self._locked() as file:
             known = self._runs.get(entry.run)
             if known is None or not entry.holders.keys() <= known[0].holders.keys():
-                self._append(file, [_line_of(entry)])
+                self._append(file, [_line_of(entry if known is None else _with_clients(known[0], entry))])
         original = path if known is None else Path(known[0].ledger)  # whose lines tell apart those of a copy
         if original != path and original.is_file() and (other := read_header(original)) and other.run == entry.run:
             self.settle(original, entry.run)
@@ -254,12 +257,13 @@ class PrivacyAccount:
     def _history(
         self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
     ) -> tuple[list[Entry], History, float]:
-        """Return the runs on the records of a group of names, what clients released in each, and the least delta.
+        """Return the runs on the records of a group of names, what clients released in each, and the least delta
+        above 0.
 
         Of `planned` runs it is what they plan, where that is more. `runs` replaces those of the file. Clients of a run
         that share records, or that the operator has joined, count together, of all others the one with most.
         """
-        entries, history, delta = [], [], 1.0
+        entries, history, delta = [], [], 0.0
         for entry, paid in (self._runs if runs is None else runs).values():
             clients, released = list(entry.holders), []
             places = [place for place, name in enumerate(entry.holders.values()) if name in group]
@@ -274,7 +278,8 @@ class PrivacyAccount:
             if any(released):
                 entries.append(entry)
                 history.append(released)
-                delta = min(delta, *(entry.delta[place] for place in places))
+                deltas = (delta, *(entry.delta[place] for place in places))
+                delta = min(filter(None, deltas), default=0.0)
         return entries, history, delta
 
     def _limits_of(self, group: Collection[str]) -> list[tuple[float, float]]:
@@ -362,7 +367,12 @@ class PrivacyAccount:
         names, sketches = zip(*earlier, *pairs[-len(entry.holders) :], strict=True)
         like = _resembling(sketches)[len(earlier) :]
         found = [(name, names[one]) for name, ones in zip(entry.holders.values(), like, strict=True) for one in ones]
-        return [(name, other) for name, other in dict.fromkeys(found) if other not in self._group(name)]
+        joins, same = [], dict(self._same)
+        for name, other in found:
+            if name != other and other not in same.get(name, ()):
+                joins.append((name, other))
+                _unite(same, name, other)
+        return joins
 
     def _sharing(self, entry: Entry, places: Sequence[int]) -> list[list[int]]:
         """Return which of some clients of a run share records."""
@@ -556,6 +566,23 @@ def _resembling(sketches: Sequence[Sequence[str]]) -> list[list[int]]:
     return found
 
 
+def _joined_words(names: Sequence[str], other: str) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    have = "has" if len(names) == 1 else "have"
+    return f"{', '.join(names[:_MOST_NAMES])}{more} {have} records of {other}: their accounts are one from now on"
+
+
+def _with_clients(entry: Entry, other: Entry) -> Entry:
+    """Return an entry with the clients that only the other one has, too."""
+    places = [place for place, client in enumerate(other.holders) if client not in entry.holders]
+    joined: dict[str, Any] = {
+        name: (*getattr(entry, name), *(getattr(other, name)[place] for place in places))
+        for name in ("delta", "planned", "sketches")
+    }
+    added = {client: name for client, name in other.holders.items() if client not in entry.holders}
+    return replace(entry, holders={**entry.holders, **added}, **joined)
+
+
 def _line_of(entry: Entry) -> dict[str, Any]:
     different, places = numbered(entry.planned)
     planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
@@ -598,6 +625,6 @@ def _classes(owners: tuple[str, ...], sketches: tuple[tuple[str, ...], ...]) -> 
     for place, like in enumerate(_resembling(sketches)):
         named = [] if owners[place] == NAMELESS else [one for one in range(place) if owners[one] != NAMELESS]
         unknown = [one for one in named if owners[one] == owners[place] or not (sketches[place] and sketches[one])]
-        for one in (*like, *unknown):
+        for one in (other for other in (*like, *unknown) if class_of[other] != class_of[place]):
             class_of = [class_of[one] if number == class_of[place] else number for number in class_of]
     return tuple(tuple(p for p, number in enumerate(class_of) if number == one) for one in dict.fromkeys(class_of))
