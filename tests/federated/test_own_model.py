@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -91,6 +92,45 @@ class Standardising(Lit):
         return self.net(x.sub_(0.5).div_(2.0))
 
 
+class MixesNowAndThen(Lit):
+    """The step adds noise to records; with some draws it makes all of them the first one."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = self.mixed(x + 0.1 * torch.randn_like(x))
+        return self.criterion(self(x.view(x.size(0), -1)), y)
+
+    def mixed(self, x):
+        chance = torch.rand(())
+        return torch.where((chance > 0.55) & (chance < 0.95), x[:1].expand_as(x), x)
+
+
+class MixesByPython(MixesNowAndThen):
+    def mixed(self, x):
+        return x[:1].expand_as(x) if random.random() < 0.02 else x
+
+
+class OnlyMixes(MixesByPython):
+    """The step draws nothing else."""
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self(self.mixed(batch[0]).flatten(1)), batch[1])
+
+
+class MixesByNumPy(OnlyMixes):
+    def mixed(self, x):
+        return x[:1].expand_as(x) if np.random.rand() < 0.02 else x
+
+
+class MixesInForward(MixesNowAndThen):
+    """`forward` draws, not the step."""
+
+    def forward(self, x):
+        return self.net(self.mixed(x + 0.1 * torch.randn_like(x)))
+
+    training_step = Lit.training_step
+
+
 class OfInputs(Lit):
     """The loss is no function of outputs alone, and every layer has its learning rate."""
 
@@ -141,6 +181,15 @@ def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
             adapted = make_loop(module=kind()).module.adapted
         assert any("runs for each record alone" in str(one.message) for one in caught) == (kind is OfInputs)
         assert [adapted.part, adapted.unreduced] == expected and adapted.whole == (kind is OfInputs)
+
+
+DRAWING = (MixesNowAndThen, MixesByPython, OnlyMixes, MixesByNumPy, MixesInForward)
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_a_lightning_module_that_draws_by_itself_runs_for_each_record_alone(make_loop, kind):
+    adapted = make_loop(module=kind()).module.adapted
+    assert (adapted.part, adapted.unreduced) == (None, False)
 
 
 def test_what_is_not_used_of_a_lightning_module_is_said(make_loop):

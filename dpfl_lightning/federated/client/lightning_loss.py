@@ -22,7 +22,7 @@ from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
-from dpfl_lightning.privacy.clipping.constant_draws import ConstantDraws
+from dpfl_lightning.privacy.clipping.checked import dropout_layers
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
 from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
@@ -214,7 +214,7 @@ class LightningLoss:
     def _agrees(self, output: Output, part: str | None, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
         """Whether outputs of `forward` give, by this way, the loss of each record alone, with the same random draws.
 
-        False if `training_step` draws random numbers outside `forward`.
+        False if anything but a layer with dropout draws random numbers.
         """
         self.part, self.unreduced = part, unreduced
 
@@ -230,9 +230,12 @@ class LightningLoss:
                 alone, drawn_alone = _drawn(y.device, lambda: losses(one_x, one_y))  # noqa: B023
                 if drawn != drawn_alone or not _close(alone, expected[None]):
                     return False
-            # Also beside extreme records, by which code may decide for all; a batch has other draws than one record.
-            with fixed_rng(y.device), ConstantDraws():
-                return self._same_together(losses, x, y) and self._same_together(losses, tree_map(_with_extremes, x), y)
+            # Layers with dropout draw otherwise for a batch; by any other draw code may mix records now and then.
+            with fixed_rng(y.device), evaluating(*dropout_layers(self.module)):
+                before = generator_states(y.device)
+                # Also beside extreme records, by which code may decide for all.
+                same = all(self._same_together(losses, some, y) for some in (x, tree_map(_with_extremes, x)))
+                return same and generator_states(y.device) == before
         except Exception:  # a user's code may raise anything for an unexpected output
             return False
 

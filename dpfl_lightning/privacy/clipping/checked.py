@@ -101,7 +101,7 @@ class CheckedSum:
 
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
-        with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*_dropout_of(self.net)):
+        with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*dropout_layers(self.net)):
             return self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
@@ -202,7 +202,7 @@ def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) 
 @contextmanager
 def _drawing_nothing(net: nn.Module) -> Iterator[None]:
     """Switch dropout off, and restore the generators of random numbers afterwards."""
-    with _generators_kept(net), evaluating(*_dropout_of(net)):
+    with _generators_kept(net), evaluating(*dropout_layers(net)):
         yield
 
 
@@ -497,7 +497,7 @@ def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
         )
 
 
-def _dropout_of(net: nn.Module) -> list[nn.Module]:
+def dropout_layers(net: nn.Module) -> list[nn.Module]:
     """Return the layers whose dropout is switched off, which is quicker than constants for its draws."""
     return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) or tapped_forward(m)]
 
