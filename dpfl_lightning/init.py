@@ -56,7 +56,7 @@ def hospitals(records: int = 200) -> dict[str, tuple[torch.Tensor, torch.Tensor]
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(8, generator=generator)
     clients = {}
-    for name in ("berlin", "lyon", "oslo", "porto", "turin"):
+    for name in ("ghent", "malaga", "porto", "turin", "zagreb"):
         x = torch.randn(records, 8, generator=generator)
         clients[name] = x, (x @ weights > 0).long()
     return clients
@@ -77,7 +77,7 @@ data:
     dates:{dates}
     fill: {{}}  # public values in place of missing ones, as in {{{column}: 1}}
     units: {{}}  # of columns, as in {{{column}: mg/l}}: a site with another one is refused
-    held_out: {held_out}  # 0 at sites, whose models are scored on the server's test table; 0.2 in a simulation
+    held_out: {held_out}  # 0: all records train; 0.2: a fifth scores models at each site
 """
 
 _PERSON = "names a row's person, to judge by its name: confirm it, or write null if each row is another person"

@@ -445,6 +445,8 @@ class Columns:
         name = self.inputs[worst].removesuffix(" (scaled)")
         far = bool(sizes[worst] > _MOST_SCALE * usual)
         advice = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
+        if name in self.scale:
+            advice = f"Check the unit in this file, or its scale: {{{name}: {list(self.scale[name])}}}"
         must = "have numbers of the scale of the other columns"
         require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
 

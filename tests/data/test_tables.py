@@ -102,6 +102,10 @@ REFUSED = {
         {"df": {"a": TABLE.assign(dose=[1e6, 2e6] * 20)}},
         r"scale: {dose: \[mean, std\]}",
     ),
+    "a scaled column": (
+        {"df": {"a": TABLE.assign(age=[1e6, *[50.0] * (ROWS - 1)])}},
+        r"`client a: age` must have numbers of the scale.*Check the unit in this file, or its scale: {age: \[50, 20\]}",
+    ),
     "unscaled days": ({"scale": {}, "dates": {"day": "1900-01-01"}}, r"day` .*scale: {day: \[mean, std\]}"),
     "other columns": (
         {"df": {"a": TABLE, "b": TABLE.assign(sodium=1.0).drop(columns="age")}},
