@@ -34,6 +34,7 @@ MOST_CATEGORIES = 20  # of a column of texts; identifiers and free text have mor
 MOST_FOOTERS = 3  # rows below a table that are recognised
 MARK_WORDS = {"thousands": "separators of thousands", "decimal": "decimal commas"}
 _MOST_FORMS = 8  # of texts in a column of numbers
+_LONGEST_FORM = 14  # characters
 _MOST_SCALE = 100  # of a column, in units of the other columns
 _FAR = 20  # deviations from the mean: of any column with this mean and deviation, at most 1/400 of the values
 _MOST_FAR = 0.1  # of the values; scales of textbooks are often a median and quartiles, and tails are heavy
@@ -602,7 +603,8 @@ def _beside_numbers(texts: Series) -> list[str]:
     forms = texts.str.replace(r"\d+([.,]\d+)*([eE][-+]?\d+)?", "0", regex=True)
     other = sorted(set(forms) - {"0", "-0", "+0", "nan"})
     like_numbers = forms.str.fullmatch(r"\W*0([ '\u2019\u00a0\u202f]0)*[^0]*").mean() > 0.5
-    return other if like_numbers and len(other) <= _MOST_FORMS else []
+    short = all(len(one) <= _LONGEST_FORM for one in other)  # a longer one may be a note on a patient
+    return other if like_numbers and short and len(other) <= _MOST_FORMS else []
 
 
 def by_client(table: Table, client: str | None) -> dict[str, Table]:

@@ -288,6 +288,11 @@ def test_numbers_beside_other_signs_are_no_identifiers(written, shown, tmp_path)
     assert kind == "number" and (shown is None or facts.startswith(f"numbers beside {shown}. ")), facts
 
 
+def test_a_note_beside_numbers_is_not_shown(tmp_path):
+    _, found = facts_of(tmp_path, [*POINTS[:-1], "5 Mrs Miller has HIV"])
+    assert "Miller" not in str(found)
+
+
 @pytest.mark.parametrize("form", ["P{0:03d}", "{0}{1}", "2022/{0}", "{0}-{0}", "1{0}:30", "{1}{0} x {0}"])
 def test_identifiers_with_digits_are_no_numbers(form, tmp_path):
     letters = "ABCDEFGHIJKLM"
