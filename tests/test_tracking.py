@@ -31,6 +31,7 @@ from dpfl_lightning.fit import main as fit_command
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri, sync
+from dpfl_lightning.reporting.mlflow.store import reported
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.text import without_secrets
 from dpfl_lightning.sets.distilled_set import DistilledSet
@@ -633,3 +634,12 @@ def test_an_address_with_credentials_is_refused_before_it_is_written(uri, tmp_pa
         assert "hunter2" not in printed.out + printed.err and "MLFLOW_TRACKING_URI" in printed.err
     assert {path.name for path in tmp_path.iterdir()} == {"c.yaml"}
     assert "hunter2" not in how_to_open(uri) and "hunter2" not in str(without_secrets({"a": [{"b": uri}]}))
+
+
+def test_ctrl_c_within_mlflow_is_no_failure_of_the_store():
+    """MLflow turns whatever interrupts its database into an error of its own."""
+    with pytest.raises(KeyboardInterrupt), reported("sqlite:///mlflow.db"):
+        try:
+            raise KeyboardInterrupt
+        except BaseException as interrupt:
+            raise OSError("the database failed") from interrupt

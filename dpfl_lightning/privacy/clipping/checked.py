@@ -569,8 +569,13 @@ def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -
 
 def _least_alone(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> int:
     """Return 1 if the model takes no 0 where a record has one whole number, such as a length, and otherwise 0."""
-    if any(part.dim() == 1 + isinstance(x, Block) and not part.is_floating_point() for part in tree_leaves(x)):
-        _, some_x, some_y = random_example(net, x, y)
+    _, some_x, some_y = random_example(net, x, y)
+    alone = [
+        one for one in tree_leaves(some_x) if one.dim() == 1 + isinstance(x, Block) and not one.is_floating_point()
+    ]
+    for part in alone:
+        part.zero_()
+    if alone:
         try:
             with torch.no_grad(), tensors_restored(net):
                 sample_loss(_own_parameters(net), some_x, some_y)

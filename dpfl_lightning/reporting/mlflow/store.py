@@ -192,9 +192,10 @@ class Store:
                 action()
             return True
         except Exception as error:  # a server, a disk or a proxy may raise anything
+            cause = _cause(error)
             if not self._warned:
                 self._warned = True
-                warn_user(f"MLflow at {without_credentials(self.uri)} failed; {unharmed}: {_why(error, self.uri)}")
+                warn_user(f"MLflow at {without_credentials(self.uri)} failed; {unharmed}: {_why(cause, self.uri)}")
             return False
 
 
@@ -329,15 +330,23 @@ def reported(uri: str, seconds: int = 30) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # MLflow, its database and its HTTP layer raise different types
+        cause = _cause(error)
         raise UserError(
             f"`tracking.uri` must be an MLflow server or store that answers, got {without_credentials(uri)!r} "
-            f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for "
+            f"({_why(cause, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for "
             "an SQLite file in this directory, or train with --tracking null."
         ) from error
 
 
-def _why(error: BaseException, uri: str) -> str:
-    """Return the innermost reason of an error, in one line and without a password."""
+def _cause(error: BaseException) -> BaseException:
+    """Return the innermost reason of an error. Raises it if it is Ctrl-C, which MLflow makes an error of its own."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
+    if isinstance(error, KeyboardInterrupt):
+        raise error from None
+    return error
+
+
+def _why(error: BaseException, uri: str) -> str:
+    """Return an error in one line and without a password."""
     return without_credentials(in_one_line(error).replace(uri, without_credentials(uri)))
