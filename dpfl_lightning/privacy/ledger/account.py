@@ -377,12 +377,13 @@ class PrivacyAccount:
     def _sharing(self, entry: Entry, places: Sequence[int]) -> list[list[int]]:
         """Return which of some clients of a run share records."""
         names = list(entry.holders.values())
-        mine = [names[place] for place in places]
-        owners = tuple(
-            name if name == NAMELESS else min(self._declared.get(name, {name}) - {NAMELESS}) for name in mine
-        )
+        owners = tuple(map(self._owner, (names[place] for place in places)))
         classes = _classes(owners, tuple(entry.sketches[place] for place in places))
         return [[places[one] for one in of_one] for of_one in classes]
+
+    def _owner(self, name: str) -> str:
+        """Return one name for all that the operator has joined; clients without names stay so."""
+        return name if name == NAMELESS else min(self._declared.get(name, {name}) - {NAMELESS})
 
     @contextlib.contextmanager
     def _united(self, joins: Sequence[tuple[str, str]]) -> Iterator[None]:
@@ -574,13 +575,13 @@ def _joined_words(names: Sequence[str], other: str) -> str:
 
 def _with_clients(entry: Entry, other: Entry) -> Entry:
     """Return an entry with the clients that only the other one has, too."""
-    places = [place for place, client in enumerate(other.holders) if client not in entry.holders]
+    new = [place for place, client in enumerate(other.holders) if client not in entry.holders]
     joined: dict[str, Any] = {
-        name: (*getattr(entry, name), *(getattr(other, name)[place] for place in places))
+        name: (*getattr(entry, name), *(getattr(other, name)[place] for place in new))
         for name in ("delta", "planned", "sketches")
     }
-    added = {client: name for client, name in other.holders.items() if client not in entry.holders}
-    return replace(entry, holders={**entry.holders, **added}, **joined)
+    named = list(other.holders.items())
+    return replace(entry, holders={**entry.holders, **dict(named[place] for place in new)}, **joined)
 
 
 def _line_of(entry: Entry) -> dict[str, Any]:
